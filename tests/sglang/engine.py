@@ -81,6 +81,21 @@ def _sampling(tokens: int) -> dict[str, Any]:
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
 
 
+def _pin_nothing() -> None:
+    """SGLang pins memory for adapters, which torch can do only where there is an accelerator."""
+    import torch
+
+    def unpinned(function: Any) -> Any:
+        def call(*arguments: Any, pin_memory: bool = False, **others: Any) -> Any:
+            return function(*arguments, **others)
+
+        return call
+
+    for name in ("tensor", "empty", "zeros", "ones", "full", "empty_like", "zeros_like"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
 class Engine:
     """In the process of an `EngineProcess`.
 
@@ -92,18 +107,26 @@ class Engine:
     def __init__(self, model: str, transfer: dict[str, Any] | None = None, **options: Any) -> None:
         import sglang
 
+        if options.get("lora_paths"):
+            _pin_nothing()
         # SGLang starts its processes by spawn, and each would import for 10 s what this one has imported.
         multiprocessing.set_start_method("fork", force=True)
         with mock.patch.object(multiprocessing, "set_start_method"):
             self.engine = sglang.Engine(model_path=model, **{**DEFAULTS, **(transfer or {}), **options})
         self._rids = itertools.count()
 
-    def generate(self, *prompts: Prompt, tokens: int = 8) -> list[Answer]:
-        """Run these prompts together; one alone may fail."""
+    def generate(self, *prompts: Prompt, tokens: int = 8, adapter: str | None = None) -> list[Answer]:
+        """Run these prompts together; one alone may fail.
+
+        Args:
+            adapter: name of the adapter for all of them.
+        """
         import fastapi
 
         salts = {"cache_salt": [each.salt or "" for each in prompts]} if any(each.salt for each in prompts) else {}
         ids = [list(each.ids) for each in prompts]
+        if adapter is not None:
+            salts["lora_path"] = [adapter] * len(prompts)
         try:
             outputs = self.engine.generate(input_ids=ids, sampling_params=_sampling(tokens), **salts)
         except fastapi.HTTPException as error:
@@ -173,6 +196,15 @@ class Engine:
     def _run(self, what: Coroutine[Any, Any, str]) -> str:
         return str(self.engine.loop.run_until_complete(what))
 
+    def load(self, name: str, path: str) -> bool:
+        """Load an adapter."""
+        result = self.engine.load_lora_adapter(name, path)
+        assert result.success, result.error_message
+        return True
+
+    def unload(self, name: str) -> bool:
+        return bool(self.engine.unload_lora_adapter(name).success)
+
     def sleep_and_wake(self) -> bool:
         self.engine.release_memory_occupation()
         self.engine.resume_memory_occupation()
@@ -209,8 +241,8 @@ class SGLangProcess(EngineProcess):
     def answers(self) -> list[Any]:
         return [Answer(**{**each, "tokens": tuple(each["tokens"])}) for each in self._reply(START)]
 
-    def ask(self, each: Prompt, tokens: int = 8) -> Answer:
-        (answer,) = self.generate(each, tokens=tokens)
+    def ask(self, each: Prompt, tokens: int = 8, **options: Any) -> Answer:
+        (answer,) = self.generate(each, tokens=tokens, **options)
         return answer  # type: ignore[return-value]
 
     def forget(self) -> None:
@@ -235,6 +267,12 @@ class SGLangProcess(EngineProcess):
         """Load other weights in the middle of a request. Returns SGLang's error, empty if there is none."""
         return str(self._call("update_amid", what.ids, tokens, model, version, flush))
 
+    def load(self, name: str, path: str) -> None:
+        self._call("load", name, path)
+
+    def unload(self, name: str) -> None:
+        assert self._call("unload", name)
+
     def sleep_and_wake(self) -> None:
         self._call("sleep_and_wake")
 
@@ -243,11 +281,14 @@ class SGLangProcess(EngineProcess):
         self._file.close()
 
 
-def stored(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt, tokens: int = 8) -> Answer:
+def stored(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt, tokens: int = 8, **options: Any) -> Answer:
     """Ask, and wait until the daemon has every page of the prompt; then forget it. Returns the answer."""
     before = blocks(daemon)
     answer = engine.ask(what, tokens=tokens)
     assert answer.status == 200, engine.text()[-LOG_CHARACTERS:]
+
+    answer = engine.ask(what, tokens=tokens, **options)
+    assert answer.status == 200, engine.text()[-4000:]
     new = len(what.ids) // PAGE - answer.cached // PAGE
     eventually(lambda: blocks(daemon) >= before + new, lambda: f"{blocks(daemon)} blocks, not {before + new}")
     engine.forget()

@@ -16,6 +16,7 @@ import sglang
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation import kv_events
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
@@ -24,7 +25,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.integrations.sglang import pools, ranks
+from kvsidecar.integrations.sglang import adapters, pools, ranks
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
@@ -91,6 +92,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             side.weights_changing,
             lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
         )
+        self._end_adapters = adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token))
         self.layer_done_counter = self._side.loads
         self.pools = {PoolName(pool.name): pool for pool in found_pools}
         if PoolName.MAMBA in self.pools:
@@ -199,6 +201,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if side is not None:
             atexit.unregister(self.close)
             self._end_watch()
+            self._end_adapters()
             if self._events is not None:
                 self._events.close()
             side.close()

@@ -6,21 +6,18 @@ replaced, because an idle engine reports nothing. Imports vLLM.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import logging
 import secrets
 import weakref
-from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-import torch
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core as vllm_core
 
+from kvsidecar.integrations import content
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, UNKNOWN, AdapterLoads, Adapters, Files, files_of
-from kvsidecar.integrations.weights import PIECE, PIECES
 
 _log = logging.getLogger("kvsidecar.vllm")
 
@@ -160,42 +157,10 @@ def _record(loads: AdapterLoads, manager: Any, lora_request: Any, model: Any, fi
 
 
 def digest_of(model: Any) -> str:
-    """The hexadecimal digest of a loaded adapter: its tensors, of each as many samples as of the model's weights, and
-    whatever else vLLM has read from its configuration, but not its id.
+    """The hexadecimal digest of a loaded adapter: its tensors, and whatever else vLLM has read from its configuration,
+    but not its id.
 
     Raises:
         TypeError: there is something of an unknown type.
     """
-    found = hashlib.blake2b(digest_size=32)
-    for each in _pieces({name: value for name, value in vars(model).items() if name != "id"}):
-        found.update(len(each).to_bytes(8, "big"))
-        found.update(each)
-    return found.hexdigest()
-
-
-def _pieces(value: Any) -> Iterator[Any]:
-    """What tells values apart, as bytes."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        yield repr(value).encode()
-    elif isinstance(value, torch.Tensor):
-        yield repr((value.dtype, tuple(value.shape))).encode()
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        if data.numel() <= PIECE * PIECES:
-            yield data.cpu().numpy()
-            return
-        for i in range(PIECES):
-            start = (data.numel() - PIECE) * i // (PIECES - 1)
-            yield data[start : start + PIECE].cpu().numpy()
-    elif isinstance(value, dict):
-        yield f"{len(value)} entries".encode()
-        for key in sorted(value, key=repr):
-            yield repr(key).encode()
-            yield from _pieces(value[key])
-    elif isinstance(value, list | tuple):
-        yield f"{len(value)} values".encode()
-        for each in value:
-            yield from _pieces(each)
-    elif type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
-        yield from _pieces(vars(value))
-    else:
-        raise TypeError(f"an adapter with a {type(value).__qualname__}")
+    return content.digest_of({name: value for name, value in vars(model).items() if name != "id"}, "vllm.")

@@ -1,0 +1,105 @@
+"""Has SGLang tell adapters apart by their content.
+
+The hash of a page begins with its request's ``extra_key``, at whose end SGLang puts the adapter's id: made from name
+and path, or at random. The daemon's pages outlive both. So the id is replaced by a digest of what is loaded, for which
+the constructor of SGLang's requests is wrapped. SGLang keeps adapters in the memory of each rank until it unloads them,
+which waits for their requests, so that the content of a request's adapter does not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from kvsidecar.integrations import content
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+DIGITS = 32
+"""Of a digest, as many as an id has: SGLang's events take it for one."""
+NO_CONTENT = ("base_model_name_or_path", "revision", "auto_mapping")
+"""Of an adapter's configuration: what says only where it is from."""
+
+
+def manager_of_caller() -> Any:
+    """The ``LoRAManager`` of the scheduler that is being constructed by a caller of this function; None: there is none.
+    SGLang gives a linker no way to it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        worker = getattr(frame.f_locals.get("self"), "tp_worker", None)
+        if worker is not None:
+            return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+        frame = frame.f_back
+    return None
+
+
+def digest_of(adapter: Any) -> str:
+    """The hexadecimal digest of SGLang's ``LoRAAdapter``.
+
+    Raises:
+        AttributeError, TypeError: this version has other adapters.
+    """
+    config = {name: value for name, value in adapter.config.hf_config.items() if name not in NO_CONTENT}
+    tensors = [layer.weights for layer in adapter.layers]
+    others = [adapter.embedding_layers, adapter.added_tokens_embeddings, adapter.config.added_tokens_config]
+    return content.digest_of([config, adapter.scaling, tensors, others], "sglang.")
+
+
+class Adapters:
+    """The adapters of one rank.
+
+    Args:
+        manager: SGLang's ``LoRAManager``; None: what it has loaded is not known.
+        own: a name of this engine, the same for all of its ranks.
+    """
+
+    def __init__(self, manager: Any, own: str) -> None:
+        self._manager, self._own = manager, own
+        self._digests: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+    def extra_key(self, extra_key: str, lora_id: str) -> str:
+        """What SGLang puts before the tokens of a request, with the content of its adapter in place of the id. If that
+        is not known, with this engine's name: nobody else shares the pages then."""
+        before = extra_key.removesuffix(lora_id)
+        digest = self._digest(lora_id)
+        return f"{before}{self._own} {lora_id}" if digest is None else before + digest[:DIGITS]
+
+    def _digest(self, lora_id: str) -> str | None:
+        adapter = getattr(self._manager, "loras", {}).get(lora_id)
+        if adapter is None:
+            return None
+        if adapter not in self._digests:
+            try:
+                self._digests[adapter] = digest_of(adapter)
+            except (AttributeError, TypeError, RuntimeError) as error:
+                self._digests[adapter] = None
+                _log.error("kvsidecar: KV of adapter %s is shared with no other engine: %s", lora_id, error)
+        return self._digests[adapter]
+
+
+def wrap(requests: type, adapters: Adapters) -> Callable[[], None]:
+    """Have the requests of this class (``Req``) named by the content of their adapters.
+
+    Returns:
+        A function that ends this.
+    """
+    original = requests.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        if self.lora_id is not None:
+            self.extra_key = adapters.extra_key(self.extra_key or "", self.lora_id)
+
+    requests.__init__ = init  # type: ignore[misc]
+
+    def end() -> None:
+        if requests.__init__ is init:  # type: ignore[misc]  # else somebody has wrapped it again
+            requests.__init__ = original  # type: ignore[misc]
+
+    return end
