@@ -66,7 +66,8 @@ class _Sealed:
     def __init__(self, records: Records, report: AdoptReport) -> None:
         self._records = records
         self._report = report
-        self.places, self.contents, lost = records.find_sealed()
+        self.slabs, lost = records.find_slabs()
+        self.places, self.contents = records.find_sealed(self.slabs)
         self.count("damaged", lost)
 
     def drop(self, reason: str, which: Bools) -> None:
@@ -86,14 +87,21 @@ class _Sealed:
         """Drop those that are not what `Records.seal` has written, or do not fit the place they are in."""
         self.drop("damaged", self._records.damaged(self.contents))
         self._records.see_commits(self.contents[:, COMMIT])
-        slabs = self.places // allocator.slots_per_slab
-        inside = (self.places % allocator.slots_per_slab).astype(np.uint64)
-        sizes, slots = size_classes(self.contents), self.contents[:, SLOT]
-        starts, ends = allocator.slabs.start[slabs], (allocator.slabs.start + allocator.slabs.nbytes)[slabs]
-        wrong = sizes != self._records.size_classes()[slabs]
-        wrong |= slots != starts.astype(np.uint64) + inside * sizes
-        wrong |= slots + sizes > ends.astype(np.uint64)
+        grid, slabs = allocator.grid, self.slabs
+        at = self.slab_of(self.places)
+        sizes, starts = size_classes(self.contents), slabs.head[at] * grid.unit
+        inside = self.places - slabs.head[at] * grid.records
+        wrong = sizes != slabs.size[at].astype(np.uint64)
+        wrong |= self.contents[:, SLOT] != starts.astype(np.uint64) + inside.astype(np.uint64) * sizes
+        # Those of a slab that lies on two NUMA nodes, as of now.
+        fit = [allocator.can_cut(*units) for units in zip(slabs.head.tolist(), slabs.end.tolist(), strict=True)]
+        wrong |= ~np.array(fit, np.bool_)[at]
         self.drop("misplaced", wrong)
+
+    def slab_of(self, places: Ints) -> Ints:
+        """The slab of each of these records."""
+        found: Ints = self.slabs.head.searchsorted(places // self._records.grid.records, "right") - 1
+        return found
 
     def by_table(self) -> dict[int, tuple[Ints, Words]]:
         """Places and contents by number of the table, each in the order in which they were sealed."""
@@ -133,7 +141,7 @@ def adopt(table: BlockTable, records: Records) -> AdoptReport:
         records.close_space(entry.number)
     for places, _ in by_table.values():
         sealed.forget("no_space", places)
-    _make_evictable(table, records, found, report)
+    _make_evictable(table, records, found, report, sealed)
     table.start_with(records, [each.blocks for each in found])
     return report
 
@@ -194,7 +202,9 @@ def _keep_idle_times(blocks: SpaceBlocks, rows: Ints, contents: Words) -> None:
         blocks.next_expiry = 1  # the time is not known here; whoever looks at the table then finds the right one
 
 
-def _make_evictable(table: BlockTable, records: Records, found: Iterable[_Found], report: AdoptReport) -> None:
+def _make_evictable(
+    table: BlockTable, records: Records, found: Iterable[_Found], report: AdoptReport, sealed: _Sealed
+) -> None:
     """Cut the slabs, and put the blocks into the order of their last use.
 
     Ticks begin again at 1, without gaps: whatever a damaged word says of a last use concerns the order alone.
@@ -227,6 +237,8 @@ def _make_evictable(table: BlockTable, records: Records, found: Iterable[_Found]
     if not slots:
         return
     all_slots = np.concatenate(slots)
-    sizes = records.size_classes()
-    table.slots.adopt(all_slots, sizes.astype(np.int64), np.concatenate(owners), np.concatenate(ticks))
+    slabs, grid = sealed.slabs, table.slots.grid
+    used_slabs = np.unique(slabs.head.searchsorted(all_slots // grid.unit, "right") - 1)
+    cuts = list(zip(*(column[used_slabs].tolist() for column in slabs), strict=True))
+    table.slots.adopt(all_slots, cuts, np.concatenate(owners), np.concatenate(ticks))
     records.set_used(np.asarray(table.slots.places(all_slots)), np.concatenate(words))

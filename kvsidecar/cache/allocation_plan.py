@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvsidecar.cache.arrays import Slots, unique_counts
-from kvsidecar.cache.slabs import Slabs
+from kvsidecar.cache.slabs import Part, Slabs, find_run
 
 
 class Unmet(NamedTuple):
@@ -18,51 +18,58 @@ class Unmet(NamedTuple):
 
 
 class AllocationPlan:
-    """Free slots and whole slabs as they would be after planned frees, and whether they meet the needs.
+    """Free slots and uncut runs as they would be after planned frees, and whether they meet the needs.
 
     It predicts `SlotAllocator.allocate` exactly, provided that larger size classes are allocated first: free slots of
-    the class, then whole slabs, the short slab last.
+    the class, then new slabs. With a node preferred, each of these there before any elsewhere.
 
     Args:
         slabs: all slabs of the pool; only read.
+        parts: all parts of the pool; only read.
         needs: slots needed per size class.
         free_slots: free slots per size class of ``needs``.
-        whole_slabs: uncut slabs of full length.
-        short_slab: bytes of the short last slab if it is uncut, else 0.
+        node: the preferred one; None: no plan for one.
+        free_there: of ``free_slots``, those on this node.
     """
 
     def __init__(
         self,
         slabs: Slabs,
+        parts: Sequence[Part],
         needs: Mapping[int, int],
         free_slots: Mapping[int, int],
         *,
-        whole_slabs: int,
-        short_slab: int,
+        node: int | None = None,
+        free_there: Mapping[int, int] | None = None,
     ) -> None:
         self._slabs = slabs
+        self._parts = parts
+        self._own_parts = False
+        """Whether ``_parts`` are copies."""
         self._needs = sorted(needs.items(), reverse=True)
         self._free_slots = Counter(free_slots)
-        self._whole_slabs = whole_slabs
-        self._short_slab = short_slab
+        self._node = node
+        self._free_there = free_there or {}
         self._freed: Counter[int] = Counter()
         """Slab -> number of its slots that this plan frees."""
 
     def unmet(self) -> Unmet | None:
         """The largest size class whose need is not met; None if all are met."""
-        whole, short = self._whole_slabs, self._short_slab
+        parts: Sequence[Part] | None = None
         for size, need in self._needs:
             missing = need - self._free_slots[size]
-            if missing <= 0:
+            if self._node is None and missing <= 0:
                 continue
-            per_slab = self._slabs.slab_bytes // size
-            opened = min(whole, -(-missing // per_slab)) if per_slab else 0
-            whole -= opened
-            missing -= opened * per_slab
-            if missing > 0:
-                missing -= short // size
-                if short >= size:
-                    short = 0
+            if self._node is None and len(self._needs) == 1:
+                missing -= self._room(size)
+            elif parts is None:
+                parts = [part.copy() for part in self._parts]
+            if parts is not None:
+                if self._node is not None:
+                    elsewhere = self._free_slots[size] - self._free_there.get(size, 0)
+                    missing += elsewhere
+                    missing = self._cut([part for part in parts if part.node == self._node], size, missing) - elsewhere
+                missing = self._cut(parts, size, missing)
             if missing > 0:
                 return Unmet(size, missing)
         return None
@@ -72,8 +79,7 @@ class AllocationPlan:
         if len(self._needs) > 1:
             return None
         (size, need) = self._needs[0]
-        whole = self._whole_slabs * (self._slabs.slab_bytes // size) + self._short_slab // size
-        return self._free_slots[size] + whole - need
+        return self._free_slots[size] + self._room(size) - need
 
     @property
     def largest(self) -> int:
@@ -91,6 +97,21 @@ class AllocationPlan:
         """Remove these slots from the plan."""
         self._change(slots, -1)
 
+    def _room(self, size: int) -> int:
+        """How many slots could be cut from all runs."""
+        shape = self._slabs.grid.shape(size)
+        return sum([part.count(shape) for part in self._parts])
+
+    def _cut(self, parts: Sequence[Part], size: int, missing: int) -> int:
+        """Cut slabs until no slots are missing. Returns how many still are."""
+        grid = self._slabs.grid
+        shape = grid.shape(size)
+        while missing > 0 and (found := find_run(parts, shape)) is not None:
+            part, start, end = found
+            part.take(start, end)
+            missing -= grid.nbytes(start, end) // size
+        return missing
+
     def _change(self, slots: Slots, sign: int) -> None:
         distinct, counts = unique_counts(self._slabs.holding(slots))
         for slab, count in zip(distinct.tolist(), counts.tolist(), strict=True):
@@ -105,7 +126,9 @@ class AllocationPlan:
     def _make_whole(self, slab: int, sign: int) -> None:
         slabs = self._slabs
         self._free_slots[int(slabs.size[slab])] -= sign * int(slabs.capacity[slab])
-        if slabs.nbytes[slab] == slabs.slab_bytes:
-            self._whole_slabs += sign
-        else:
-            self._short_slab += sign * int(slabs.nbytes[slab])
+        if not self._own_parts:
+            self._parts, self._own_parts = [part.copy() for part in self._parts], True
+        start = slabs.head.item(slab)
+        end = start + slabs.units.item(slab)
+        part = next(part for part in self._parts if part.start <= start < part.end)
+        (part.add if sign > 0 else part.take)(start, end)

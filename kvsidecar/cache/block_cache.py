@@ -484,16 +484,16 @@ class BlockCache:
         return self._table.sweep(limit) or self._expiry.collect(limit) or shrunk or rebuilt
 
     def stats(self) -> CacheStats:
-        """Current gauges and counters; O(1)."""
+        """Current gauges and counters; O(gaps between slabs)."""
         table, slots = self._table, self._table.slots
-        evictable = slots.bytes_in(SlotState.EVICTABLE)
+        evictable, unfit = slots.bytes_in(SlotState.EVICTABLE), slots.unfit_bytes
         return CacheStats(
             total_bytes=slots.total_bytes,
             used_bytes=slots.bytes_in(SlotState.HELD) + evictable,
-            free_bytes=slots.bytes_in(SlotState.FREE),
+            free_bytes=slots.bytes_in(SlotState.FREE) - unfit,
             reserved_bytes=slots.bytes_in(SlotState.RESERVED),
             quarantined_bytes=slots.bytes_in(SlotState.QUARANTINED),
-            wasted_bytes=slots.wasted_bytes,
+            wasted_bytes=slots.wasted_bytes + unfit,
             evictable_bytes=evictable,
             leased_bytes=table.leased_bytes,
             blocks=table.num_blocks,
@@ -541,7 +541,8 @@ class BlockCache:
         blocks, below = space.blocks, self.readable_below
         readable: Bools = (rows >= 0) & (blocks.missing[rows] == 0)
         if below is not None:
-            readable &= (blocks.slots[:, rows] < below).all(axis=0)
+            ends = blocks.slots[:, rows] + np.array(space.slot_sizes)[:, np.newaxis]
+            readable &= (ends <= below).all(axis=0)
         if blocks.expiring:
             gone = self._expiry.expired(blocks, rows)
             readable &= ~(gone & (blocks.pins[rows] == 0)) if leased else ~gone

@@ -13,6 +13,7 @@ from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, S
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.shares import Shares
+from kvsidecar.cache.slabs import LARGEST_SHARE
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from kvsidecar.types import Namespace
@@ -89,6 +90,7 @@ class BlockTable:
         """Begin with these blocks of an earlier run, all of them evictable, and record what happens from now on."""
         require(not self.tables, "the table is in use")
         self.records = records
+        self.slots.new_slabs = []
         self._num_tables = records.last_number
         for blocks in adopted:
             space = blocks.space
@@ -116,8 +118,8 @@ class BlockTable:
             raise InvalidRequest(f"group {group}: shard {shard} has {shard_bytes} bytes per block; it must have some")
         if size_class(shard_bytes) > self.slots.largest_slot:
             raise InvalidRequest(
-                f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but the largest slot of this pool "
-                f"has {self.slots.largest_slot}; the daemon needs a larger --slab-size (and pool)"
+                f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but a slot of this pool can have "
+                f"no more than {self.slots.largest_slot}: set --pool-size to at least {LARGEST_SHARE} times the block"
             )
         known = self.spaces.get((namespace, group))
         space = known or Space(namespace, group, num_shards)
@@ -184,6 +186,10 @@ class BlockTable:
             self._hold(blocks, rows[blocks.evictable[rows]])
         blocks.pins[rows] += 1
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
+        if self.slots.new_slabs and self.records is not None:
+            for cut in self.slots.new_slabs:
+                self.records.cut(*cut)
+            self.slots.new_slabs.clear()
         self.shares.change(blocks, part.slot_size * len(rows), 0)
 
     def seal(self, part: StorePart, tick: int, expires: int = 0, idle: int = 0) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 from kvsidecar.cache.arrays import NO_INTS, Ints
 from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.shares import Budget, Share, Shares, TableOrder
-from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.slots import SlotAllocator, Window
 from kvsidecar.types import EVICTION_ORDER, Priority
 
 REQUESTED, VICTIM = 1, 2
@@ -283,8 +283,12 @@ class _Choice:
     victims: list[Chain]
     last_used: int
     """Tick of the last use of the newest victim."""
-    slab: bool
-    """Whether they free a whole slab, which only all of them together do."""
+    window: Window | None = None
+    """The place for a slab that they free, which only all of them together do; None: they provide slots one by one."""
+
+    def overlaps(self, window: Window) -> bool:
+        mine = self.window
+        return mine is not None and window.start < mine.end and mine.start < window.end
 
 
 class _EvictionPlan:
@@ -305,8 +309,10 @@ class _EvictionPlan:
         self._shares = shares
         self._budget = budget
         self._choices: list[_Choice] = []
-        self._slabs: dict[int, list[int]] = {}
-        """Size class -> slabs of other classes that could be freed, least recently used last."""
+        self._windows: dict[int, list[Window]] = {}
+        """Size class -> places where a slab of it could be, least recently used last."""
+        self._later: dict[int, list[Window]] = {}
+        """The same of those that overlap a place that was chosen: what is left of one may provide nothing."""
 
     def hopeless(self) -> bool:
         """Whether all that may go would not be enough: to find that out block by block would visit every one."""
@@ -323,7 +329,7 @@ class _EvictionPlan:
             blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
             if blocks:
                 newest = max(int(chain.blocks.last_used[chain.rows[-1]]) for chain in blocks)
-                choice = _Choice(blocks, newest, slab=False)
+                choice = _Choice(blocks, newest)
             if choice is None:
                 return False
             self._choices.append(choice)
@@ -346,7 +352,7 @@ class _EvictionPlan:
         if only is None or only.space.num_shards > 1 or self._allocation.surplus() is None:
             return None
         size = only.space.slot_sizes[0]
-        return only if self._allocation.largest == size and not len(self._allocator.reclaimable(size)) else None
+        return only if self._allocation.largest == size and not self._allocator.windows(size) else None
 
     def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
         """Enough of the oldest blocks of one table; None if there are too few."""
@@ -376,16 +382,24 @@ class _EvictionPlan:
         return _oldest(shares, size, missing, until, budget)
 
     def _oldest_slab(self, size: int) -> _Choice | None:
-        """All blocks of the least recently used slab of another class that can be freed as a whole."""
-        if size not in self._slabs:
-            self._slabs[size] = self._allocator.reclaimable(other_than=size).tolist()[::-1]
-        candidates, slabs = self._slabs[size], self._allocator.slabs
-        while candidates:
-            slab = candidates[-1]
-            if slabs.nbytes[slab] >= size and not self._allocation.is_whole(slab):
-                owners = self._owners(slab)
+        """All blocks of the least recently used place for a slab of this class that can be freed as a whole."""
+        if size not in self._windows:
+            self._windows[size], self._later[size] = self._allocator.windows(size)[::-1], []
+        candidates, later, plan = self._windows[size], self._later[size], self._allocation
+        while candidates or later:
+            second = not candidates
+            if second:
+                candidates.extend(reversed(later))
+                later.clear()
+            window = candidates[-1]
+            slabs = self._allocator.slabs.within(window.start, window.end)
+            if not all(plan.is_whole(slab) for slab in slabs):
+                if not second and any(choice.overlaps(window) for choice in self._choices):
+                    later.append(candidates.pop())
+                    continue
+                owners = [chain for slab in slabs for chain in self._owners(slab)]
                 if not _with_mark(REQUESTED, owners) and self._may_go(_with_mark(0, owners)):
-                    return _Choice(_with_mark(0, owners), int(slabs.touched[slab]), slab=True)
+                    return _Choice(_with_mark(0, owners), window.touched, window)
             candidates.pop()
         return None
 
@@ -415,7 +429,7 @@ class _EvictionPlan:
         for choice in sorted(self._choices, key=lambda choice: choice.last_used, reverse=True):
             if self._allocation.surplus() == 0:
                 return  # every remaining victim is required
-            for victims in [choice.victims] if choice.slab else self._one_by_one(choice):
+            for victims in self._one_by_one(choice) if choice.window is None else [choice.victims]:
                 self._mark(victims, 0)
                 if self._allocation.unmet() is not None:
                     self._mark(victims)

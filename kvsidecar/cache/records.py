@@ -26,11 +26,12 @@ import struct
 import zlib
 from dataclasses import asdict, dataclass
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvsidecar.cache.arrays import FEW, Bools, Bytes, Ints, Slots, Words, as_list
+from kvsidecar.cache.slabs import Grid
 from kvsidecar.cache.slots import SLOT_ALIGN
 from kvsidecar.types import HASH_BYTES_MAX, MAX_IDLE_SECONDS, Namespace
 
@@ -91,6 +92,16 @@ class SpaceEntry:
     shard_bytes: list[int | None]
 
 
+class FoundSlabs(NamedTuple):
+    """The slabs that an earlier run has cut, as columns."""
+
+    head: Ints
+    """First unit."""
+    end: Ints
+    size: Ints
+    """Size class in bytes."""
+
+
 class Records:
     """Reads and writes the records. Only one process at a time may.
 
@@ -99,20 +110,21 @@ class Records:
     Args:
         memory: `num_words` words, zeros at first; shared memory, if they are to outlive the process.
         pool_bytes: of the pool; as in `SlotAllocator`.
-        slab_bytes: size of a slab.
+        slab_bytes: as in `SlotAllocator`.
         spaces: most spaces that are kept at a time. Others work, and are forgotten with the daemon.
     """
 
     def __init__(self, memory: Words, pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> None:
-        num_slabs = -(-pool_bytes // slab_bytes)
+        self.grid = Grid(pool_bytes, slab_bytes)
         self.pool_bytes, self.slab_bytes = pool_bytes, slab_bytes
-        self.slots_per_slab = slab_bytes // SLOT_ALIGN
-        commits = _pages(num_slabs)
+        units = len(self.grid)
+        commits = _pages(3 * units)
         entries = commits + spaces
         records = entries + spaces * PAGE_WORDS
-        self._slabs: Words = memory[:num_slabs]
-        """Per slab the size class of its records in units of `SLOT_ALIGN`, with its complement. It says which records
-        to read: to read the others, the kernel would give each page of them memory."""
+        self._slabs: Words = memory[: 3 * units].reshape(3, units)
+        """Per unit the slab that it is part of: first unit, length, and size class in units of `SLOT_ALIGN`; each with
+        its complement, and zero if it was never part of one. They say which records to read: to read the others, the
+        kernel would give each page of them memory."""
         self._space_commits: Words = memory[commits:entries]
         self._spaces: Words = memory[entries:records].reshape(spaces, PAGE_WORDS)
         self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
@@ -184,7 +196,6 @@ class Records:
         """
         commit = self._next_commit()
         table = number << 32 | idle << SHARD_BITS | shard
-        slab_word = _checked(size // SLOT_ALIGN)
         size_word = size // SLOT_ALIGN | expires << 32
         if len(places) == 1 <= FEW:
             (place,) = as_list(places)
@@ -192,7 +203,6 @@ class Records:
                 size_word |= priorities.item() << PRIORITY_BITS
             packed = _DIGESTED.pack(commit, table, slots.item(), size_word, words.tobytes())
             digest = sum(map(mul, _FACTORS, _LANES.unpack(packed))) & MASK
-            self._slabs[place // self.slots_per_slab] = slab_word
             self._bodies[place] = np.frombuffer(packed[8:] + _TAIL.pack(digest, 0, 0, tick << ORDER_BITS), np.uint64)
             self._commits[place] = commit
             return
@@ -207,9 +217,22 @@ class Records:
         digests = _digest(body[:, : HASH - 1 + words.shape[1]], TABLE)
         body[:, DIGEST - 1] = digests + _digest(np.array([[commit]], np.uint64), COMMIT)
         body[:, USED - 1] = _used(tick, len(slots))[::-1]  # the deepest of a prefix goes first
-        self._slabs[at // self.slots_per_slab] = slab_word
         self._bodies[at] = body
         self._commits[at] = commit
+
+    def cut(self, start: int, end: int, size: int) -> None:
+        """Record that these units are one slab now. Call it before a slot of it is sealed. The slots of the slabs that
+        were there before are unsealed: to be killed meanwhile loses nothing."""
+        heads, lengths, _ = slabs = self._slabs
+        before, after = heads.item(start), heads.item(end - 1)  # forget what is left of these slabs on either side
+        if (first := _unchecked(before)) is not None and first < start:
+            left = slabs[:, first:start]
+            left[:, left[0] == before] = 0
+        first, length = _unchecked(after), _unchecked(lengths.item(end - 1))
+        if first is not None and length is not None and end < first + length:
+            left = slabs[:, end : first + length]
+            left[:, left[0] == after] = 0
+        slabs[:, start:end] = [[_checked(start)], [_checked(end - start)], [_checked(size // SLOT_ALIGN)]]
 
     def unseal(self, places: Slots) -> None:
         """Forget these slots, before anything can happen to their bytes."""
@@ -264,30 +287,45 @@ class Records:
         self._free_entries = sorted(set(range(len(commits))) - set(self._entries.values()), reverse=True)
         return found
 
-    def find_sealed(self) -> tuple[Ints, Words, int]:
-        """The places and contents of all sealed records, and how many were lost because the size class of their slab
-        is damaged. They are not checked any further: see `damaged`."""
-        sizes = [_unchecked(word) for word in self._slabs.tolist()]
-        lost, places = 0, []
-        for slab, size in enumerate(sizes):
-            if size == 0:
-                continue
-            first = slab * self.slots_per_slab
-            if size is None or size > self.slots_per_slab:
-                every = slice(first, first + self.slots_per_slab)
-                lost += int(np.count_nonzero(self._commits[every]))
-                self._commits[every] = 0
-                self._slabs[slab] = 0
-                continue
-            places.append(np.arange(first, first + self.slots_per_slab // size))
+    def find_slabs(self) -> tuple[FoundSlabs, int]:
+        """The slabs that were cut, by offset, and how many sealed records were lost because what is known of their slab
+        is damaged."""
+        grid, slabs = self.grid, self._slabs
+        values, complements = slabs & np.uint64(0xFFFFFFFF), slabs >> np.uint64(32)
+        whole = (values == ~complements & np.uint64(0xFFFFFFFF)).all(axis=0)
+        heads, lengths, sizes = values.astype(np.int64)
+        units = np.arange(len(grid))
+        first = (whole & (heads == units) & (lengths > 0) & (heads + lengths <= len(grid)) & (sizes > 0)).nonzero()[0]
+        # A slab counts if all of its units say the same.
+        same = np.concatenate(([False], (slabs[:, 1:] == slabs[:, :-1]).all(axis=0)))
+        breaks = np.concatenate((np.cumsum(~same), [0]))
+        first = first[breaks[first + lengths[first] - 1] == breaks[first]]
+        covered = np.zeros(len(grid) + 1, np.int64)
+        np.add.at(covered, first, 1)
+        np.subtract.at(covered, first + lengths[first], 1)
+        lost = 0
+        for unit in (slabs.any(axis=0) & (covered.cumsum()[:-1] == 0)).nonzero()[0].tolist():
+            every = slice(unit * grid.records, (unit + 1) * grid.records)
+            lost += int(np.count_nonzero(self._commits[every]))
+            self._commits[every] = 0
+            slabs[:, unit] = 0
+        return FoundSlabs(first, first + lengths[first], sizes[first] * SLOT_ALIGN), lost
+
+    def find_sealed(self, slabs: FoundSlabs) -> tuple[Ints, Words]:
+        """The places and contents of all sealed records of these slabs. They are not checked any further: see
+        `damaged`."""
+        grid = self.grid
+        ends = np.minimum(slabs.end * grid.unit, grid.pool_bytes)
+        capacities = (ends - slabs.head * grid.unit) // slabs.size
+        firsts = slabs.head * grid.records
+        places = [
+            np.arange(first, first + capacity)
+            for first, capacity in zip(firsts.tolist(), capacities.tolist(), strict=True)
+        ]
         at = np.concatenate(places) if places else np.empty(0, np.int64)
         at = at[self._commits[at] != 0]
         contents: Words = self._records[at]
-        return at, contents, lost
-
-    def size_classes(self) -> Words:
-        """Per slab the size class of its records in bytes, 0 if it has none."""
-        return np.array([(_unchecked(word) or 0) * SLOT_ALIGN for word in self._slabs.tolist()], np.uint64)
+        return at, contents
 
     def damaged(self, contents: Words) -> Bools:
         """Which records do not fit their digest, or have a commit word that never was."""
@@ -305,9 +343,13 @@ class Records:
 
 def num_words(pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> int:
     """Words of all records of a pool, with what belongs to them."""
-    num_slabs = -(-pool_bytes // slab_bytes)
-    records = num_slabs * (slab_bytes // SLOT_ALIGN) * RECORD_WORDS
-    return _pages(num_slabs) + spaces + spaces * PAGE_WORDS + records
+    grid = Grid(pool_bytes, slab_bytes)
+    return _pages(3 * len(grid)) + spaces + spaces * PAGE_WORDS + record_words(grid)
+
+
+def record_words(grid: Grid) -> int:
+    """Those of the records alone, which are the last ones."""
+    return len(grid) * grid.records * RECORD_WORDS
 
 
 def _pages(words: int) -> int:

@@ -1,21 +1,24 @@
-"""A slab allocator like memcached's: the pool is divided into slabs, each slab into slots of one size class.
+"""A slab allocator like memcached's: slabs are cut from the pool, each slab into slots of one size class.
 
-Unlike memcached's, a slab becomes whole again as soon as all of its slots are free, so that a model with another block
-size can cut it anew. A slot is identified by its byte offset in the pool.
+Unlike memcached's, slabs are as long as their slots need (see ``slabs``), and a slab becomes whole again as soon as all
+of its slots are free, so that a model with another block size can use its place. A slot is identified by its byte
+offset in the pool.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
 from kvsidecar.cache.allocation_plan import AllocationPlan
 from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, extended, unique_counts
 from kvsidecar.cache.freed import PAGE_BYTES, Freed
-from kvsidecar.cache.slabs import LEVELS, NodeSlabs, Slabs
+from kvsidecar.cache.slabs import LARGEST_SHARE, LEVELS, Grid, NodeSlabs, Part, Shape, Slabs, find_run
 
 SLOT_ALIGN = PAGE_BYTES
 """Offsets and sizes of slots are multiples of this many bytes. A page (and a cache line) then holds bytes of one slot
@@ -41,11 +44,22 @@ class SlotState(IntEnum):
 
 _FREE, _RESERVED, _HELD, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # looking up enum members is slow
 _UNOWNED = (_FREE, _QUARANTINED)
+_ZERO = np.zeros(1, np.bool_)
 
 
 def size_class(nbytes: int) -> int:
     """Bytes of a slot for a shard of ``nbytes`` bytes."""
     return -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
+class Window(NamedTuple):
+    """A place for a slab that can be had by eviction alone."""
+
+    start: int
+    end: int
+    """The unit after its last."""
+    touched: int
+    """Tick of the last use of a slot there."""
 
 
 class SlotAllocator:
@@ -56,9 +70,9 @@ class SlotAllocator:
 
     Args:
         pool_bytes: size of the pool; a multiple of `SLOT_ALIGN`.
-        slab_bytes: size of a slab; a multiple of `SLOT_ALIGN`. Chunks that are pinned in one call must be multiples
-            of it, so that no slot straddles two registrations. If the pool is not a multiple, the last slab is shorter.
-        numa_of_slab: NUMA node of each slab; None: unknown. Default: all unknown.
+        slab_bytes: size of the shortest slabs that have many slots; a multiple of `SLOT_ALIGN`.
+        numa_of_slab: NUMA node of each piece of ``slab_bytes``, of which the last may be shorter; None: unknown.
+            Default: all unknown. A slab lies on one node.
         freed: told of every slot that is freed or given out; None: nothing is zeroed.
 
     Raises:
@@ -82,11 +96,14 @@ class SlotAllocator:
         self.total_bytes = pool_bytes
         self.slab_bytes = slab_bytes
         self.freed = freed
-        self.slots_per_slab = slab_bytes // SLOT_ALIGN
-        """Most slots that a slab can have."""
+        self.grid = Grid(pool_bytes, slab_bytes)
         self.wasted_bytes = 0
-        """Ends of cut slabs that are too short for a slot."""
-        self.slabs = Slabs(pool_bytes, slab_bytes, nodes)
+        """Ends of slabs that are too short for a slot."""
+        self.slabs = Slabs(self.grid)
+        self.new_slabs: list[tuple[int, int, int]] | None = None
+        """First unit, end and size class of each slab that was cut, if somebody has set this to a list; who takes them
+        empties it."""
+        self._unit = self.grid.unit
         self._bytes = [0] * len(SlotState)
         self._bytes[_FREE] = pool_bytes
         self._states = np.zeros(pool_bytes // SLOT_ALIGN, np.uint8)
@@ -98,13 +115,14 @@ class SlotAllocator:
         self._spare_columns: dict[int, list[int]] = {}
         """Capacity -> former columns of slabs that are whole again, for reuse."""
         self._nodes: dict[int | None, NodeSlabs] = {node: NodeSlabs() for node in nodes}
-        for slab in reversed(range(num_slabs)):
-            self._add_whole(slab)
+        self._parts = _parts(self.grid, nodes)
+        for part in self._parts:
+            self._nodes[part.node].parts.append(part)
 
     # -- counts and plans --------------------------------------------------------------------------------------
 
     def bytes_in(self, state: SlotState) -> int:
-        """Bytes of all slots in ``state``. Slabs that are not cut count as FREE."""
+        """Bytes of all slots in ``state``. What is not cut counts as FREE."""
         return self._bytes[state]
 
     @property
@@ -119,8 +137,23 @@ class SlotAllocator:
 
     @property
     def largest_slot(self) -> int:
-        """Bytes of the largest slot that can be cut."""
-        return int(self.slabs.nbytes[0])
+        """Bytes of the largest slot that can be cut: an eighth of the pool, or a slab if that is more; but no more than
+        lies on one node."""
+        eighth = self.total_bytes // LARGEST_SHARE // SLOT_ALIGN * SLOT_ALIGN
+        return min(max(self.slab_bytes, eighth), max(part.nbytes for part in self._parts))
+
+    @property
+    def unfit_bytes(self) -> int:
+        """Bytes of FREE that are too short for a slot of any size class in use: the least that is left between slabs,
+        whichever of these classes gets it."""
+        shapes = [self.grid.shape(size) for size in self._cut_slabs]
+        if not shapes:
+            return 0
+        return sum(
+            min(self.grid.nbytes(start, end) - part.count_in(shape, start, end) * shape.size for shape in shapes)
+            for part in self._parts
+            for start, end in zip(part.starts, part.ends, strict=True)
+        )
 
     def free_slots(self, size: int, node: int | None = None) -> int:
         """Number of free slots in slabs that are already cut to ``size``, on one node or on all."""
@@ -130,21 +163,22 @@ class SlotAllocator:
 
     def bytes_of(self, slots: Slots) -> int:
         if len(slots) <= FEW:
-            return sum([self.slabs.size.item(slot // self.slab_bytes) for slot in as_list(slots)])
+            return sum([self.slabs.size.item(self.slabs.at.item(slot // self._unit)) for slot in as_list(slots)])
         return int(self.slabs.size[self.slabs.holding(slots)].sum())
 
     def places(self, slots: Slots) -> Slots:
-        """The numbers of these slots' records. They depend on offset and size class alone, and those of a slab are
-        adjacent."""
+        """The numbers of these slots' records. Those of a slab are adjacent, from the first record of its first unit
+        on."""
+        records = self.grid.records
         if len(slots) <= FEW:
             found = []
             for slot in as_list(slots):
                 slab, _, at = self._locate_one(slot)
-                found.append(slab * self.slots_per_slab + at - self.slabs.first.item(slab))
+                found.append(self.slabs.head.item(slab) * records + at - self.slabs.first.item(slab))
             return found
         slabs = self.slabs.holding(slots)
         inside = (slots - self.slabs.start.take(slabs)) // self.slabs.size.take(slabs)
-        return inside + slabs * self.slots_per_slab
+        return inside + self.slabs.head.take(slabs) * records
 
     def owners(self, slab: int) -> Ints:
         """Owners of the used slots of a slab, one per slot."""
@@ -155,35 +189,22 @@ class SlotAllocator:
 
     def plan(self, needs: Mapping[int, int]) -> AllocationPlan:
         """A plan for allocating ``needs`` (slots per size class) without a preferred node."""
-        last = len(self.slabs) - 1
-        short = 0 if self.slabs.size[last] else int(self.slabs.nbytes[last])
-        free_slots = {size: self.free_slots(size) for size in needs}
-        return AllocationPlan(
-            self.slabs,
-            needs,
-            free_slots,
-            whole_slabs=self._whole_slabs(),
-            short_slab=short if short < self.slab_bytes else 0,
-        )
+        return AllocationPlan(self.slabs, self._parts, needs, {size: self.free_slots(size) for size in needs})
 
     def can_allocate(self, needs: Mapping[int, int]) -> bool:
         """Whether all needs can be allocated now, larger size classes first."""
         if self._has_free(needs):
             return True
-        return any(home.whole for home in self._nodes.values()) and self.plan(needs).unmet() is None
+        return any(part.starts for part in self._parts) and self.plan(needs).unmet() is None
 
     def can_prefer(self, node: int, needs: Mapping[int, int]) -> bool:
-        """Whether all needs can be allocated with ``node`` preferred, larger size classes first.
-
-        Preferring a node may cut a slab there although a slot is free elsewhere. So free slots elsewhere do not count,
-        and neither does the short slab, which one class could take from another. False may be too cautious.
-        """
+        """Whether all needs can be allocated with ``node`` preferred, larger size classes first: preferring a node may
+        cut a slab there although a slot is free elsewhere."""
         if self._has_free(needs, node):
             return True
-        free_slots = {size: self.free_slots(size, node) for size in needs}
-        return (
-            AllocationPlan(self.slabs, needs, free_slots, whole_slabs=self._whole_slabs(), short_slab=0).unmet() is None
-        )
+        everywhere = {size: self.free_slots(size) for size in needs}
+        there = {size: self.free_slots(size, node) for size in needs}
+        return AllocationPlan(self.slabs, self._parts, needs, everywhere, node=node, free_there=there).unmet() is None
 
     def is_fragmented(self, needs: Mapping[int, int]) -> bool:
         """Whether enough bytes for these needs are free or evictable, but in slabs of other size classes that also hold
@@ -192,26 +213,71 @@ class SlotAllocator:
         if sum(size * need for size, need in needs.items()) > spare or all(size in needs for size in self._cut_slabs):
             return False
         slabs = self.slabs
-        return bool(((slabs.used > slabs.evictable) & ~np.isin(slabs.size, list(needs))).any())
+        others = (slabs.size > 0) & ~np.isin(slabs.size, list(needs))
+        return bool(((slabs.used > slabs.evictable) & others).any())
 
-    def reclaimable(self, other_than: int) -> Ints:
-        """Slabs of other size classes whose used slots are all evictable, least recently used first. O(slabs)."""
-        slabs = self.slabs
-        if all(size == other_than for size in self._cut_slabs):
-            return NO_INTS  # the normal case with one model
-        idle = (slabs.evictable > 0) & (slabs.evictable == slabs.used)
-        found: Ints = (idle & (slabs.size != other_than)).nonzero()[0]
-        return found[slabs.touched[found].argsort(kind="stable")]
+    def windows(self, size: int) -> list[Window]:
+        """Places for a slab of this size class where all used slots are evictable and of other classes, at least one of
+        them; least recently used first. O(slabs)."""
+        if all(size == other for other in self._cut_slabs):
+            return []  # the normal case with one model
+        slabs, shape = self.slabs, self.grid.shape(size)
+        cut = slabs.by_address()
+        heads = slabs.head[cut]
+        ends = heads + slabs.units[cut]
+        barred = np.cumsum(
+            np.concatenate((_ZERO, (slabs.used[cut] > slabs.evictable[cut]) | (slabs.size[cut] == size)))
+        )
+        begin, end = self._places_for(shape, heads, ends)
+        low, high = ends.searchsorted(begin, "right"), heads.searchsorted(end, "left")
+        fits = (high > low) & (barred[high] == barred[low])
+        begin, end = begin[fits], end[fits]
+        touched = _largest_between(slabs.touched[cut], low[fits], high[fits])
+        order = touched.argsort(kind="stable")
+        return list(map(Window, begin[order].tolist(), end[order].tolist(), touched[order].tolist()))
 
     def find_free(self, below: int) -> tuple[int, int] | None:
-        """Offset and bytes of a free slot, or of a whole slab, in the slabs that begin below this offset. None: they
-        are full. O(slabs)."""
+        """Offset and bytes of a free slot, or of a place that is not cut, that lies below this offset. None: all of it
+        is full. O(slabs)."""
         slabs = self.slabs
-        slab = int(np.argmax((slabs.used < np.maximum(slabs.capacity, 1)) & (slabs.start < below)))
-        start, size = slabs.start.item(slab), slabs.size.item(slab)
-        if start >= below or slabs.used.item(slab) >= max(1, slabs.capacity.item(slab)):
-            return None
-        return (start + int(self._lowest_free(slab, 1)[0]) * size, size) if size else (start, slabs.nbytes.item(slab))
+        found = [
+            (start * self._unit, min(below - start * self._unit, self.grid.nbytes(start, end)))
+            for part in self._parts
+            for start, end in zip(part.starts[:1], part.ends[:1], strict=True)
+            if start * self._unit < below
+        ]
+        cut = slabs.by_address()
+        for slab in cut[slabs.used[cut] < slabs.capacity[cut]].tolist():
+            start, size = slabs.start.item(slab), slabs.size.item(slab)
+            if start >= below:
+                break
+            slot = start + int(self._lowest_free(slab, 1)[0]) * size
+            if slot + size <= below:
+                found.append((slot, size))
+                break
+        return min(found, default=None)
+
+    def _places_for(self, shape: Shape, heads: Ints, ends: Ints) -> tuple[Ints, Ints]:
+        """First units and ends of the places where a slab of this shape could lie, if nothing else did. Large slots can
+        lie anywhere: at one end of each slab, and of what is not cut."""
+        begins: list[Ints] = []
+        stops: list[Ints] = []
+        for part in self._parts:
+            if shape.nests:
+                begin = np.arange(part.start, part.end, shape.units)
+                end = np.minimum(begin + shape.units, part.end)
+                if self.grid.nbytes(begin.item(-1), end.item(-1)) < shape.size:
+                    begin, end = begin[:-1], end[:-1]
+            else:
+                edges = np.concatenate((heads, ends, (part.start, part.end)))
+                begin = np.unique(np.concatenate((edges, edges - shape.units)))
+                begin = begin[(begin >= part.start) & (begin + shape.units <= part.end)]
+                end = begin + shape.units
+                if len(end) and self.grid.nbytes(begin.item(-1), end.item(-1)) < shape.size:  # with a short unit
+                    begin, end = begin[:-1], end[:-1]
+            begins.append(begin)
+            stops.append(end)
+        return np.concatenate(begins), np.concatenate(stops)
 
     # -- state changes -----------------------------------------------------------------------------------------
 
@@ -235,7 +301,7 @@ class SlotAllocator:
             self._count_taken(slab, len(indices), int(indices[-1]) + 1)
             missing -= len(indices)
         slots: list[Ints] = []
-        for slab in sorted(pieces):
+        for slab in sorted(pieces, key=self.slabs.head.item):
             indices = pieces[slab]
             self._owners[indices + self.slabs.first[slab]] = owners[: len(indices)]
             owners = owners[len(indices) :]
@@ -248,22 +314,26 @@ class SlotAllocator:
             self.freed.take_out(taken, size)
         return taken
 
-    def adopt(self, slots: Ints, sizes: Ints, owners: Ints, ticks: Ints) -> None:
-        """Take over slots that an earlier run has sealed: each becomes EVICTABLE. No slab is cut yet.
+    def can_cut(self, start: int, end: int) -> bool:
+        """Whether a slab of an earlier run can be cut here: these units are in one part of the pool, and whole."""
+        part = next((part for part in self._parts if part.start <= start < part.end), None)
+        return part is not None and end <= part.end and not self.slabs.at[start:end].any()
+
+    def adopt(self, slots: Ints, cuts: Sequence[tuple[int, int, int]], owners: Ints, ticks: Ints) -> None:
+        """Take over slots that an earlier run has sealed: each becomes EVICTABLE.
 
         Args:
             slots: distinct.
-            sizes: size class of each slab that has one of these slots.
+            cuts: first unit, end and size class of each slab that has one of these slots; see `can_cut`.
             owners: of each slot.
             ticks: last use of each slot.
         """
+        for start, end, size in cuts:
+            part = next(part for part in self._parts if part.start <= start < part.end)
+            self._cut_slab(part, start, end, size)
         slabs = self.slabs.holding(slots)
         distinct, counts = unique_counts(slabs)
-        cut = set(distinct.tolist())
-        for home in self._nodes.values():
-            home.whole = deque(slab for slab in home.whole if slab not in cut)
-        for slab, size, count in zip(distinct.tolist(), sizes[distinct].tolist(), counts.tolist(), strict=True):
-            self._cut_slab(slab, size)
+        for slab, count in zip(distinct.tolist(), counts.tolist(), strict=True):
             self._count_taken(slab, count, 0)
         at = self._locate(slots)[2]
         self._states[at] = _RESERVED
@@ -356,7 +426,7 @@ class SlotAllocator:
         return slabs, sizes, self.slabs.first[slabs] + inside
 
     def _locate_one(self, slot: int) -> tuple[int, int, int]:
-        slab = slot // self.slab_bytes
+        slab = self.slabs.at.item(slot // self._unit)
         size = self.slabs.size.item(slab)
         if not size:
             raise AssertionError("the slot is FREE: its slab is not cut")
@@ -400,24 +470,17 @@ class SlotAllocator:
                 self.slabs.evictable[slab] += 1
 
     def _slabs_with_room(self, size: int, node: int | None) -> Iterator[int]:
-        """Slabs of size class ``size`` with a free slot. Whole slabs are cut when the iterator reaches them."""
+        """Slabs of size class ``size`` with a free slot. A slab is cut when the iterator reaches it."""
         home = self._nodes.get(node) if node is not None else None
         if home is not None:
             while (slab := home.fullest(size)) is not None:
                 yield slab  # the caller fills it before it asks for the next one
-            while (slab := self._cut(home, size)) is not None:
+            while (slab := self._cut(home.parts, size)) is not None:
                 yield slab
         for other in self._nodes.values():
             while (slab := other.fullest(size)) is not None:
                 yield slab
-        while True:
-            # The short slab is at the left end of its node, and comes last of all nodes.
-            homes = [home for home in self._nodes.values() if home.whole]
-            if not homes:
-                return
-            slab = self._cut(max(homes, key=lambda home: int(self.slabs.nbytes[home.whole[-1]])), size)
-            if slab is None:
-                return
+        while (slab := self._cut(self._parts, size)) is not None:
             yield slab
 
     def _allocate_one(self, slab: int, size: int, owner: Ints) -> Ints:
@@ -457,7 +520,7 @@ class SlotAllocator:
 
     def _count_taken(self, slab: int, count: int, lowest_free: int) -> None:
         """Account for ``count`` slots of the slab that changed from FREE to RESERVED."""
-        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
+        slabs, home = self.slabs, self._home(slab)
         size, used = slabs.size.item(slab), slabs.used.item(slab) + count
         slabs.lowest_free[slab] = lowest_free
         self._set_used(home, slab, used)
@@ -467,7 +530,7 @@ class SlotAllocator:
 
     def _count_freed(self, slab: int, count: int, lowest: int) -> None:
         """Account for ``count`` slots of the slab that became FREE."""
-        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
+        slabs, home = self.slabs, self._home(slab)
         size, used = slabs.size.item(slab), slabs.used.item(slab) - count
         self._set_used(home, slab, used)
         slabs.lowest_free[slab] = min(lowest, slabs.lowest_free.item(slab))
@@ -488,20 +551,18 @@ class SlotAllocator:
             if after < LEVELS:
                 levels[after][slab] = None
 
-    def _cut(self, home: NodeSlabs, size: int) -> int | None:
-        """Cut a whole slab of this node into slots, if it has one that is large enough."""
-        slabs = self.slabs
-        if not home.whole or slabs.nbytes[home.whole[-1]] < size:
+    def _cut(self, parts: Sequence[Part], size: int) -> int | None:
+        """Cut a slab for this size class in one of these parts, if there is room for one."""
+        if (found := find_run(parts, self.grid.shape(size))) is None:
             return None
-        slab = home.whole.pop()
-        self._cut_slab(slab, size)
-        return slab
+        return self._cut_slab(*found, size)
 
-    def _cut_slab(self, slab: int, size: int) -> None:
-        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
-        capacity = int(slabs.nbytes[slab]) // size
+    def _cut_slab(self, part: Part, start: int, end: int, size: int) -> int:
+        part.take(start, end)
+        slabs, home = self.slabs, self._nodes[part.node]
+        slab = slabs.add(start, end, size)
+        capacity = slabs.capacity.item(slab)
         self._cut_slabs[size] += 1
-        slabs.size[slab], slabs.capacity[slab], slabs.lowest_free[slab] = size, capacity, 0
         slabs.first[slab] = first = self._new_columns(capacity)
         self._states[first : first + capacity] = _FREE
         self._owners[first : first + capacity] = NO_OWNER
@@ -509,21 +570,33 @@ class SlotAllocator:
             home.partial[size] = tuple({} for _ in range(LEVELS))
         home.partial[size][0][slab] = None
         home.free_slots[size] += capacity
-        self._count_wasted(int(slabs.nbytes[slab]) - capacity * size)
+        self._count_wasted(slabs.nbytes.item(slab) - capacity * size)
+        if self.new_slabs is not None:
+            self.new_slabs.append((start, end, size))
+        return slab
 
     def _make_whole(self, slab: int) -> None:
-        """Make a slab whole whose slots are all free, so that any class can cut it."""
-        slabs, home = self.slabs, self._nodes[self.slabs.node[slab]]
-        size, capacity = int(slabs.size[slab]), int(slabs.capacity[slab])
+        """Give up a slab whose slots are all free, so that any class can have its place."""
+        slabs, home = self.slabs, self._home(slab)
+        size, capacity = slabs.size.item(slab), slabs.capacity.item(slab)
         del home.partial[size][0][slab]
         home.free_slots[size] -= capacity
         self._cut_slabs[size] -= 1
         if not self._cut_slabs[size]:
             del self._cut_slabs[size]
-        self._count_wasted(capacity * size - int(slabs.nbytes[slab]))
-        self._spare_columns.setdefault(capacity, []).append(int(slabs.first[slab]))
-        slabs.size[slab] = slabs.capacity[slab] = 0
-        self._add_whole(slab)
+        self._count_wasted(capacity * size - slabs.nbytes.item(slab))
+        self._spare_columns.setdefault(capacity, []).append(slabs.first.item(slab))
+        part = self._part_of(slab)
+        part.add(*slabs.remove(slab))
+
+    def _part_of(self, slab: int) -> Part:
+        if len(self._parts) == 1:
+            return self._parts[0]
+        start = self.slabs.head.item(slab)
+        return next(part for part in self._parts if part.start <= start < part.end)
+
+    def _home(self, slab: int) -> NodeSlabs:
+        return self._nodes[self._part_of(slab).node]
 
     def _new_columns(self, capacity: int) -> int:
         if spare := self._spare_columns.get(capacity):
@@ -535,19 +608,32 @@ class SlotAllocator:
             self._owners = extended(self._owners, 2 * self._columns_used)
         return first
 
-    def _whole_slabs(self) -> int:
-        """Number of whole slabs of full length."""
-        uncut = sum(len(home.whole) for home in self._nodes.values())
-        last = len(self.slabs) - 1
-        return uncut - int(self.slabs.nbytes[last] < self.slab_bytes and not self.slabs.size[last])
-
     def _count_wasted(self, nbytes: int) -> None:
         self.wasted_bytes += nbytes
         self._bytes[_FREE] -= nbytes
 
-    def _add_whole(self, slab: int) -> None:
-        whole = self._nodes[self.slabs.node[slab]].whole
-        if self.slabs.nbytes[slab] < self.slab_bytes:
-            whole.appendleft(slab)
-        else:
-            whole.append(slab)
+
+def _parts(grid: Grid, nodes: Sequence[int | None]) -> list[Part]:
+    """The parts of a pool, from the node of each piece of ``slab_bytes``."""
+    parts: list[Part] = []
+    units, at = grid.slab_bytes // grid.unit, 0
+    for node, pieces in groupby(nodes):
+        end = at + len(list(pieces))
+        parts.append(Part(grid, at * units, min(end * units, len(grid)), node))
+        at = end
+    return parts
+
+
+def _largest_between(values: Ints, low: Ints, high: Ints) -> Ints:
+    """The largest of ``values[low:high]`` for each pair; none is empty."""
+    largest = np.zeros(len(low), np.int64)
+    levels = values
+    length = 1
+    while len(low):
+        mine = (high - low >= length) & (high - low < 2 * length)
+        largest[mine] = np.maximum(levels[low[mine]], levels[high[mine] - length])
+        if not (high - low >= 2 * length).any():
+            break
+        levels = np.maximum(levels[:-length], levels[length:])
+        length *= 2
+    return largest

@@ -18,7 +18,7 @@ class CacheStats:
     quarantined_bytes: int
     """Slots that a store of unknown outcome may still write to; never reused."""
     wasted_bytes: int
-    """Ends of slabs that are too short for a slot."""
+    """Ends of slabs that are too short for a slot, and gaps between them that are too short for any size in use."""
     evictable_bytes: int
     """Part of ``used_bytes`` that a store could evict now."""
     leased_bytes: int

@@ -14,7 +14,13 @@ from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
-_POOL_COLORS = {"leased": "cyan", "used": "blue", "reserved": "yellow", "quarantined": "red"}
+_POOL_COLORS = {
+    "leased": "cyan",
+    "used": "blue",
+    "reserved": "yellow",
+    "quarantined": "red",
+    "rounding": "bright_black",
+}
 BAR_WIDTH = 40
 CELL = 96
 """Maximum length of a client's text in a table cell; --json prints all of it."""

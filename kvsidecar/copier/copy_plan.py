@@ -225,9 +225,9 @@ class BlockCopies:
 
     Args:
         parts: per group its layout, the block ids (checked) and the offset of each block's slot in
-            the pool. A slot does not span two pin chunks.
+            the pool.
         boundary: no copy spans a pool offset that is a multiple of this: the driver refuses a copy over two
-            registrations, so the pin chunk size must be a multiple of it.
+            registrations, so each of these must begin at such a multiple. What would is cut there.
 
     Raises:
         ValueError: the arrays of a part differ in length, or an id is out of range. (Checked again: a bad id would
@@ -274,6 +274,7 @@ class BlockCopies:
             ids = block_ids[first : self._next].astype(np.uint64)
             places = slots[first : self._next].astype(np.uint64)
             pitched, pieces = _copies(bound.few if few else bound.fast, ids, places, self._boundary)
+            pitched, pieces = _apart(pitched, pieces, np.uint64(self._boundary))
             max_batch = MAX_PITCHED if self._lead else MAX_BATCH
             self._lead = False
             return _calls(pitched, MAX_PITCHED, chunk) + _calls(pieces, max_batch, chunk)
@@ -305,6 +306,45 @@ def _copies(
         pieces = _records(recipe.narrow, ids[short], slots[short])
         return pitched, np.concatenate([_records(recipe.wide, ids, slots), pieces])
     return pitched, _records(recipe.wide, ids, slots)
+
+
+def _apart(pitched: Copies, pieces: Copies, boundary: np.uint64) -> tuple[Copies, Copies]:
+    """Cut what spans a boundary. Few do: slots are much smaller than what is pinned in one call."""
+    cut: list[tuple[int, int, int, int, int, int]] = []
+    kept = []
+    for copies in (pitched, pieces):
+        last = copies["host_offset"] + (copies["num_rows"] - np.uint64(1)) * copies["host_pitch"]
+        spans = copies["host_offset"] // boundary != (last + copies["row_bytes"] - np.uint64(1)) // boundary
+        if not spans.any():
+            kept.append(copies)
+            continue
+        kept.append(copies[~spans])
+        for copy in copies[spans].tolist():
+            cut += _cut_at(copy, int(boundary))
+    if not cut:
+        return pitched, pieces
+    made = np.array(cut, COPY)
+    rows = made["num_rows"] > 1
+    return np.concatenate([kept[0], made[rows]]), np.concatenate([kept[1], made[~rows]])
+
+
+def _cut_at(copy: tuple[int, ...], boundary: int) -> list[tuple[int, int, int, int, int, int]]:
+    """One copy, as `COPY`, in parts that lie between two boundaries each."""
+    device, device_pitch, host, host_pitch, row_bytes, num_rows = copy
+    parts = []
+    while num_rows:
+        end = (host // boundary + 1) * boundary
+        rows = num_rows if num_rows == 1 else min(num_rows, (end - host - row_bytes) // host_pitch + 1)
+        if host + row_bytes <= end:
+            parts.append((device, device_pitch, host, host_pitch, row_bytes, rows))
+        else:
+            rows, done = 1, 0
+            while done < row_bytes:
+                size = min(row_bytes - done, boundary - (host + done) % boundary)
+                parts.append((device + done, size, host + done, size, size, 1))
+                done += size
+        device, host, num_rows = device + rows * device_pitch, host + rows * host_pitch, num_rows - rows
+    return parts
 
 
 def _records(columns: Columns, ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64]) -> Copies:

@@ -64,8 +64,8 @@ class PoolFile:
     fd: int
     nbytes: int
     pages: Pages
-    slab_bytes: int
-    """No copy spans two slabs."""
+    boundary: int
+    """Each chunk that is pinned begins at a multiple of it: no copy spans one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class CopierLink:
                 "pool_bytes": pool.nbytes,
                 "page_kind": pool.pages.kind.value,
                 "page_bytes": pool.pages.nbytes,
-                "slab_bytes": pool.slab_bytes,
+                "boundary": pool.boundary,
             },
             [pool.fd],
         )

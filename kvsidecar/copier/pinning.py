@@ -12,18 +12,13 @@ from kvsidecar.pool.host_pool import HostPool
 
 
 class PinsInCopiers:
-    """Implements `kvsidecar.pool.host_pool.Pinner`. Created in the event loop; called in other threads, which wait.
-
-    Args:
-        slab_bytes: no copy spans two slabs.
-    """
+    """Implements `kvsidecar.pool.host_pool.Pinner`. Created in the event loop; called in other threads, which wait."""
 
     pool: HostPool
     """To be set before it is pinned."""
 
-    def __init__(self, copiers: Copiers, slab_bytes: int) -> None:
+    def __init__(self, copiers: Copiers) -> None:
         self._copiers = copiers
-        self._slab_bytes = slab_bytes
         self._loop = asyncio.get_running_loop()
         self._mapped = False
 
@@ -37,7 +32,7 @@ class PinsInCopiers:
     def pin(self, address: int, nbytes: int) -> None:
         pool = self.pool
         if not self._mapped:
-            self._wait(self._copiers.map(PoolFile(pool.fd, pool.nbytes, pool.pages, self._slab_bytes)))
+            self._wait(self._copiers.map(PoolFile(pool.fd, pool.nbytes, pool.pages, pool.boundary)))
             self._mapped = True
         self._wait(self._copiers.pin(address - pool.address, nbytes))
 

@@ -156,7 +156,7 @@ class CopyLoop:
 
     Args:
         pool: where this process has mapped it.
-        slab_bytes: no copy spans two slabs.
+        boundary: no copy spans a multiple of it.
         light_seconds: the thread sleeps in short naps for this long after a copy; 0 for no naps.
     """
 
@@ -166,13 +166,13 @@ class CopyLoop:
         direction: Direction,
         sessions: Sessions,
         pool: npt.NDArray[np.uint8],
-        slab_bytes: int,
+        boundary: int,
         light_seconds: float,
         from_daemon: Receiver,
         to_daemon: Sender,
     ) -> None:
         self._device, self._direction, self._sessions = device, direction, sessions
-        self._pool, self._slab_bytes, self._light_seconds = pool, slab_bytes, light_seconds
+        self._pool, self._boundary, self._light_seconds = pool, boundary, light_seconds
         self._receiver, self._sender = from_daemon, to_daemon
         self._last_end = 0.0
         self._checking: deque[tuple[SlotCheck, QueuedCopy, Done | None]] = deque()
@@ -238,7 +238,7 @@ class CopyLoop:
         try:
             session = self._sessions[copy.session]
             parts = [(session.groups[part.group, part.slice], part.block_ids, part.slots) for part in copy.parts]
-            plan = BlockCopies(parts, boundary=self._slab_bytes)
+            plan = BlockCopies(parts, boundary=self._boundary)
             after = None if copy.event is None else session.events[copy.event]
         except Exception as error:  # noqa: BLE001 - nothing was issued; the daemon is told, whatever it was
             self._sender.send(Done(copy.number, Ended.FAILED, error=f"{type(error).__name__}: {error}").pack())
@@ -350,7 +350,7 @@ class Copier:
         pool = host_memory.as_array(self._address, request["pool_bytes"])
         for direction, (there, back) in self._rings.items():
             loop = CopyLoop(
-                self._device, direction, self._sessions, pool, request["slab_bytes"], self._light_seconds,
+                self._device, direction, self._sessions, pool, request["boundary"], self._light_seconds,
                 Receiver(there), Sender(back),
             )  # fmt: skip
             threading.Thread(target=loop.run_to_the_end, name=str(direction), daemon=True).start()

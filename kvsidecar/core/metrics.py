@@ -292,7 +292,13 @@ class Metrics:
                 pool.serves_kept,
             ),
             ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", cache.used_bytes),
-            ("pool_free_bytes", "Bytes that are not in use by any slot.", cache.free_bytes + cache.wasted_bytes),
+            ("pool_free_bytes", "Bytes that slots can have and none has.", cache.free_bytes),
+            (
+                "pool_rounding_bytes",
+                "Bytes lost to rounding: ends of slabs, and gaps between them, that are too short for a slot of any "
+                "size in use.",
+                cache.wasted_bytes,
+            ),
             ("pool_reserved_bytes", "Bytes in reserved slots, which stores are filling.", cache.reserved_bytes),
             ("pool_leased_bytes", "Used bytes that a lease protects from eviction.", cache.leased_bytes),
             ("pool_quarantined_bytes", "Bytes in quarantined slots.", cache.quarantined_bytes),

@@ -152,8 +152,9 @@ class Settings(BaseModel):
     )
     slab_size: SlabSize = Field(
         "auto",
-        description="Size of a slab. The pool is divided into slabs, and each slab holds slots of one size. A slab "
-        "must hold the largest shard of a block. auto: about an eighth of the pool, at most 64 MiB.",
+        description="Length of the usual slabs. Each slab of the pool holds slots of one size, and slabs are as long "
+        "as their slots need. So a shard of a block may be larger: up to an eighth of the pool. auto: about a 32nd of "
+        "the pool, at most 64 MiB.",
     )
     chunk_size: ChunkSize = Field(
         GiB,

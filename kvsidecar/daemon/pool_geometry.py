@@ -14,7 +14,7 @@ from kvsidecar.support.units import MiB, format_size
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """Sizes in bytes. A chunk is a whole number of slabs, so no slot can straddle two pinned chunks."""
+    """Sizes in bytes. A chunk is a whole number of slabs."""
 
     pool_bytes: int
     slab_bytes: int
@@ -22,13 +22,13 @@ class PoolGeometry:
 
 
 def auto_slab_bytes(pool_bytes: int) -> int:
-    """The largest power of two up to an eighth of the pool, but 4 MiB to 64 MiB (the whole pool if it is smaller).
+    """The largest power of two up to 1/32 of the pool, but 4 MiB to 64 MiB (the whole pool if it is smaller).
 
-    Large slabs keep blocks of one size together; eight or more let several sizes have some.
+    Large slabs keep blocks of one size together, and cost less for each; small ones let several sizes share a pool.
     """
-    eighth = max(1, pool_bytes // 8)
+    part = max(1, pool_bytes // 32)
     smallest = min(pool_bytes, 4 * MiB) // PAGE_BYTES * PAGE_BYTES
-    return max(smallest, min(1 << (eighth.bit_length() - 1), 64 * MiB))
+    return max(smallest, min(1 << (part.bit_length() - 1), 64 * MiB))
 
 
 def pool_geometry(settings: Settings, root: Path = memory_limits.ROOT) -> PoolGeometry:

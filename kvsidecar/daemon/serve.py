@@ -177,7 +177,7 @@ def _load(
         copiers = Copiers(
             hello, link, options, store_chunk=settings.store_chunk, guard=guard, steps=steps, on_error=task_failed
         )
-        pins = PinsInCopiers(copiers, geometry.slab_bytes)
+        pins = PinsInCopiers(copiers)
         spec = PoolSpec(
             nbytes=geometry.pool_bytes,
             slab_bytes=geometry.slab_bytes,

@@ -45,7 +45,7 @@ class PoolSpec:
     nbytes: int
     """A multiple of the system's page size."""
     slab_bytes: int
-    """NUMA parts begin at multiples of it, so that a slab lies on one node."""
+    """NUMA parts begin at multiples of it."""
     chunk_bytes: int = GiB
     """Pinned by one call of `Pinner.pin`; a multiple of ``slab_bytes``."""
     huge_pages: HugePages = HugePages.AUTO
@@ -176,9 +176,14 @@ class HostPool:
         return self._bound
 
     def numa_of_slab(self) -> tuple[int | None, ...]:
-        """The node that each slab is meant for, or None. Known before `pin`."""
+        """The node that each ``slab_bytes`` are meant for, or None. Known before `pin`."""
         slab = self._spec.slab_bytes
         return tuple(part.node for part in self._parts for _ in range(0, part.nbytes, slab))
+
+    @property
+    def boundary(self) -> int:
+        """Each chunk begins at a multiple of so many bytes."""
+        return math.gcd(self._spec.chunk_bytes, *(part.offset for part in self._parts))
 
     def view(self) -> npt.NDArray[np.uint8]:
         """All bytes of the pool, not a copy. To use it after `close` is a segmentation fault."""

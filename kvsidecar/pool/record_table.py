@@ -24,7 +24,7 @@ from kvsidecar.cache.records import Records, num_words
 from kvsidecar.errors import KeptRefused
 from kvsidecar.support.units import format_size
 
-FORMAT = 3
+FORMAT = 4
 """Of this file. It changes whenever another daemon would misread a header, a space entry or a record."""
 MAX_OWNERS = 128
 MONOTONIC = "monotonic"

@@ -76,12 +76,13 @@ def busiest(reply: pb.StatusReply, rates: Rates | None, limit: int) -> list[pb.R
 
 
 def pool_parts(pool: pb.PoolStatus) -> dict[str, int]:
-    """Bytes of the parts of the pool that are in use, by name, in the order of the bar."""
+    """Bytes of the parts of the pool that are not free, by name, in the order of the bar."""
     return {
         "leased": pool.leased_bytes,
         "used": pool.used_bytes - pool.leased_bytes,
         "reserved": pool.reserved_bytes,
         "quarantined": pool.quarantined_bytes,
+        "rounding": pool.rounding_bytes,
     }
 
 
@@ -90,6 +91,7 @@ def pool_details(pool: pb.PoolStatus) -> list[str]:
     details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
     details += [f"{format_size(pool.reserved_bytes)} reserved"] if pool.reserved_bytes else []
     details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
+    details += [f"{format_size(pool.rounding_bytes)} lost to rounding"] if pool.rounding_bytes else []
     details += [f"{format_size(pool.unzeroed_bytes)} to be zeroed"] if pool.unzeroed_bytes else []
     details += [f"{pool.page_kind} pages"] if pool.page_kind else []
     details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []

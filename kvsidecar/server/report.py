@@ -188,7 +188,8 @@ class Report:
         reply.pool.MergeFrom(
             pb.PoolStatus(
                 used_bytes=cache.used_bytes,
-                free_bytes=cache.free_bytes + cache.wasted_bytes,
+                free_bytes=cache.free_bytes,
+                rounding_bytes=cache.wasted_bytes,
                 reserved_bytes=cache.reserved_bytes,
                 leased_bytes=cache.leased_bytes,
                 quarantined_bytes=cache.quarantined_bytes,

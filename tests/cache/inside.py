@@ -12,7 +12,8 @@ from kvsidecar.cache.slots import SlotAllocator, SlotState
 
 def state_of(allocator: SlotAllocator, offset: int) -> SlotState:
     """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
-    slabs, slab = allocator.slabs, offset // allocator.slab_bytes
+    slabs = allocator.slabs
+    slab = int(slabs.at[offset // allocator.grid.unit])
     if not slabs.size[slab]:
         return SlotState.FREE
     inside = (offset - slabs.start[slab]) // slabs.size[slab]

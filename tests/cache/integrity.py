@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def check_integrity(cache: BlockCache) -> None:
     assert leased.keys() | filling.keys() <= {
         (number, row) for number in table.tables for row in _rows(table.tables[number])
     }
-    owned = [owner for slab in range(len(table.slots.slabs)) for owner in table.slots.owners(slab).tolist()]
+    owned = [owner for slab in table.slots.slabs.by_address().tolist() for owner in table.slots.owners(slab).tolist()]
     assert Counter((owner >> 32, owner & 0xFFFFFFFF) for owner in owned) == owners, "slots are owned by other blocks"
     for (namespace, group), space in table.spaces.items():
         assert (space.namespace, space.group) == (namespace, group), f"the space of {namespace} is filed elsewhere"
@@ -50,23 +51,38 @@ def check_integrity(cache: BlockCache) -> None:
 
 def check_slots(allocator: SlotAllocator) -> None:
     """Raise AssertionError if slabs overlap, or the counts of their slots are not what their states say."""
-    slabs = allocator.slabs
+    slabs, grid = allocator.slabs, allocator.grid
     nbytes = [0] * len(SlotState)
     wasted = end = 0
     columns: list[range] = []
-    for slab in range(len(slabs)):
-        size, capacity, length = int(slabs.size[slab]), int(slabs.capacity[slab]), int(slabs.nbytes[slab])
-        assert slabs.start[slab] == end, f"slab {slab} starts at {slabs.start[slab]}; the one before it ends at {end}"
-        end += length
-        if not size:
-            assert not capacity, f"slab {slab} is whole and has {capacity} slots"
+    runs = [(part.node, *run) for part in allocator._parts for run in zip(part.starts, part.ends, strict=True)]
+    cut = slabs.by_address().tolist()
+    assert sorted(cut) == slabs.size.nonzero()[0].tolist(), f"the slabs by address are {cut}"
+    places = [(int(slabs.head[slab]), int(slabs.head[slab] + slabs.units[slab]), slab) for slab in cut]
+    for start, stop, slab in sorted(places + [(start, stop, 0) for _, start, stop in runs]):
+        assert start == end, f"slab {slab} starts at unit {start}; what is before it ends at {end}"
+        assert stop > start, f"slab {slab} is empty"
+        end = stop
+        length = grid.nbytes(start, stop)
+        assert (slabs.at[start:stop] == slab).all(), f"the units of slab {slab} are {slabs.at[start:stop]}"
+        if not slab:
             nbytes[SlotState.FREE] += length
             continue
+        size, capacity = int(slabs.size[slab]), int(slabs.capacity[slab])
+        assert (slabs.start[slab], slabs.nbytes[slab]) == (start * grid.unit, length), f"slab {slab} lies elsewhere"
         columns.append(range(int(slabs.first[slab]), int(slabs.first[slab]) + capacity))
         for state, count in _check_slab(allocator, slab).items():
             nbytes[state] += count * size
         wasted += length - capacity * size
-    assert end == allocator.total_bytes, f"the slabs end at {end}, the pool at {allocator.total_bytes}"
+    assert end == len(grid), f"the slabs and what is not cut end at unit {end}, the pool at {len(grid)}"
+    for part in allocator._parts:
+        inside = [(start, stop) for start, stop in zip(part.starts, part.ends, strict=True)]
+        assert inside == sorted(inside), f"the runs {inside} are not in order"
+        assert all(part.start <= start < stop <= part.end for start, stop in inside), f"{inside} leave their part"
+        assert all(one[1] < other[0] for one, other in pairwise(inside)), f"the runs {inside} touch"
+        for start, stop, slab in places:
+            straddles = start < part.end < stop
+            assert not straddles, f"slab {slab} lies in two parts of the pool"
     assert wasted == allocator.wasted_bytes, f"wasted bytes are {wasted}, not {allocator.wasted_bytes}"
     assert nbytes == allocator._bytes, f"bytes by state are {nbytes}, not {allocator._bytes}"
     assert sum(nbytes) + wasted == allocator.total_bytes, "bytes do not add up to the pool"
@@ -105,12 +121,9 @@ def _check_lists(allocator: SlotAllocator) -> None:
     del sizes[0]
     assert allocator._cut_slabs == sizes, f"slabs are cut to {sizes}, not to {allocator._cut_slabs}"
     for number, node in allocator._nodes.items():
-        here = [slab for slab in range(len(slabs)) if slabs.node[slab] == number]
-        whole = [slab for slab in here if not slabs.size[slab]]
-        assert sorted(node.whole) == whole, f"whole slabs of node {number} are {whole}, not {node.whole}"
-        for slab in list(node.whole)[1:]:
-            assert slabs.nbytes[slab] == allocator.slab_bytes, f"the short slab {slab} is not the last to be taken"
-        for size in node.partial.keys() | node.free_slots.keys() | {int(slabs.size[slab]) for slab in here} - {0}:
+        here = [slab for slab in slabs.by_address().tolist() if allocator._part_of(slab).node == number]
+        assert node.parts == [part for part in allocator._parts if part.node == number]
+        for size in node.partial.keys() | node.free_slots.keys() | {int(slabs.size[slab]) for slab in here}:
             cut = [slab for slab in here if slabs.size[slab] == size]
             partial = {slab for slab in cut if slabs.used[slab] < slabs.capacity[slab]}
             filed = {slab: level for level, filed in enumerate(node.partial.get(size, ())) for slab in filed}
@@ -197,7 +210,7 @@ def _check_rows(
             busy = SlotState.RESERVED if shard in open_shards else SlotState.HELD
             expected = SlotState.EVICTABLE if evictable else busy
             assert state == expected, f"slot {slot} of {name} is {state.name}; it should be {expected.name}"
-            slab = slot // allocator.slab_bytes
+            slab = int(allocator.slabs.at[slot // allocator.grid.unit])
             size = int(allocator.slabs.size[slab])
             assert size == blocks.space.slot_sizes[shard], f"shard {shard} of {name} is in a slot of {size} bytes"
             place = allocator.slabs.first[slab] + (slot - allocator.slabs.start[slab]) // size
@@ -259,7 +272,7 @@ def _check_shares(cache: BlockCache) -> None:
         share = blocks.space.share
         assert share is shares.of(blocks.space.namespace), f"table {blocks.number} is paid for by {share.name}"
         before = (used[share], evictable[share])
-        for slab in range(len(table.slots.slabs)):
+        for slab in table.slots.slabs.by_address().tolist():
             size, first = int(table.slots.slabs.size[slab]), int(table.slots.slabs.first[slab])
             for at in range(first, first + int(table.slots.slabs.capacity[slab])) if size else ():
                 state = SlotState(int(table.slots._states[at]))

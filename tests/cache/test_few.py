@@ -122,7 +122,8 @@ class Life:
             [columns(each) for each in blocks],
             [columns(each.index) for each in blocks],
             [eviction_order(space) for space in self.cache.spaces],
-            columns(table.slots) | {"_nodes": [(list(n.whole), n.partial) for n in table.slots._nodes.values()]},
+            columns(table.slots) | {"_nodes": [n.partial for n in table.slots._nodes.values()], "_parts": None},
+            [(part.starts, part.ends) for part in table.slots._parts],
             columns(table.slots.slabs),
             self.cache.stats(),
         )

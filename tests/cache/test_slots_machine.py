@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvsidecar.cache.arrays import Ints
+from kvsidecar.cache.slabs import find_run
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from tests.cache.integrity import check_slots
 from tests.cache.support import PAGE
@@ -40,17 +41,20 @@ class SlotsMachine(RuleBasedStateMachine):
         return np.array(slots, np.int64)
 
     def could_take(self, pages: int) -> set[int]:
-        """Pages of all free slots of this size that there are, or that whole slabs could be cut into."""
-        slabs, size = self.slots.slabs, pages * PAGE
-        return {
-            page
-            for slab in range(len(slabs))
-            if slabs.size[slab] in (0, size)
-            for page in range(
-                slabs.start[slab] // PAGE, (slabs.start[slab] + slabs.nbytes[slab] - size) // PAGE + 1, pages
-            )
-            if page * PAGE not in self.taken
-        }
+        """Pages of all free slots of this size that there are, or that could be cut."""
+        slabs, grid, size = self.slots.slabs, self.slots.grid, pages * PAGE
+        places = [
+            (int(slabs.start[slab]), int(slabs.nbytes[slab]))
+            for slab in slabs.by_address().tolist()
+            if slabs.size[slab] == size
+        ]
+        parts = [part.copy() for part in self.slots._parts]
+        while (found := find_run(parts, grid.shape(size))) is not None:
+            part, start, end = found
+            part.take(start, end)
+            places.append((start * grid.unit, grid.nbytes(start, end)))
+        slots = {slot for start, nbytes in places for slot in range(start, start + nbytes - size + 1, size)}
+        return {slot // PAGE for slot in slots - self.taken.keys()}
 
     def take(self, pages: int, count: int, node: int | None) -> bool:
         free = self.could_take(pages)
@@ -64,17 +68,23 @@ class SlotsMachine(RuleBasedStateMachine):
             mine = range(slot, slot + pages * PAGE)
             assert mine.start >= 0
             assert mine.stop <= self.pool * PAGE
-            assert mine.start // self.slots.slab_bytes == (mine.stop - 1) // self.slots.slab_bytes, "it straddles slabs"
+            on = {
+                part.node
+                for part in self.slots._parts
+                for byte in (mine.start, mine.stop - 1)
+                if part.start <= byte // self.slots.grid.unit < part.end
+            }
+            assert len(on) == 1, "it straddles two nodes"
             for other, (other_pages, _) in self.taken.items():
                 assert mine.stop <= other or other + other_pages * PAGE <= mine.start, "two slots overlap"
             self.taken[slot] = (pages, SlotState.RESERVED)
         self.owner += count
         got = [slot // PAGE for slot in slots.tolist()]
         assert got == sorted(got), "the slots of one request are not ascending"
-        for slab in {slot // self.slots.slab_bytes for slot in slots.tolist()}:
-            inside = [page for page in got if page * PAGE // self.slots.slab_bytes == slab]
-            skipped = {page for page in free if inside[0] < page < inside[-1]} - set(inside)
-            assert not {page for page in skipped if page * PAGE // self.slots.slab_bytes == slab}, "a free slot between"
+        of = {page: int(self.slots.slabs.at[page * PAGE // self.slots.grid.unit]) for page in {*got, *free}}
+        for slab in {of[page] for page in got}:
+            inside = [page for page in got if of[page] == slab]
+            assert not {page for page in free if inside[0] < page < inside[-1] and of[page] == slab} - {*inside}
         return True
 
     def take_all(self, needs: dict[int, int], node: int | None) -> bool:

@@ -35,11 +35,13 @@ def test_another_size_of_a_shard_is_refused_with_both_numbers() -> None:
         cache.open_space(namespace(), 0, 1, 0, PAGE - 1)
 
 
-def test_a_shard_larger_than_a_slab_is_refused_with_both_sizes_and_the_option() -> None:
-    cache = new_cache(8, 2)
-    with pytest.raises(InvalidRequest, match=r"12288 bytes.*8192.*--slab-size"):
-        cache.open_space(namespace(), 0, 1, 0, 3 * PAGE)
-    assert cache.spaces == []
+def test_a_shard_larger_than_an_eighth_of_the_pool_is_refused_with_both_sizes_and_what_to_set() -> None:
+    cache = new_cache(24, 1)
+    cache.open_space(namespace("other"), 0, 1, 0, 3 * PAGE)
+    cache.clear()
+    with pytest.raises(InvalidRequest, match=r"12289 bytes.*12288: set --pool-size to at least 8 times the block$"):
+        cache.open_space(namespace(), 0, 1, 0, 3 * PAGE + 1)
+    assert [space.namespace for space in cache.spaces] == [namespace("other")]
 
 
 @pytest.mark.parametrize(("num_shards", "shard", "nbytes"), [(1, 1, PAGE), (0, 0, PAGE), (1, -1, PAGE), (1, 0, 0)])

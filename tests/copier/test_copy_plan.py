@@ -136,7 +136,7 @@ def test_a_plan_moves_what_the_triple_loop_moves(
     slot = layout.shard_bytes + data.draw(st.integers(0, 3))
     slots = [place * slot for place in places]
     check_block_ids(np.array(ids, dtype=np.int64), layout.num_blocks)
-    boundary = slot * data.draw(st.integers(1, 8))
+    boundary = data.draw(st.integers(1, 8 * slot))
     chunk = data.draw(st.sampled_from([None, 1, 5, 50]))
     split = data.draw(st.integers(0, len(ids)))  # two parts of one job
     with mock.patch.multiple(copy_plan, **constants):

@@ -53,7 +53,8 @@ def test_gauges_are_read_at_the_scrape() -> None:
     metrics.read_gauges_from(gauges)
     samples = scrape(metrics)
     assert samples["kvsidecar_pool_used_bytes", ()] == 40
-    assert samples["kvsidecar_pool_free_bytes", ()] == 50
+    assert samples["kvsidecar_pool_free_bytes", ()] == 48
+    assert samples["kvsidecar_pool_rounding_bytes", ()] == 2, "what no slot can have is shown as free"
     assert samples["kvsidecar_blocks", ()] == 4
     assert samples["kvsidecar_jobs_queued", (("direction", "store"),)] == 3
     assert samples["kvsidecar_jobs_queued", (("direction", "load"),)] == 0

@@ -461,13 +461,13 @@ def test_the_socket_mode_is_octal() -> None:
         (4 * KiB, 4 * KiB),
         (3 * MiB, 3 * MiB),
         (4 * MiB, 4 * MiB),
-        (100 * MiB, 8 * MiB),
-        (512 * MiB, 64 * MiB),
-        (511 * MiB, 32 * MiB),
+        (100 * MiB, 4 * MiB),
+        (2 * GiB, 64 * MiB),
+        (2 * GiB - MiB, 32 * MiB),
         (1024 * GiB, 64 * MiB),
     ],
 )
-def test_an_automatic_slab_is_about_an_eighth_from_4_to_64_mib(pool: int, slab: int) -> None:
+def test_an_automatic_slab_is_about_a_32nd_from_4_to_64_mib(pool: int, slab: int) -> None:
     assert auto_slab_bytes(pool) == slab
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, Region
+from kvsidecar.support.units import MiB
 from tests.harness import (
     NAMESPACE,
     NUM_BLOCKS,
@@ -433,6 +434,29 @@ def test_what_a_lookup_without_hits_gives_can_be_released_and_loaded(daemon: Dae
     assert rank.client.release(found.lease) is False
     assert rank.load("nobody stored this", at=[0], lease=found.lease).reason == "not_found"
     rank.close()
+
+
+@pytest.mark.parametrize("flags", [(), ("--chunk-size", "64MiB")], ids=["default", "blocks span chunks"])
+def test_eight_blocks_of_an_eighth_of_the_pool_fit_and_larger_ones_are_refused(
+    short_dir: Path, local: bool, flags: tuple[str, ...]
+) -> None:
+    """Of 80 MiB, more than the longest usual slab has."""
+    large = layout(layers=80, row_bytes=MiB, num_blocks=2)
+    with DaemonProcess(short_dir, "--pool-size", "640MiB", *flags, local=local) as daemon:
+        rank = Rank(daemon.wait_ready(), groups=large)
+        for pair in (names := ("ab", "cd", "ef", "gh")):
+            done(rank.store(*pair))
+        assert rank.hits(*"".join(names)) == 8
+        done(rank.load(*"ba", at=[0, 1]))
+        assert rank.holds(0, "b")
+        assert rank.holds(1, "a")
+        assert daemon.metric("kvsidecar_pool_rounding_bytes") == daemon.metric("kvsidecar_pool_free_bytes") == 0
+        done(rank.store("i"))
+        assert rank.hits("i") == 1
+        rank.close()
+        larger = dataclasses.replace(NAMESPACE, model="larger")
+        with pytest.raises(AttachRefused, match=r"84934656 bytes.*83886080: set --pool-size to at least 8 times the"):
+            Rank(daemon, groups=layout(layers=81, row_bytes=MiB, num_blocks=1), namespace=larger)
 
 
 def test_a_few_leased_blocks_of_another_size_are_named_as_what_keeps_a_store_out(short_dir: Path, local: bool) -> None:

@@ -36,7 +36,8 @@ def reply(*, ranks: int = 2, seconds: int = 0, **readiness: Any) -> pb.StatusRep
         uptime_seconds=7200 + seconds,
         readiness=pb.Readiness(**{"state": pb.Readiness.STATE_READY, **readiness}),
         pool=pb.PoolStatus(
-            total_bytes=64 * GiB, used_bytes=32 * GiB, leased_bytes=8 * GiB, reserved_bytes=GiB, blocks=1000, leases=3,
+            total_bytes=64 * GiB, used_bytes=32 * GiB, leased_bytes=8 * GiB, reserved_bytes=GiB, rounding_bytes=GiB,
+            blocks=1000, leases=3,
             page_kind="thp", carrier="systemd", kept_blocks=7, evicted_bytes=seconds * 3 * MiB,
         ),
         jobs=pb.JobsStatus(
@@ -89,7 +90,7 @@ def test_the_page_and_top_show_the_same_figures() -> None:
 
 def test_the_parts_of_the_bar_are_those_of_the_pool() -> None:
     shares = {each["name"]: each["share"] for each in overview(reply(), None, [], [], names=True)["pool"]["parts"]}
-    assert shares == {"leased": 0.125, "used": 0.375, "reserved": 0.0156, "quarantined": 0.0}
+    assert shares == {"leased": 0.125, "used": 0.375, "reserved": 0.0156, "quarantined": 0.0, "rounding": 0.0156}
 
 
 def test_a_share_is_a_part_of_the_pool() -> None:

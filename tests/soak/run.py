@@ -273,6 +273,7 @@ class Soak:
             "sessions": metric("kvsidecar_attached_ranks"),
             "slots in use by nobody (bytes)": total
             - metric("kvsidecar_pool_used_bytes")
+            - metric("kvsidecar_pool_rounding_bytes")
             - metric("kvsidecar_pool_free_bytes"),
             "shared mappings": daemon.mapped_buffers(),
             "GPU mappings (bytes)": sum(

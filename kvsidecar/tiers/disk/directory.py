@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvsidecar.cache.records import RECORD_WORDS
-from kvsidecar.cache.slots import SLOT_ALIGN
+from kvsidecar.cache.records import RECORD_WORDS, record_words
+from kvsidecar.cache.slabs import Grid
 from kvsidecar.errors import KeptRefused, TierFailed
 from kvsidecar.pool.record_table import RecordTable, TableFacts, map_table
 from kvsidecar.support import log, private_files
@@ -45,15 +45,14 @@ class DiskFiles:
     """The extents' file is open with O_DIRECT, and takes it."""
     facts: TableFacts
 
-    def allocate_records(self, slab: int, slots: int) -> None:
-        """Take disk space for the index of one slab's first slots: without it, a full disk would be a SIGBUS.
+    def allocate_records(self, first: int, count: int) -> None:
+        """Take disk space for so many records from the first one on: without it, a full disk would be a SIGBUS.
 
         Raises:
             OSError: there is none.
         """
         first_record = RecordTable.file_bytes(self.facts) - _records_bytes(self.facts)
-        per_slab = self.facts.slab_bytes // SLOT_ALIGN
-        os.posix_fallocate(self.index_fd, first_record + slab * per_slab * RECORD_BYTES, slots * RECORD_BYTES)
+        os.posix_fallocate(self.index_fd, first_record + first * RECORD_BYTES, count * RECORD_BYTES)
 
     def close(self) -> None:
         os.close(self.extents_fd)
@@ -211,7 +210,7 @@ def file_bytes(facts: TableFacts) -> int:
 
 def _records_bytes(facts: TableFacts) -> int:
     """Of the end of the index that is allocated slab by slab."""
-    return -(-facts.pool_bytes // facts.slab_bytes) * (facts.slab_bytes // SLOT_ALIGN) * RECORD_BYTES
+    return 8 * record_words(Grid(facts.pool_bytes, facts.slab_bytes))
 
 
 def _open_direct(fd: int) -> bool:

@@ -98,8 +98,8 @@ class DiskEngine:
             self._directory.close()
             raise
         self._extents = ExtentFile(self._files.extents_fd, str(path / EXTENTS), direct=self._files.direct)
-        self._recorded = np.zeros(-(-capacity // facts.slab_bytes), np.int64)
-        """Per slab, how many of its slots have disk space for their records, as far as known."""
+        self._recorded = np.zeros(len(self._slots.grid), np.int64)
+        """Per unit, how many records from its first one on have disk space, as far as known."""
         self._quota_blocks = 0
         """Shards that were not read or written for the sake of what other shares are guaranteed."""
         self._forgotten_blocks = 0
@@ -230,7 +230,7 @@ class DiskEngine:
     def _open_space(self, space: ShardSpace) -> Space | None:
         """Open the space for one write. None if its shards are too large, or too many spaces are in use."""
         cache, name = self._cache, self._learn(space)
-        if size_class(space.shard_bytes) > self._files.facts.slab_bytes:
+        if size_class(space.shard_bytes) > self._slots.largest_slot:
             return None
         if cache.find_space(name, space.group) is None and len(cache.spaces) >= MAX_SPACES:
             unused = self._forgettable()
@@ -278,17 +278,17 @@ class DiskEngine:
 
     def _allocate_records(self, slots: Ints) -> None:
         """Take disk space for the records of these slots' slabs."""
-        facts = self._files.facts
-        for slab in {slot // facts.slab_bytes for slot in slots.tolist()}:
+        grid, slabs = self._slots.grid, self._slots.slabs
+        for slab in set(slabs.holding(slots).tolist()):
             # Cut until the grant ends, hence unchanged.
-            capacity = int(self._slots.slabs.capacity[slab])
-            if self._recorded[slab] < capacity:
+            head, capacity = slabs.head.item(slab), slabs.capacity.item(slab)
+            if self._recorded[head] < capacity:
                 try:
-                    self._files.allocate_records(slab, capacity)
+                    self._files.allocate_records(head * grid.records, capacity)
                 except OSError as error:
                     where = f"the disk tier's index in {self._directory.path}"
                     raise TierFailed(f"there is no room for {where}: {error.strerror}") from error
-                self._recorded[slab] = capacity
+                self._recorded[head] = capacity
 
     def _end(self, known: Space, grant: StoreGrant, *, whole: bool) -> None:
         with self._lock:
