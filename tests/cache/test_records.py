@@ -433,3 +433,13 @@ def test_other_memory_than_that_of_this_pool_is_no_table() -> None:
         BlockCache(
             SlotAllocator(30 * PAGE, SLAB * PAGE), records=Records(life.words, PAGES * PAGE, SLAB * PAGE, NUM_SPACES)
         )
+
+
+def test_of_a_slab_that_was_cut_anew_in_part_nothing_is_read() -> None:
+    kept = Records(np.zeros(words_for(PAGES, SLAB), np.uint64), PAGES * PAGE, SLAB * PAGE, NUM_SPACES)
+    kept.cut(0, 8, PAGE)
+    kept.cut(8, 16, PAGE)
+    kept.cut(6, 9, 3 * PAGE)
+    assert kept._slabs.any(axis=0).nonzero()[0].tolist() == [6, 7, 8]
+    slabs, lost = kept.find_slabs()
+    assert ([column.tolist() for column in slabs], lost) == ([[6], [9], [3 * PAGE]], 0)
