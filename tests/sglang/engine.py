@@ -284,11 +284,8 @@ class SGLangProcess(EngineProcess):
 def stored(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt, tokens: int = 8, **options: Any) -> Answer:
     """Ask, and wait until the daemon has every page of the prompt; then forget it. Returns the answer."""
     before = blocks(daemon)
-    answer = engine.ask(what, tokens=tokens)
-    assert answer.status == 200, engine.text()[-LOG_CHARACTERS:]
-
     answer = engine.ask(what, tokens=tokens, **options)
-    assert answer.status == 200, engine.text()[-4000:]
+    assert answer.status == 200, engine.text()[-LOG_CHARACTERS:]
     new = len(what.ids) // PAGE - answer.cached // PAGE
     eventually(lambda: blocks(daemon) >= before + new, lambda: f"{blocks(daemon)} blocks, not {before + new}")
     engine.forget()
