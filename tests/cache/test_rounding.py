@@ -81,6 +81,10 @@ class Pool:
         """No more than ``lost`` is unused, but for one slab of each size, which may be partly filled (of large slots,
         each of which is a slab: one slot), and for what evictions have freed for the next stores."""
         check_slots(self.cache._table.slots)
+        stats = self.cache.stats()
+        assert stats.used_bytes + stats.free_bytes + stats.reserved_bytes + stats.wasted_bytes == POOL
+        slots = self.cache._table.slots
+        assert stats.wasted_bytes == slots.wasted_bytes + slots.unfit_bytes, "a gap that fits no size in use is lost"
         open_slabs = sum(map(self.slab_of, self.cache._table.slots._cut_slabs))
         assert self.unused <= lost + open_slabs + 1 / AHEAD_SHARE
 
@@ -120,5 +124,5 @@ def test_large_blocks_of_one_size_fill_the_pool_but_for_3_percent_and_a_slot(siz
 def test_large_blocks_of_several_sizes_leave_gaps_of_no_more_than_a_sixth_of_the_pool(
     mix: list[int], seed: int
 ) -> None:
-    """Blocks do not move. 3 % hold for five mixes in six; the worst of 400 has lost 11 %."""
+    """Blocks do not move. Of 300 random mixes 53 have lost more than 3 %, and the worst 11 %."""
     Pool(mix, MIB, random.Random(seed)).go_through_proportions(1 / 6)
