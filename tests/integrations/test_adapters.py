@@ -77,7 +77,10 @@ def test_a_request_waits_for_a_report_that_may_be_under_way_and_no_longer() -> N
         assert adapters.waits(request)
         adapters.new_step()
     assert not adapters.waits(request)
+    assert not adapters.waits(Request("another")), "the adapter is not loaded, or this vLLM does not say so"
     assert not adapters.may_share(request)
+    adapters.loading(1, inplace=False)
+    assert adapters.waits(request)
     adapters.take_report(loaded("a"), unused)
     assert not adapters.waits(Request("next"))
 
@@ -120,15 +123,15 @@ def test_content_of_requests_that_ended_long_ago_is_not_mixed() -> None:
 def test_while_an_adapter_is_loaded_in_place_its_content_is_unknown() -> None:
     adapters = Adapters(1)
     adapters.take_report(loaded("a"), unused)
-    adapters.replace(1)
+    adapters.loading(1, inplace=True)
     assert adapters.identity(1) is None
     assert not adapters.take_report(loaded("a"), used), "the same content again"
     assert adapters.identity(1) == "a"
-    adapters.replace(1)
+    adapters.loading(1, inplace=True)
     assert adapters.take_report(loaded("b", 2), used)
     assert adapters.identity(1) == "b"
-    adapters.replace(1)
-    adapters.keep(1)
+    adapters.loading(1, inplace=True)
+    adapters.not_loaded(1)
     assert adapters.identity(1) == "b", "the load failed"
 
 

@@ -82,6 +82,8 @@ class Adapter:
     name: str = "tuned"
     number: int = 1
     """vLLM's id."""
+    inplace: bool = False
+    """Whether vLLM reads it again where it has one of this id."""
 
 
 def prompt(name: object, length: int, salt: str | None = None) -> Prompt:
@@ -205,7 +207,9 @@ class Engine:
 
     # -- the same in both
 
-    def generate(self, *prompts: Prompt, tokens: int = 8, adapter: Adapter | None = None) -> list[Answer]:
+    def generate(
+        self, *prompts: Prompt, tokens: int = 8, adapter: Adapter | dict[str, Any] | None = None
+    ) -> list[Answer]:
         """Run these prompts together."""
         inputs, lora = [input_of(each) for each in prompts], lora_of(adapter)
         return [
@@ -213,9 +217,10 @@ class Engine:
             for output in self.llm.generate(inputs, sampling(tokens), use_tqdm=False, lora_request=lora)
         ]
 
-    def load(self, adapter: Adapter, *, inplace: bool = False) -> None:
+    def load(self, adapter: Adapter | dict[str, Any]) -> bool:
         """As vLLM's server does before it takes requests with the adapter."""
-        self.engine.add_lora(lora_of(adapter, inplace=inplace))
+        self.engine.add_lora(lora_of(adapter))
+        return True
 
     def drain(self) -> None:
         """Step until the engine has nothing to do any more: all it stores is stored, all it holds given back."""
@@ -288,13 +293,14 @@ def blocks(daemon: DaemonProcess) -> int:
     return int(daemon.get("/status")[1]["pool"]["blocks"])
 
 
-def lora_of(adapter: Adapter | None, **options: Any) -> Any:
+def lora_of(adapter: Adapter | dict[str, Any] | None) -> Any:
     from vllm.lora.request import LoRARequest
 
     if adapter is None:
         return None
-    options = {f"load_{name}": value for name, value in options.items()}
-    return LoRARequest(adapter.name, adapter.number, adapter.path, **options)
+    if isinstance(adapter, dict):  # from another process
+        adapter = Adapter(**adapter)
+    return LoRARequest(adapter.name, adapter.number, adapter.path, load_inplace=adapter.inplace)
 
 
 def input_of(prompt: Prompt) -> Any:
@@ -431,7 +437,12 @@ class EngineProcess:
 
     def send_generate(self, *prompts: Prompt, **options: Any) -> None:
         """Ask and do not wait, because something will be killed while it runs."""
+        if isinstance(options.get("adapter"), Adapter):
+            options["adapter"] = asdict(options["adapter"])
         self._send("generate", [asdict(each) for each in prompts], options)
+
+    def load(self, adapter: Adapter) -> None:
+        self._call("load", asdict(adapter))
 
     def drain(self) -> None:
         self._call("drain")

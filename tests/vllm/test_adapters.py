@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.harness import DaemonProcess, eventually
 from tests.vllm import models
-from tests.vllm.engine import Adapter, join, kvsidecar, prompt, running
+from tests.vllm.engine import Adapter, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
 
 LONG = prompt("long", 700)
 WHOLE = 672
@@ -128,16 +129,18 @@ def test_an_adapter_is_what_the_engine_has_loaded_whatever_its_files_are_now(
         engine.drain()
 
 
+@pytest.mark.parametrize("inplace", [False, True])
 def test_an_adapter_that_is_replaced_in_place_is_another(
-    model: str, daemon: DaemonProcess, tmp_path: Path, wanted: Tokens
+    model: str, daemon: DaemonProcess, tmp_path: Path, wanted: Tokens, inplace: bool
 ) -> None:
-    """Also in vLLM's own cache, which goes by the path."""
-    adapter = Adapter(models.save_adapter(tmp_path / "adapter", 1))
+    """Also in vLLM's own cache, which goes by the path. Its server has the later requests load in place, too, so that
+    vLLM reads the files again in each of their steps."""
+    adapter = Adapter(models.save_adapter(tmp_path / "adapter", 1), inplace=inplace)
     with running(model, kvsidecar(daemon.socket), **LORA) as engine:
         join(engine, daemon)
         for seed, version in ((1, "v1"), (2, "v2")):
             models.save_adapter(tmp_path / "adapter", seed)
-            engine.load(adapter, inplace=True)
+            engine.load(replace(adapter, inplace=True))
             (cold,) = engine.generate(LONG, adapter=adapter)
             assert (cold.cached, cold.tokens) == (0, wanted[version])
             engine.drain()
@@ -166,7 +169,7 @@ def test_what_a_request_goes_on_to_compute_with_a_replaced_adapter_is_stored_for
 
         eventually(has_begun, "some tokens", pause=0.0)
         models.save_adapter(tmp_path / "adapter", 2)
-        engine.load(adapter, inplace=True)
+        engine.load(replace(adapter, inplace=True))
         (answer,) = engine.run().values()
         engine.drain()
         assert engine.counters()["vllm:kvsidecar_changed_adapters"] == 1
@@ -183,3 +186,28 @@ def test_what_a_request_goes_on_to_compute_with_a_replaced_adapter_is_stored_for
         assert again.cached <= len(asked.ids) + sum(before)
         assert again.cached or options
         engine.drain()
+
+
+def test_two_ranks_in_processes_of_their_own_agree_on_an_adapter(
+    model: str, daemon: DaemonProcess, tmp_path: Path, wanted: Tokens
+) -> None:
+    """As a server runs: the scheduler hears of what the ranks load only in a step, and an idle engine makes none."""
+    needs_gpus(2)
+    adapter = Adapter(models.save_adapter(tmp_path / "adapter", 1))
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    options = {"tensor_parallel_size": 2, **LORA}
+    with EngineProcess(model, kvsidecar(daemon.socket), variables, **options) as engine:
+        engine.wait_started()
+        join(engine, daemon)
+        for seed, version in ((1, "v1"), (2, "v2")):
+            models.save_adapter(tmp_path / "adapter", seed)
+            engine.load(replace(adapter, inplace=True))
+            before = blocks(daemon)
+            (cold,) = engine.generate(LONG, adapter=adapter)
+            assert (cold.cached, cold.tokens) == (0, wanted[version])
+            stored = before + WHOLE // models.BLOCK
+            eventually(lambda at_least=stored: blocks(daemon) >= at_least, "the blocks of both ranks")
+            eventually(engine.reset, "no store under way")
+            (hit,) = engine.generate(LONG, adapter=adapter)
+            assert (hit.cached, hit.tokens) == (WHOLE, wanted[version])
+        assert "vllm:kvsidecar_unknown_adapters" not in engine.counters()

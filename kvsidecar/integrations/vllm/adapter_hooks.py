@@ -1,6 +1,6 @@
 """Wraps three functions of vLLM, which gives a connector no other way: the one that loads an adapter, on each rank, to
 know its content; in the engine core, the one that says what a block's hash contains, and the one that has an adapter
-replaced, because an idle engine reports nothing. Imports vLLM.
+loaded, because an idle engine reports nothing. Imports vLLM.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def _announced(original: Any) -> Any:
     @functools.wraps(original)
     def add_lora(core: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
         adapters = _hashed() if _hashed is not None else None
-        if adapters is None or not getattr(lora_request, "load_inplace", False):
+        if adapters is None:
             return original(core, lora_request, *args, **kwargs)
-        adapters.replace(lora_request.lora_int_id)
+        adapters.loading(lora_request.lora_int_id, inplace=bool(getattr(lora_request, "load_inplace", False)))
         try:
             return original(core, lora_request, *args, **kwargs)
         except BaseException:
-            adapters.keep(lora_request.lora_int_id)
+            adapters.not_loaded(lora_request.lora_int_id)
             raise
 
     return add_lora

@@ -130,8 +130,8 @@ class Adapters:
         """Digests under which the GPU's cache may have KV of other content."""
         self._changes: dict[int, int] = {}
         self._step = 0
-        self._asked: dict[str, int] = {}
-        """By request: the step in which it was first asked for."""
+        self._asked: dict[int, int] = {}
+        """By id: the step in which a request first waited for its report."""
         self._ended: dict[str, int] = {}
         """By digest: the step in which the last request with it ended."""
 
@@ -176,25 +176,26 @@ class Adapters:
     def waits(self, request: Any) -> bool:
         """Whether a report may be under way that tells the content of its adapter: it was loaded before the request
         came, and an idle engine reports nothing."""
-        if not self.in_hashes or self.identity(request.lora_request.lora_int_id) is not None:
+        lora_id = request.lora_request.lora_int_id
+        if not self.in_hashes or self.identity(lora_id) is not None:
             return False
-        return self._step - self._asked.setdefault(request.request_id, self._step) < WAIT_STEPS + self._world_size
+        return self._step - self._asked.setdefault(lora_id, self._step) < WAIT_STEPS + self._world_size
 
     def ended(self, request: Any) -> None:
-        self._asked.pop(request.request_id, None)
         if request.lora_request is not None and (identity := getattr(request, ATTRIBUTE, None)):
             self._ended.pop(identity, None)
             self._ended[identity] = self._step
             while self._step - next(iter(self._ended.values())) > WAIT_STEPS + self._world_size:
                 del self._ended[next(iter(self._ended))]
 
-    def replace(self, lora_id: int) -> None:
-        """An adapter is being loaded in place: its content is not known until every rank has reported it."""
-        if (digest := self._digests.pop(lora_id, None)) is not None:
+    def loading(self, lora_id: int, *, inplace: bool) -> None:
+        """An adapter is about to be loaded. In place: its content is not known until every rank has reported it."""
+        self._asked.pop(lora_id, None)
+        if inplace and (digest := self._digests.pop(lora_id, None)) is not None:
             self._replaced[lora_id] = digest
 
-    def keep(self, lora_id: int) -> None:
-        """It was not loaded."""
+    def not_loaded(self, lora_id: int) -> None:
+        """The load has failed."""
         if (digest := self._replaced.pop(lora_id, None)) is not None:
             self._digests[lora_id] = digest
 

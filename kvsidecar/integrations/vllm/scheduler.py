@@ -176,7 +176,8 @@ class SchedulerSide:
         if self._adapters.settle(request):
             self._lookups.forget(request.request_id)
             return True
-        return self._adapters.waits(request)
+        # Without a namespace, no rank reports anything.
+        return self._client.namespace is not None and self._adapters.waits(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated ``blocks`` for a request; ``num_external_tokens`` of its tokens are to be loaded."""
