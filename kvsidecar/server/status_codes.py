@@ -27,6 +27,7 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.CopyFailed: grpc.StatusCode.INTERNAL,
     # startup: these end the daemon or make it not ready, and never reach a client
     errors.ConfigError: grpc.StatusCode.INTERNAL,
+    errors.KernelRefuses: grpc.StatusCode.INTERNAL,
     errors.SocketInUse: grpc.StatusCode.INTERNAL,
     errors.AddressUnavailable: grpc.StatusCode.INTERNAL,
     errors.PoolRefused: grpc.StatusCode.UNAVAILABLE,

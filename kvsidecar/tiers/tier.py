@@ -90,8 +90,9 @@ class Tier:
         self.on_change: Callable[[Tier], object] = lambda _: None
         """Called when its process works, before it is asked for anything, and when it does not any more."""
         self._clock, self._deadline = clock, deadline
+        # No silence is needed: a call that is late has had all the time that an operator gives it.
         self._breaker = CircuitBreaker(
-            failures=FAILURES, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), clock=clock
+            failures=FAILURES, silence=0.0, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), clock=clock
         )
         self._last_failure = ""
         self._filter_fd = os.memfd_create("kvsidecar-tier-filter", os.MFD_CLOEXEC)
