@@ -89,6 +89,17 @@ class GpuRank:
             self.context.free(address)
 
 
+@pytest.mark.parametrize("regions", [STACKED, PER_LAYER], ids=["stacked", "per layer"])
+def test_blocks_that_span_pinned_chunks_are_stored_and_loaded(
+    short_dir: Path, context: CudaContext, regions: tuple[Region, ...]
+) -> None:
+    """The driver refuses a copy over two registrations: each block of 128 KiB is copied in parts."""
+    chunks = ("--slab-size", "48KiB", "--chunk-size", "48KiB")
+    with DaemonProcess(short_dir, "--pool-size", "8MiB", *chunks, device="cuda") as daemon:
+        daemon.wait_ready()
+        test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(daemon, context, regions)
+
+
 @pytest.mark.parametrize(
     "regions", [STACKED, CONTIGUOUS, PER_LAYER, PADDED], ids=["stacked", "contiguous", "per layer", "padded"]
 )
