@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvsidecar.integrations.vllm.condition import GAUGES, WhyNot
-from kvsidecar.integrations.vllm.counters import COUNTED
+from kvsidecar.integrations.condition import WhyNot
+from kvsidecar.integrations.vllm.counters import COUNTED, GAUGES
 from kvsidecar.integrations.vllm.options import Options
 from tests.option_tables import rows_of_code, rows_of_page
 

@@ -10,8 +10,8 @@ from kvsidecar.client import BreakerState, LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.core.layout import check_block_ids
 from kvsidecar.errors import ClientError
+from kvsidecar.integrations.condition import GAUGES, WhyNot
 from kvsidecar.integrations.vllm import stores
-from kvsidecar.integrations.vllm.condition import GAUGES, WhyNot
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import AGAIN_SECONDS, FRESH_SECONDS, UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvsidecar.integrations.condition import WhyNot, reason_gauges
 from kvsidecar.integrations.vllm import stats
-from kvsidecar.integrations.vllm.condition import WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.stats import SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.worker import Transfers
 

@@ -111,6 +111,10 @@ class Engine:
     def offload(self, pages: Sequence[int], name: object) -> None:
         assert self.side.offload([transfer(name, pages=pages)])
 
+    def why_not(self) -> set[str]:
+        """The reasons for which its gauges say that nothing is offloaded."""
+        return {name.partition("|")[2] for name, value in self.side.gauges().items() if "|" in name and value}
+
     def ended(self) -> bool:
         """The result of the oldest offload."""
         eventually(self.side.completed, "an offload")
@@ -361,6 +365,7 @@ def test_without_a_daemon_nothing_waits(short_dir: Path) -> None:
     assert not engine.load([1], "a")
     engine.side.reset()
     assert time.monotonic() - began < NO_WAIT
+    assert engine.why_not() == {"not_attached"}
     engine.side.close()
 
 
@@ -442,7 +447,10 @@ def test_nothing_is_stored_or_looked_up_between_a_change_of_the_weights_and_the_
     assert not engine.ended(), "SGLang must not take it for stored"
     assert (engine.counters.unflushed_lookups, engine.counters.unflushed_offloads) == (1, 1)
     assert engine.counters.lookups == 1, "the daemon is not asked"
+    assert engine.why_not() == {"reset_refused"}
     engine.side.reset()
+    assert engine.why_not() == set()
+    assert (engine.side.gauges()["attached"], engine.side.gauges()["breaker_open"]) == (1, 0)
     assert engine.counters.unnamed_weights == 1
     for name in ("a", "b"):
         assert engine.lookup(name, 2, f"after {name}") == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsidecar.integrations.condition import GAUGES
 from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
 from tests.sglang.engine import PAGE, SGLangProcess, forgotten, join, stored
@@ -120,7 +121,7 @@ def test_pages_that_are_there_are_not_copied_again(engine: SGLangProcess, daemon
 def test_counters_are_on_sglangs_metrics(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     join(engine, daemon)
     before = engine.counters()
-    assert set(before) == set(HELP)
+    assert set(before) == {*HELP, *GAUGES}
     stored(engine, daemon, LONG)
     engine.ask(LONG)
 
@@ -130,6 +131,7 @@ def test_counters_are_on_sglangs_metrics(engine: SGLangProcess, daemon: DaemonPr
         return now["loads"] >= 1 and now["loaded_pages"] >= WHOLE // PAGE and now["resets"] >= 1
 
     eventually(counted, lambda: f"{before} {engine.counters()}")
+    assert (engine.counters()["attached"], engine.counters()["breaker_open"]) == (1, 0)
     assert "sglang " in daemon.get("/status")[1]["ranks"][0]["instance"]
 
 

@@ -25,6 +25,10 @@ class Jobs:
         self._unfit_jobs = UnfitJobs(_log)
         self._on_end: dict[int, OnEnd] = {}
 
+    @property
+    def num_running(self) -> int:
+        return len(self._on_end)
+
     def add(self, job: int, on_end: OnEnd) -> int:
         self._on_end[job] = on_end
         return job

@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError
+from kvsidecar.integrations.condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.sglang import adapters, pools, ranks
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
@@ -80,10 +81,15 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         # Either all ranks offload or none: SGLang's ranks count each other's calls.
         found = mine.gather((problem, socket.gethostname()))
         problems = [each for each, _ in found if each is not None]
-        if len({host for _, host in found}) > 1:
+        several_nodes = len({host for _, host in found}) > 1
+        if several_nodes:
             problems.append("the tensor-parallel ranks are on several nodes, each of which has a daemon of its own")
         if problems or start is None:
             _log.error("kvsidecar: no offload: %s", problems[0])
+            if params.enable_metrics:
+                why_not = WhyNot.SEVERAL_NODES if several_nodes else WhyNot.UNSUPPORTED
+                gauges = {ATTACHED: 0, **reason_gauges(why_not)}
+                Metrics(self.counters, options.instance, lambda: gauges).publish()
             return
         self._side, found_pools, self._events = start()
         side, allocator = self._side, params.token_to_kv_pool_allocator
@@ -100,7 +106,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._events is not None:
             self._events.start(self)
         if params.enable_metrics:
-            self._metrics = Metrics(self.counters, options.instance)
+            self._metrics = Metrics(self.counters, options.instance, side.gauges)
         atexit.register(self.close)
         _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvsidecar.integrations.condition import ATTACHED, GAUGES, NOT_OFFLOADING
 from kvsidecar.integrations.sglang.counters import HELP, Counters
 
 PUBLISH_SECONDS = 1.0
@@ -12,17 +14,27 @@ PREFIX = "sglang:kvsidecar_"
 
 
 class Metrics:
-    """Publishes what was counted, at most once a second.
+    """Publishes what was counted, and this rank's gauges, at most once a second.
 
     Args:
         instance: name of the engine deployment, the metrics' label.
+        gauges: their values, by name; behind that of `NOT_OFFLOADING` are ``|`` and the reason.
     """
 
-    def __init__(self, counters: Counters, instance: str) -> None:
+    def __init__(self, counters: Counters, instance: str, gauges: Callable[[], Mapping[str, int]]) -> None:
         # Not before: SGLang says in the environment where its processes collect their metrics.
         import prometheus_client
 
-        self._counters = counters
+        self._counters, self._gauges, self._instance = counters, gauges, instance
+        self._families: dict[str, Any] = {}
+        for name, text in GAUGES.items():
+            labels = ["instance", "reason"] if name == NOT_OFFLOADING else ["instance"]
+            # Of several ranks the one that is worst off: one that is not attached keeps all from hits.
+            mode: Any = "livemin" if name == ATTACHED else "livemax"
+            known_gauge: Any = prometheus_client.REGISTRY._names_to_collectors.get(PREFIX + name)
+            self._families[name] = known_gauge or prometheus_client.Gauge(
+                PREFIX + name, text, labels, multiprocess_mode=mode
+            )
         self._published = dict.fromkeys(HELP, 0)
         self._series: dict[str, Any] = {}
         for name, text in HELP.items():
@@ -41,3 +53,6 @@ class Metrics:
             if value != before:
                 self._series[name].inc(value - before)
                 self._published[name] = value
+        for name, value in self._gauges().items():
+            family, _, reason = name.partition("|")
+            self._families[family].labels(self._instance, *([reason] if reason else [])).set(value)

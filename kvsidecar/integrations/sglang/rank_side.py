@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvsidecar.client import DEVICE, Client, Completion, EventRing, GroupLayout, KVBuffers
+from kvsidecar.client import DEVICE, BreakerState, Client, Completion, EventRing, GroupLayout, KVBuffers
+from kvsidecar.integrations.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
@@ -101,7 +102,7 @@ class RankSide:
         )
         self._known, self._epoch = StoredFilter(), 0
         self._layouts = memory.groups
-        jobs = Jobs(self._client, counters)
+        self._jobs = jobs = Jobs(self._client, counters)
         self._lookups = Lookups(
             self._client,
             identity.namespace,
@@ -227,6 +228,20 @@ class RankSide:
         self._offloads.reset(self._options.reset_timeout)
         self._weights.reset()
         self._counters.unnamed_weights = self._weights.unnamed
+
+    def gauges(self) -> dict[str, int]:
+        """By name: whether this rank offloads, and if not, why."""
+        why_not = None
+        if not self._client.attached:
+            why_not = WhyNot.NOT_ATTACHED
+        elif self._weights.mixed:
+            why_not = WhyNot.RESET_REFUSED
+        return {
+            ATTACHED: int(self._client.attached),
+            BREAKER_OPEN: int(self._client.breaker_state is not BreakerState.CLOSED),
+            PENDING_JOBS: self._jobs.num_running,
+            **reason_gauges(why_not),
+        }
 
     def close(self) -> None:
         self.loads.reset()

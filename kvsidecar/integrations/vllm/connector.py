@@ -33,9 +33,10 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
+from kvsidecar.integrations.condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, register
 from kvsidecar.integrations.vllm.adapters import AdapterLoads, Adapters
-from kvsidecar.integrations.vllm.condition import ATTACHED, OWN_HASHES, WhyNot, reason_gauges
+from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport, StepPlan

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
+from kvsidecar.integrations import condition
+
 
 def _counter(text: str) -> Any:
     return field(default=0, metadata={"help": text})
@@ -76,5 +78,11 @@ class Counters:
 
 
 COUNTED: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters) if each.metadata}
+"""Help by name."""
+OWN_HASHES = "own_hashes"
+GAUGES = {
+    OWN_HASHES: "1 if this engine's block hashes use a random seed: other engines and restarts cannot hit its blocks.",
+    **condition.GAUGES,
+}
 """Help by name."""
 _values = attrgetter(*COUNTED)

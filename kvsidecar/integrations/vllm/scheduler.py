@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvsidecar.client import Client
+from kvsidecar.integrations.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
-from kvsidecar.integrations.vllm.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvsidecar.integrations.vllm.condition import GAUGES
-from kvsidecar.integrations.vllm.counters import COUNTED
+from kvsidecar.integrations.vllm.counters import COUNTED, GAUGES
 
 if TYPE_CHECKING:
     from kvsidecar.integrations.vllm.worker import Transfers

@@ -1,4 +1,4 @@
-"""Whether an engine offloads, and if not, why: the gauges of the scheduler's side."""
+"""Whether an engine offloads, and if not, why: the gauges of the integrations. Engine-independent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
-OWN_HASHES = "own_hashes"
 ATTACHED = "attached"
 BREAKER_OPEN = "breaker_open"
 PENDING_JOBS = "pending_jobs"
 NOT_OFFLOADING = "not_offloading"
 GAUGES = {
-    OWN_HASHES: "1 if this engine's block hashes use a random seed: other engines and restarts cannot hit its blocks.",
     ATTACHED: "1 while every rank is attached to the daemon.",
     BREAKER_OPEN: "1 while no lookup is sent, because the daemon has not answered the last ones.",
     PENDING_JOBS: "Loads and stores that have not ended on every rank.",
@@ -25,7 +23,7 @@ class WhyNot(StrEnum):
     """Why an engine offloads nothing. Each is a value of the label ``reason``."""
 
     UNSUPPORTED = "unsupported"
-    """The model, its KV cache or this version of vLLM is not supported; the log says which."""
+    """The model, its KV cache, an option or this version of the engine is not supported; the log says which."""
     SEVERAL_NODES = "several_nodes"
     """The ranks run on several nodes, each with a daemon of its own."""
     DIFFERENT_KV = "different_kv"
@@ -36,7 +34,7 @@ class WhyNot(StrEnum):
     SEVERAL_DAEMONS = "several_daemons"
     """The ranks are attached to different daemons, or to different runs of one."""
     RESET_REFUSED = "reset_refused"
-    """vLLM could not empty its prefix cache at the last reset."""
+    """The weights may have changed, and the engine has not emptied its prefix cache since."""
 
 
 def node_id() -> str:
