@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvsidecar.cache.block import Space
@@ -42,6 +42,8 @@ _log = log.get("instances")
 TOKEN_BYTES = 16
 ID_BITS = 48
 """Sessions, leases and epochs are random numbers that survive a trip through JSON (2**53)."""
+SPACES_STEP = 8
+"""Spaces that are opened in one step of the loop; each takes some 40 us."""
 MAX_RANKS = 256
 """Ranks that one user may attach."""
 MAX_WATCHES = 256
@@ -333,7 +335,11 @@ class Instances:
     async def _register(self, registration: RankRegistration, peer: Peer) -> RankSession:
         sources = [_source(allocation, peer) for allocation in registration.allocations]
         copier = self._copiers.copier(registration.device)
-        spaces = self._open_spaces(registration)
+        opening = self._opening_spaces(registration)
+        try:
+            spaces = await self.turns.run(opening)
+        finally:
+            opening.close()  # cancelled meanwhile, it closes what it has opened
         session_id = secrets.randbits(ID_BITS) | 1
         opened: Opened | None = None
         process = 0
@@ -433,15 +439,18 @@ class Instances:
                     "register the same memory"
                 )
 
-    def _open_spaces(self, registration: RankRegistration) -> list[Space]:
+    def _opening_spaces(self, registration: RankRegistration) -> Generator[None, None, list[Space]]:
+        """Open a space for each group, in small steps."""
         spaces: list[Space] = []
         try:
             for layout in registration.groups:
-                spaces.append(  # noqa: PERF401 - those that are open must be closed if the next one fails
+                spaces.append(
                     self._cache.open_space(
                         registration.namespace, layout.group, layout.num_shards, layout.shard, layout.shard_bytes
                     )
                 )
+                if len(spaces) % SPACES_STEP == 0:
+                    yield
         except BaseException:
             for space in spaces:
                 self._cache.close_space(space)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Generator, Iterator
@@ -324,6 +325,21 @@ async def test_the_largest_registration_holds_up_the_event_loop_hardly_longer_th
         small.append(await longest_step((split_into(64, 1),)))
         large.append(await longest_step(at_the_limits(what)))
     assert min(large) < 16 * min(small)
+
+
+@pytest.mark.parametrize("steps", range(0, 400, 20))
+async def test_a_registration_of_many_groups_that_is_cut_off_leaves_no_space_open(
+    buffer: HostBuffer, steps: int
+) -> None:
+    world = World()
+    groups = tuple(dataclasses.replace(layout(), group=group) for group in range(MAX_GROUPS))
+    attaching = asyncio.create_task(world.attach(world.peer(buffer, uid=1000), groups=groups))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    attaching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await world.instances.end(await attaching, gone=False)
+    assert [group for group in range(MAX_GROUPS) if world.cache.find_space(NAMESPACE, group) is not None] == []
 
 
 async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_steps() -> None:
