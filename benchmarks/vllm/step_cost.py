@@ -52,6 +52,7 @@ class Request:
     skip_reading_prefix_cache = False
     num_computed_tokens = 0
     trace_headers = None
+    lora_request = None
 
     def __init__(self, name: str, blocks: int) -> None:
         self.request_id = name
