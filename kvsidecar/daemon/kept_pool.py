@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsidecar.core.readiness import WarmStart
@@ -19,6 +18,7 @@ from kvsidecar.errors import KeptRefused, PoolRefused
 from kvsidecar.pool.kept_pins import KeptPins
 from kvsidecar.pool.record_table import MONOTONIC, Owner, RecordTable, TableFacts, map_table
 from kvsidecar.support import host_memory, log, memory_limits
+from kvsidecar.support.boot import boot_id
 from kvsidecar.support.process_ids import ProcessId, Watched, process_id
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 MAX_STARTS = 5
 """Daemons that may end before they are ready with the same kept files. What they find there might be the reason."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _log = log.get("pool")
 
 
@@ -124,7 +123,7 @@ class KeptPool:
     def _facts(self, files: KeptFiles) -> TableFacts:
         huge = _huge_page_bytes(files)
         kind = f"explicit huge pages of {huge} bytes" if huge else "those of shared memory"
-        return TableFacts(self._pool.nbytes, self._slab_bytes, kind, _BOOT_ID.read_text().strip(), MONOTONIC)
+        return TableFacts(self._pool.nbytes, self._slab_bytes, kind, boot_id(), MONOTONIC)
 
     def fill(self, make_cache: Callable[[Records | None], BlockCache]) -> BlockCache:
         """Make the cache, with the blocks that were kept.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
+
+from kvsidecar.support.boot import boot_id
 
 ATTACHED = "attached"
 BREAKER_OPEN = "breaker_open"
@@ -40,7 +41,7 @@ class WhyNot(StrEnum):
 def node_id() -> str:
     """The same for all processes of a node, also in containers; empty if the kernel does not say."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
     except OSError:
         return ""
 

@@ -21,11 +21,11 @@ from typing import Final, NamedTuple
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log, private_files
+from kvsidecar.support.boot import boot_id
 from kvsidecar.tiers.policy import WriteBudget
 
 BUDGET: Final = "kvsidecar-disk-budget"
 _BYTES: Final = 4096
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 _log = log.get("disk tier")
 
@@ -39,7 +39,7 @@ class Now(NamedTuple):
 
 
 def read_clocks() -> Now:
-    return Now(_BOOT_ID.read_text().strip(), time.monotonic(), time.time())
+    return Now(boot_id(), time.monotonic(), time.time())
 
 
 class KeptBudget:
