@@ -450,9 +450,9 @@ class Stores:
             if chosen is None:
                 continue
             planned[group.index] = chosen
+            self._stored_filter.add(chosen.tags)
             held = self._holds[chosen.packed.id_array()]
             if np.count_nonzero(held):
-                self._stored_filter.add(chosen.tags)
                 if held.all():
                     continue
                 chosen = chosen.only(np.flatnonzero(~held).tolist())
@@ -461,7 +461,6 @@ class Stores:
             else:
                 for each, part in by_terms(chosen, candidates, self.terms):
                     self._planned_as(each).add(part)
-            self._stored_filter.add(chosen.tags)
             self._held += len(chosen.blocks)
             self._holds[chosen.packed.id_array()] = True
             # Now, not when the job is sent: vLLM may reuse these blocks in between.
