@@ -51,7 +51,7 @@ class JobResult:
     copy_seconds: float = 0.0
     queue_seconds: float = 0.0
     copy_ended: float = 0.0
-    """Monotonic seconds; 0 if nothing was copied."""
+    """On the monotonic clock of its copier; 0 if nothing was copied."""
 
 
 class Job:

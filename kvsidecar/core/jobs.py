@@ -38,7 +38,7 @@ class JobRunner:
     """Runs jobs. Used from the event loop; every decision is made in one step of it, without an await in between.
 
     Args:
-        clock: monotonic seconds, the clock of leases.
+        clock: seconds, the clock of leases.
         checksums: of the slots; None for no checksums.
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.

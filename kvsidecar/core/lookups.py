@@ -63,7 +63,7 @@ class LookupService:
     """Answers at once, whatever the state of the pool. Used from the event loop.
 
     Args:
-        clock: monotonic seconds, the clock of leases.
+        clock: seconds, the clock of leases.
         lease_max: the longest lease granted, in seconds.
         guard: kept awake by each lookup: loads follow.
         owners_of: the tokens of all clients of one user, by one of them.

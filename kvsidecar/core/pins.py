@@ -46,7 +46,7 @@ class Pins:
     """Used from the event loop.
 
     Args:
-        clock: monotonic seconds, the clock of leases. Where pins are kept, it goes on when the process ends.
+        clock: seconds, the clock of leases. Where pins are kept, it goes on when the process ends.
         most_bytes: of all pins together; a block in two pins counts twice.
         kept: outlives the daemon; None: the pins end with it.
     """

@@ -42,7 +42,7 @@ class Tiering:
 
     Args:
         plans: the fastest tier first; at most eight.
-        clock: monotonic seconds.
+        clock: seconds, the clock of leases.
         chunk_bytes: of one call of an engine, about.
         queue_bytes: that may wait to be written to all tiers, or are being written; None for a share of the pool.
         soon: makes a call a little later, see `Writes`; None: behind the answers that the event loop has to send.

@@ -59,6 +59,7 @@ from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import group_id
 from kvsidecar.server.socket_watch import SocketWatch
 from kvsidecar.support import log
+from kvsidecar.support.boot import boot_time
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, Region, Verify
@@ -114,8 +115,9 @@ class Daemon:
         read_settings: Callable[[], Settings] | None = None,
         open_tracing: Callable[[Metrics], Tracing] | None = None,
     ) -> None:
-        # Of all processes of a boot: the times in a kept pool are on it, too, whatever the wall clock is set to.
-        clock = time.monotonic
+        # Of all processes of a boot: the times in a kept pool are on it, too, whatever the wall clock is set to. What
+        # is promised to go after an hour goes then, even if the machine slept through most of it.
+        clock = boot_time
         self._settings = settings
         self._life = life
         self._reloader = None if read_settings is None else Reloader(settings, read_settings, self._apply)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.errors import KeptRefused, PoolRefused
 from kvsidecar.pool.kept_pins import KeptPins
-from kvsidecar.pool.record_table import MONOTONIC, Owner, RecordTable, TableFacts, map_table
+from kvsidecar.pool.record_table import BOOT_TIME, Owner, RecordTable, TableFacts, map_table
 from kvsidecar.support import host_memory, log, memory_limits
 from kvsidecar.support.boot import boot_id
 from kvsidecar.support.process_ids import ProcessId, Watched, process_id
@@ -123,7 +123,7 @@ class KeptPool:
     def _facts(self, files: KeptFiles) -> TableFacts:
         huge = _huge_page_bytes(files)
         kind = f"explicit huge pages of {huge} bytes" if huge else "those of shared memory"
-        return TableFacts(self._pool.nbytes, self._slab_bytes, kind, boot_id(), MONOTONIC)
+        return TableFacts(self._pool.nbytes, self._slab_bytes, kind, boot_id(), BOOT_TIME)
 
     def fill(self, make_cache: Callable[[Records | None], BlockCache]) -> BlockCache:
         """Make the cache, with the blocks that were kept.

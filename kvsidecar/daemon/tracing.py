@@ -35,6 +35,7 @@ from kvsidecar.core.metrics import Metrics, SpanFate
 from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import log
+from kvsidecar.support.boot import boot_time
 from kvsidecar.types import Direction, Outcome
 
 FLUSH_SECONDS: Final = 2.0
@@ -87,7 +88,7 @@ class Tracing:
             return
         result = job.result
         assert result is not None, "a job is recorded when it is over"
-        wall = time.time_ns() - time.monotonic_ns()
+        wall = time.time_ns() - int(boot_time() * 1e9)
 
         def at(seconds: float) -> int:
             return int(seconds * 1e9) + wall
@@ -124,11 +125,12 @@ class Tracing:
             span.set_status(Status(StatusCode.ERROR, result.error))
         phases: list[tuple[str, float, float]] = []
         if result.copy_ended:
-            began = result.copy_ended - result.copy_seconds
+            copied = result.copy_ended + boot_time() - time.monotonic()
+            began = copied - result.copy_seconds
             # Waits between the copies are shown before them: the spans say how long, not how often.
-            phases = [("queue", began - result.queue_seconds, began), ("copy", began, result.copy_ended)]
+            phases = [("queue", began - result.queue_seconds, began), ("copy", began, copied)]
             if job.direction is Direction.STORE:
-                phases.append(("seal", result.copy_ended, job.ended))
+                phases.append(("seal", copied, job.ended))
         inside = set_span_in_context(span, Context())
         for name, start, end in phases:
             self._end(self._tracer.start_span(name, inside, start_time=at(start)), at(end))

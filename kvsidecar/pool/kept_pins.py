@@ -42,7 +42,7 @@ class KeptPin:
     groups: tuple[tuple[int, bytes], ...]
     """KV cache group, and the hashes of its blocks, joined."""
     expires_at: float
-    """Seconds on the kernel's monotonic clock: no pin outlives a boot."""
+    """Seconds since the boot: no pin outlives a boot."""
 
     @property
     def num_blocks(self) -> int:

@@ -27,8 +27,8 @@ from kvsidecar.support.units import format_size
 FORMAT = 4
 """Of this file. It changes whenever another daemon would misread a header, a space entry or a record."""
 MAX_OWNERS = 128
-MONOTONIC = "monotonic"
-"""The kernel's clock, the same for all processes of a boot: nobody can set it."""
+BOOT_TIME = "boot time"
+"""The kernel's clock (`kvsidecar.support.boot.boot_time`), the same for all processes of a boot: nobody can set it."""
 
 _MAGIC = int.from_bytes(b"KVSCtabl", "little")
 _HEADER_WORDS = 1024
@@ -50,7 +50,7 @@ class TableFacts:
     boot_id: str
     """Of the kernel (``/proc/sys/kernel/random/boot_id``): no memory outlives it."""
     clock: str = ""
-    """Of the times in it, such as `MONOTONIC`; empty if nothing in it has a time, or in a table of before there was
+    """Of the times in it, such as `BOOT_TIME`; empty if nothing in it has a time, or in a table of before there was
     another clock than that of the wall."""
 
 

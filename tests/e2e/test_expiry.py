@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -82,6 +86,47 @@ def test_a_clock_that_is_set_between_two_daemons_gives_no_block_and_no_pin_other
         rank = Rank(daemon)
         assert 0 < seconds_left(daemon)["prompt"] < 3600
         assert rank.hits("long") == 1
+
+
+SUSPENDED = (
+    "unshare",
+    *(() if os.geteuid() == 0 else ("--user", "--map-root-user")),
+    "--time", "--boottime", "7200", "--",
+)  # fmt: skip
+"""What follows sees two hours pass since the boot in which the monotonic clock stood still."""
+
+
+@functools.cache
+def no_time_namespace() -> str:
+    """Why a suspended machine cannot be imitated here; empty if it can."""
+    if shutil.which("unshare") is None:
+        return "needs unshare"
+    ran = subprocess.run([*SUSPENDED, "true"], capture_output=True, text=True, check=False)
+    return "" if ran.returncode == 0 else ran.stderr.strip()
+
+
+def test_the_time_in_which_the_machine_is_suspended_counts_for_blocks_and_pins(
+    short_dir: Path, pool_dir: Path, tmp_path: Path
+) -> None:
+    if why_not := no_time_namespace():
+        pytest.skip(why_not)
+    flags = ("--pool-dir", str(pool_dir))
+    with DaemonProcess(short_dir, *flags).wait_ready() as daemon:
+        rank = Rank(daemon)
+        done(rank.store("pinned"))
+        pin_blocks(daemon, tmp_path / "hashes", "hour", "pinned", seconds=3600)
+        pin_blocks(daemon, tmp_path / "hashes", "day", "pinned", seconds=86400)
+        for name, hours in (("hour", 1), ("day", 24)):
+            done(rank.finish(rank.client.store([Blocks(0, hashes(name), [0])], ttl=3600 * hours)))
+        daemon.process.kill()
+        daemon.process.wait()
+    with DaemonProcess(short_dir, *flags, under=SUSPENDED).wait_ready() as daemon:
+        rank = Rank(daemon)
+        eventually(lambda: not rank.hits("hour"))
+        assert rank.hits("day") == 1
+        left = seconds_left(daemon)
+        assert set(left) == {"day"}
+        assert left["day"] <= 86400 - 7200
 
 
 def test_blocks_expire_that_nobody_uses_also_after_a_restart(short_dir: Path, pool_dir: Path, local: bool) -> None:

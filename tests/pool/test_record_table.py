@@ -15,7 +15,7 @@ from kvsidecar.cache.arrays import Words
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.errors import KeptRefused
-from kvsidecar.pool.record_table import MAX_OWNERS, MONOTONIC, Owner, RecordTable, TableFacts, map_table
+from kvsidecar.pool.record_table import BOOT_TIME, MAX_OWNERS, Owner, RecordTable, TableFacts, map_table
 from kvsidecar.support.units import GiB, MiB
 from tests.cache.support import PAGE, open_space, readable, store
 
@@ -52,7 +52,7 @@ def test_the_next_run_finds_what_this_one_has_stored(file: int) -> None:
         (replace(FACTS, slab_bytes=8 * PAGE), "its slabs had 16 KiB; now it is 32 KiB"),
         (replace(FACTS, page_kind="huge"), "its pages were small; now it is huge"),
         (replace(FACTS, boot_id="another boot"), "before the last boot"),
-        (replace(FACTS, clock=MONOTONIC), "its times were those of the clock of the wall; now it is monotonic"),
+        (replace(FACTS, clock=BOOT_TIME), "its times were those of the clock of the wall; now it is boot time"),
     ],
 )
 def test_a_table_of_another_pool_is_refused_and_stays_as_it_is(file: int, now: TableFacts, why: str) -> None:

@@ -3,7 +3,7 @@
 It is written down before the bytes are, so that a kill at any instant loses none that were spent. Nothing is
 synchronised: after a power failure what was spent in the last half minute may be missing.
 
-Within a boot the time since then is that of the kernel's monotonic clock, which nobody can set. Across a boot there is
+Within a boot the time since then is the time since the boot, which nobody can set. Across a boot there is
 only the wall clock; whatever it says, no more than a day's budget is left.
 """
 
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log, private_files
-from kvsidecar.support.boot import boot_id
+from kvsidecar.support.boot import boot_id, boot_time
 from kvsidecar.tiers.policy import WriteBudget
 
 BUDGET: Final = "kvsidecar-disk-budget"
@@ -34,12 +34,12 @@ class Now(NamedTuple):
     """An instant on every clock that there is. Seconds."""
 
     boot: str
-    monotonic: float
+    since_boot: float
     wall: float
 
 
 def read_clocks() -> Now:
-    return Now(boot_id(), time.monotonic(), time.time())
+    return Now(boot_id(), boot_time(), time.time())
 
 
 class KeptBudget:
@@ -60,7 +60,7 @@ class KeptBudget:
         try:
             self._fd, left, since = self._open(directory, path, now)
             # Filled up until now, from the instant at which so much was left.
-            self._budget = WriteBudget(per_day, now.monotonic - since)
+            self._budget = WriteBudget(per_day, now.since_boot - since)
             self._budget.at_most(per_day if left is None else left)
             self._write(now)
         except OSError as error:
@@ -81,7 +81,7 @@ class KeptBudget:
             if kept is not None:
                 left, then = kept
                 same_boot = then.boot == now.boot
-                since = now.monotonic - then.monotonic if same_boot else now.wall - then.wall
+                since = now.since_boot - then.since_boot if same_boot else now.wall - then.wall
                 return fd, left, max(0.0, since)
             os.close(fd)
         _log.warning("the disk tier's budget of writes begins with nothing", directory=str(path), reason=reason)
@@ -90,7 +90,7 @@ class KeptBudget:
     def left(self) -> int:
         """Bytes that may be written now."""
         with self._lock:
-            return self._budget.left(self._clocks().monotonic) or 0
+            return self._budget.left(self._clocks().since_boot) or 0
 
     def spend(self, nbytes: int) -> None:
         """So many bytes are going to be written.
@@ -100,11 +100,11 @@ class KeptBudget:
         """
         with self._lock:
             now = self._clocks()
-            self._budget.spend(nbytes, now.monotonic)
+            self._budget.spend(nbytes, now.since_boot)
             self._write(now)
 
     def _write(self, now: Now) -> None:
-        text = json.dumps([self._budget.left(now.monotonic), *now]).encode()
+        text = json.dumps([self._budget.left(now.since_boot), *now]).encode()
         os.pwrite(self._fd, f"{zlib.crc32(text):08x} ".encode() + text + b"\n" + bytes(_BYTES - len(text) - 10), 0)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ def _parsed(page: bytes) -> tuple[int, Now] | None:
     try:
         if int(crc, 16) != zlib.crc32(text):
             return None
-        left, boot, monotonic, wall = json.loads(text)
-        return int(left), Now(str(boot), float(monotonic), float(wall))
+        left, boot, since_boot, wall = json.loads(text)
+        return int(left), Now(str(boot), float(since_boot), float(wall))
     except (ValueError, TypeError):
         return None

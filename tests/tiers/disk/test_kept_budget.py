@@ -29,7 +29,7 @@ class Machine:
         return KeptBudget(self.directory, self.path, PER_DAY, lambda: self.now)
 
     def wait(self, seconds: float) -> None:
-        self.now = self.now._replace(monotonic=self.now.monotonic + seconds, wall=self.now.wall + seconds)
+        self.now = self.now._replace(since_boot=self.now.since_boot + seconds, wall=self.now.wall + seconds)
 
     def set_clock(self, by: float) -> None:
         self.now = self.now._replace(wall=self.now.wall + by)
