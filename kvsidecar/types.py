@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from enum import Enum, IntEnum, StrEnum
 
 PROTOCOL = 2
-"""Version of the wire protocol. A client with another version is refused at Attach."""
+"""Version of the wire protocol, which proto/ and docs/ name too. A client with another version is refused at Attach."""
 
 TOKEN_METADATA = "kvsidecar-token-bin"
 """gRPC metadata key for the token from the attach socket. It identifies the sender of a unary call."""
