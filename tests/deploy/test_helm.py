@@ -22,7 +22,17 @@ from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeep
 from kvsidecar.support.units import MiB, parse_size
 from tests.deploy import test_kubernetes as kubernetes
 from tests.deploy.support import DEPLOY, ROOT
-from tests.deploy.test_kubernetes import FIRST_VERSION, Manifest, daemons, documents, latest, pods, settings, validate
+from tests.deploy.test_kubernetes import (
+    FIRST_VERSION,
+    Manifest,
+    bases,
+    daemons,
+    documents,
+    latest,
+    pods,
+    settings,
+    validate,
+)
 from tests.support.test_memory_limits import in_pod
 
 helm = pytest.importorskip("helm_python", reason="the extra dev is not installed, or has no Helm for this processor")
@@ -66,10 +76,10 @@ EVERYTHING: dict[str, Manifest] = {
 }  # fmt: skip
 
 
-def render(values: Manifest | None = None) -> list[Manifest]:
+def render(values: Manifest | None = None, release: str = "kvsidecar") -> list[Manifest]:
     with helm.Chart.load(str(CHART)) as chart:
         chart.validate_schema(values or {})
-        files = chart.render(values or {}, name="kvsidecar", namespace="kvsidecar")
+        files = chart.render(values or {}, name=release, namespace="kvsidecar")
     return [each for name, text in files.items() if name.endswith(".yaml") for each in documents(text)]
 
 
@@ -83,6 +93,9 @@ def plain(manifest: Manifest) -> Manifest:
     made = copy.deepcopy(manifest)
     labels = made["metadata"]["labels"]
     made["metadata"]["labels"] = {"app.kubernetes.io/name": labels["app.kubernetes.io/name"]}
+    made["metadata"]["name"] = labels["app.kubernetes.io/name"]
+    for chosen in (made["spec"]["selector"]["matchLabels"], made["spec"]["template"]["metadata"]["labels"]):
+        chosen.pop("app.kubernetes.io/instance", None)
     pod = made["spec"]["template"]["spec"]
     for container in [*pod.get("initContainers", ()), *pod["containers"]]:
         container["image"] = container["image"].rpartition(":")[0].rpartition("/")[2] or container["image"]
@@ -177,6 +190,107 @@ def test_the_disk_belongs_to_the_daemons_user(name: str) -> None:
     assert "kvsidecar" not in inits or inits.index("disk-directory") < inits.index("kvsidecar")
 
 
+# -- what an operator says reaches every pod, once, and no other release ---------------------------------------------
+
+WHERE = {
+    "nodeSelector": {"pool": "h100"},
+    "tolerations": [{"key": "team", "operator": "Equal", "value": "kv", "effect": "NoExecute"}],
+    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}},
+    "runtimeClassName": "nvidia-cdi",
+    "imagePullSecrets": [{"name": "registry"}],
+}
+"""What says on which nodes pods run, and from where they get images."""
+
+
+@pytest.mark.parametrize("values", [{}, {"engine": {"enabled": True}}, {"mode": "sidecar"}], ids=str)
+def test_where_pods_run_is_said_once_for_all_of_them(values: Manifest) -> None:
+    found = list(pods(render({**values, **WHERE})))
+    assert len(found) == 1 + ("engine" in values)
+    for name, template in found:
+        given = {key: template["spec"].get(key) for key in WHERE}
+        given["nodeSelector"].pop("nvidia.com/gpu.present")  # of values.yaml: Helm joins them
+        assert given == WHERE, name
+
+
+@pytest.mark.parametrize("values", [{}, {"engine": {"enabled": True}}, {"mode": "sidecar"}], ids=str)
+def test_without_being_told_all_pods_run_on_nodes_with_gpus_and_tolerate_their_taint(values: Manifest) -> None:
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    for manifests in (render(values), bases()):
+        for name, template in pods(manifests):
+            assert template["spec"]["tolerations"] == [taint], name
+            assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.present": "true"}, name
+
+
+def variables(values: Manifest) -> list[tuple[str, str]]:
+    ((_, template),) = pods(render(values))
+    (daemon,) = daemons(template)
+    return [(each["name"], each["value"]) for each in daemon["env"]]
+
+
+@pytest.mark.parametrize("name", sorted(EVERYTHING))
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_each_variable_is_there_once_and_the_nearest_word_wins(name: str, mode: str) -> None:
+    values = {key: each for key, each in EVERYTHING[name].items() if key not in ("engine", "podSecurity")}
+    usual = dict(variables({**values, "mode": mode}))
+    own = {variable.removeprefix("KVSIDECAR_").lower(): f"of {variable}" for variable in usual}
+    own = {option: text for option, text in own.items() if not option.endswith("_dir")}
+    found = variables({**values, "mode": mode, "settings": own})
+    assert len(found) == len(dict(found)) == len(usual)
+    beyond = {each["name"]: each["value"] for each in values.get("extraEnv", ())}
+    assert dict(found) == {**usual, **{f"KVSIDECAR_{option.upper()}": text for option, text in own.items()}, **beyond}
+    extra = [{"name": variable, "value": "nearest"} for variable in usual]
+    assert variables({**values, "mode": mode, "extraEnv": extra}) == [(variable, "nearest") for variable in usual]
+
+
+def test_the_port_of_metrics_is_the_daemons() -> None:
+    ((_, template),) = pods(render({"settings": {"http_port": "9999"}}))
+    (daemon,) = daemons(template)
+    assert [each["containerPort"] for each in daemon["ports"]] == [settings(daemon).http_port] == [9999]
+
+
+def chosen_by(selector: Manifest, labels: Manifest) -> bool:
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        each["key"] in labels for each in selector.get("matchExpressions", ())
+    )
+
+
+BOTH: list[Manifest] = [{**ALL_MONITORING, "engine": {"enabled": True}}, {**ALL_MONITORING, "mode": "sidecar"}]
+
+
+@pytest.mark.parametrize("one", BOTH, ids=["daemonset", "sidecar"])
+@pytest.mark.parametrize("two", BOTH, ids=["daemonset", "sidecar"])
+def test_two_releases_in_one_namespace_leave_each_other_alone(one: Manifest, two: Manifest) -> None:
+    releases = {release: render(values, release) for release, values in (("a", one), ("a-b", two), ("vllm", two))}
+    names = [(each["kind"], each["metadata"]["name"]) for made in releases.values() for each in made]
+    assert len(set(names)) == len(names)
+    labels = {release: [each["metadata"]["labels"] for _, each in pods(made)] for release, made in releases.items()}
+    selecting = 0
+    for release, made in releases.items():
+        for each in made:
+            if (selector := each["spec"].get("selector") if "spec" in each else None) is None:
+                continue
+            selecting += 1
+            chosen = {of for of, pods_of in labels.items() if any(chosen_by(selector, each) for each in pods_of)}
+            assert chosen == {release}, (each["kind"], each["metadata"]["name"])
+            if "template" in each["spec"]:
+                others = [each for each in labels[release] if chosen_by(selector, each)]
+                assert others == [each["spec"]["template"]["metadata"]["labels"]]
+    assert selecting >= 2 * len(releases)
+
+
+@pytest.mark.parametrize("host_pid", [None, True, False])
+def test_copiers_have_the_nodes_pids_and_a_sidecar_those_of_its_pod(host_pid: bool | None) -> None:
+    """In PID namespaces of their own, a copier and an engine both have small PIDs, and a rank of the same value cannot
+    attach. Kubernetes refuses a pod with both `hostPID` and `shareProcessNamespace`."""
+    values: Manifest = {} if host_pid is None else {"hostPID": host_pid}
+    found = dict(pods(render({**values, "engine": {"enabled": True}})))
+    assert found["kvsidecar"]["spec"].get("hostPID", False) is (host_pid is not False)
+    assert "hostPID" not in found["kvsidecar-vllm"]["spec"]
+    (pod,) = [template["spec"] for _, template in pods(render({**values, "mode": "sidecar"}))]
+    assert pod["shareProcessNamespace"] is True
+    assert "hostPID" not in pod
+
+
 def _holds(daemon: Manifest, template: Manifest, directory: Path) -> None:
     """The daemon takes these settings, and its own check finds room for the pool in the limit."""
     told = settings(daemon)
@@ -220,15 +334,15 @@ def beyond_baseline(template: Manifest) -> Iterator[str]:
 
 def test_the_profile_baseline_asks_for_nothing_that_baseline_refuses() -> None:
     found = {name: list(beyond_baseline(template)) for name, template in pods(render(EVERYTHING["baseline"]))}
-    assert found == {"vllm": []}
+    assert found == {"kvsidecar-vllm": []}
     found = {
         name: list(beyond_baseline(template)) for name, template in pods(render(EVERYTHING["sidecar with a disk"]))
     }
-    assert found == {"vllm": []}
+    assert found == {"kvsidecar-vllm": []}
     ((_, usual),) = pods(render(EVERYTHING["sidecar"]))
     assert list(beyond_baseline(usual)) == ["SYS_NICE"]
     ((_, node),) = pods(render())
-    assert sorted(beyond_baseline(node)) == ["SYS_NICE", "hostPath"]
+    assert sorted(beyond_baseline(node)) == ["SYS_NICE", "hostPID", "hostPath"]
 
 
 @pytest.mark.parametrize(
@@ -240,6 +354,7 @@ def test_the_profile_baseline_asks_for_nothing_that_baseline_refuses() -> None:
         ({"pool": {"sizes": "80%"}}, "sizes"),
         ({"settings": {"log_levle": "debug"}}, "log_levle"),
         ({"settings": {"drain_timeout": 20}}, "drain_timeout"),
+        ({"settings": {"pool_dir": "/pool"}}, "settings.pool_dir: the chart mounts"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(values: Manifest, said: str) -> None:
@@ -260,6 +375,7 @@ def test_monitoring_is_asked_for_and_then_what_the_repository_has() -> None:
     shown = json.loads(of_kind(made, "ConfigMap")["data"]["kvsidecar.json"])
     assert shown == json.loads((DEPLOY / "grafana/kvsidecar.json").read_text())
     (monitor,) = documents((kubernetes.HERE / "components/pod-monitor/podmonitor.yaml").read_text())
+    monitor["spec"]["selector"]["matchLabels"] = {"app.kubernetes.io/instance": "kvsidecar"}
     assert of_kind(made, "PodMonitor")["spec"] == monitor["spec"]
 
 

@@ -293,6 +293,22 @@ def test_all_engines_hash_alike() -> None:
     assert set(seeds) == {"0"}
 
 
+def test_what_containers_share_is_said_in_one_place() -> None:
+    """Two pages that both said it have contradicted each other."""
+    place = "deploy/kubernetes/README.md#what-engine-and-daemon-must-share"
+    for name in ("vllm.md", "sglang.md", "troubleshooting.md"):
+        page = (ROOT / "docs" / name).read_text()
+        assert place in page, name
+        assert re.findall(r"IPC namespace|hostIPC|hostPID|--ipc|/dev/shm", page) == [], name
+    text = (HERE / "README.md").read_text()
+    said = text.partition("## What engine and daemon must share\n")[2].partition("\n## ")[0]
+    assert all(word in said for word in ("hostPID: true", "hostIPC", "/dev/shm", "--pid host"))
+    assert re.findall(r"hostIPC|hostPID", text.replace(said, "")) == []
+    (node,) = [template["spec"] for name, template in pods(bases()) if name == "kvsidecar"]
+    assert node["hostPID"] is True
+    assert not any(template["spec"].get("hostIPC") for _, template in pods(bases()))
+
+
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
 )

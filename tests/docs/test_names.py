@@ -31,6 +31,7 @@ OF_OTHERS = {
     "--kv-transfer-config": "vLLM",
     "--layouts": "benchmarks.peers",
     "--shares": "benchmarks.lookup_timing",
+    "--ipc": "docker",
     "--limit": "benchmarks.warm_restart",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",

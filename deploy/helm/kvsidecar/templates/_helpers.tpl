@@ -5,6 +5,16 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end }}
 
+{{- /* By these a workload knows its pods: another release in the namespace has another instance. */ -}}
+{{- define "kvsidecar.selector" -}}
+app.kubernetes.io/name: {{ .name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- end }}
+
+{{- define "kvsidecar.engine" -}}
+{{ .Release.Name }}-vllm
+{{- end }}
+
 {{- define "kvsidecar.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
@@ -25,8 +35,8 @@ hugepages-2Mi: {{ .Values.pool.hugePages.size }}
 {{- end }}
 {{- end }}
 
-{{- /* What the daemon's pods have in common, by the lines of a pod's spec. */ -}}
-{{- define "kvsidecar.pod" -}}
+{{- /* What all pods have in common, by the lines of a pod's spec: all run where the GPUs are. */ -}}
+{{- define "kvsidecar.anyPod" -}}
 {{- with .Values.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
@@ -34,14 +44,22 @@ automountServiceAccountToken: false
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if .Values.hostPID }}
-hostPID: true
+{{- end }}
+
+{{- /* Beside it, what those with a daemon have. */ -}}
+{{- define "kvsidecar.pod" -}}
+{{- include "kvsidecar.anyPod" . }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
 {{- end }}
 {{- with .Values.gpus.resourceClaims }}
 resourceClaims: {{- toYaml . | nindent 2 }}
@@ -90,6 +108,55 @@ not reach into it. */ -}}
 {{- end }}
 {{- end }}
 
+{{- /* The daemon's variables, each once: what the chart derives, over it `settings`, over these `extraEnv`. */ -}}
+{{- define "kvsidecar.environment" -}}
+{{- range list "socket" "pool_dir" "table_dir" "disk_dir" "shared_dir" }}
+{{- if hasKey $.Values.settings . }}
+{{- fail (printf "settings.%s: the chart mounts volumes there; pool.warmRestart, pool.hugePages and tiers say which" .) }}
+{{- end }}
+{{- end }}
+{{- $env := dict "KVSIDECAR_POOL_SIZE" .Values.pool.size }}
+{{- with .Values.pool.hugePages }}
+{{- if .enabled }}
+{{- $env = merge (dict "KVSIDECAR_POOL_SIZE" (printf "%sB" .size) "KVSIDECAR_HUGE_PAGES" "hugetlb") $env }}
+{{- end }}
+{{- end }}
+{{- if .Values.pool.warmRestart }}
+{{- $_ := set $env "KVSIDECAR_POOL_DIR" "/pool" }}
+{{- if .Values.pool.hugePages.enabled }}
+{{- $_ := set $env "KVSIDECAR_TABLE_DIR" "/table" }}
+{{- end }}
+{{- end }}
+{{- with .Values.policy }}
+{{- $_ := set $env "KVSIDECAR_POLICY" . }}
+{{- end }}
+{{- with .Values.shares }}
+{{- $_ := set $env "KVSIDECAR_SHARE" . }}
+{{- end }}
+{{- range $tier := list "disk" "shared" }}
+{{- with (index $.Values.tiers $tier).size }}
+{{- $_ := set $env (printf "KVSIDECAR_%s_DIR" (upper $tier)) (printf "/%s" $tier) }}
+{{- $_ := set $env (printf "KVSIDECAR_%s_SIZE" (upper $tier)) . }}
+{{- end }}
+{{- end }}
+{{- with .Values.tiers.cluster.master }}
+{{- $_ := set $env "KVSIDECAR_CLUSTER_MASTER" . }}
+{{- end }}
+{{- range $name, $value := .Values.settings }}
+{{- $_ := set $env (printf "KVSIDECAR_%s" (upper $name)) $value }}
+{{- end }}
+{{- range .Values.extraEnv }}
+{{- $env = omit $env .name }}
+{{- end }}
+{{- range $name, $value := $env }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- /* The daemon's container: the same in both modes, but for what a native sidecar has beside. */ -}}
 {{- define "kvsidecar.container" -}}
 {{- $sidecar := eq .Values.mode "sidecar" -}}
@@ -101,55 +168,10 @@ not reach into it. */ -}}
   {{- if $sidecar }}
   restartPolicy: Always
   {{- end }}
-  env:
-    - name: KVSIDECAR_POOL_SIZE
-      value: {{ ternary (printf "%sB" .Values.pool.hugePages.size) .Values.pool.size .Values.pool.hugePages.enabled | quote }}
-    {{- range $name, $value := .Values.settings }}
-    - name: KVSIDECAR_{{ upper $name }}
-      value: {{ $value | quote }}
-    {{- end }}
-    {{- if .Values.pool.hugePages.enabled }}
-    - name: KVSIDECAR_HUGE_PAGES
-      value: hugetlb
-    {{- end }}
-    {{- if .Values.pool.warmRestart }}
-    - name: KVSIDECAR_POOL_DIR
-      value: /pool
-    {{- if .Values.pool.hugePages.enabled }}
-    - name: KVSIDECAR_TABLE_DIR
-      value: /table
-    {{- end }}
-    {{- end }}
-    {{- with .Values.policy }}
-    - name: KVSIDECAR_POLICY
-      value: {{ . | quote }}
-    {{- end }}
-    {{- with .Values.shares }}
-    - name: KVSIDECAR_SHARE
-      value: {{ . | quote }}
-    {{- end }}
-    {{- if .Values.tiers.disk.size }}
-    - name: KVSIDECAR_DISK_DIR
-      value: /disk
-    - name: KVSIDECAR_DISK_SIZE
-      value: {{ .Values.tiers.disk.size | quote }}
-    {{- end }}
-    {{- if .Values.tiers.shared.size }}
-    - name: KVSIDECAR_SHARED_DIR
-      value: /shared
-    - name: KVSIDECAR_SHARED_SIZE
-      value: {{ .Values.tiers.shared.size | quote }}
-    {{- end }}
-    {{- with .Values.tiers.cluster.master }}
-    - name: KVSIDECAR_CLUSTER_MASTER
-      value: {{ . | quote }}
-    {{- end }}
-    {{- with .Values.extraEnv }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+  env: {{- include "kvsidecar.environment" . | trim | nindent 4 }}
   ports:
     - name: kvsidecar-http
-      containerPort: 9464
+      containerPort: {{ .Values.settings.http_port | default 9464 }}
   # HTTP listens after RPC does: from here on engines can attach.
   startupProbe:
     httpGet:
