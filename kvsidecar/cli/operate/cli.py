@@ -154,8 +154,9 @@ def clear(
 def pin(name: str, namespace: str, file: Any, group: int, seconds: float, **where: str | None) -> None:
     """Keep blocks in the pool, such as those of a common system prompt.
 
-    Those of the hashes that are stored now are kept until they are unpinned, the pin expires or the daemon ends. A pin
-    of the same NAME is replaced. All pins together have at most --pin-max of the daemon.
+    Those of the hashes that are stored now are kept until they are unpinned or the pin expires. A restart that keeps
+    the cache keeps the pin; otherwise it ends with the daemon. A pin of the same NAME is replaced. All pins together
+    have at most --pin-max of the daemon.
 
     Exit codes: 0, 1 no such namespace, or not a hash, 69 no daemon answers or it refuses, 77 permission denied.
     """
