@@ -32,6 +32,7 @@ OF_OTHERS = {
     "--layouts": "benchmarks.peers",
     "--shares": "benchmarks.lookup_timing",
     "--ipc": "docker",
+    "--pre": "pip",
     "--limit": "benchmarks.warm_restart",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",

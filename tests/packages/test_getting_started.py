@@ -1,7 +1,7 @@
-"""docs/getting-started.md: its commands run as they stand, from an empty directory, with the built wheels.
+"""docs/getting-started.md: its commands run as they stand, beside a clone of the repository.
 
 Only what two runs on one machine cannot share is replaced: the ports, the socket, and 1 GiB by the 4 MiB that the page
-offers for an ordinary user. ``pip`` finds the wheels, and ``git`` the repository, by their own settings.
+offers for an ordinary user.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import pytest
 
 from kvsidecar.support.child_process import environment
 from tests.harness import SECONDS, eventually
+from tests.packages.support import git
 from tests.page.browser import BROWSER, DRIVER, Browser
 
 pytestmark = pytest.mark.timeout(900)  # the first test installs, also where the machine has others to serve
@@ -55,7 +56,7 @@ def free_ports(count: int) -> list[int]:
 class Terminals:
     """Where a reader types the commands of the page. Each command of a block must succeed."""
 
-    def __init__(self, directory: Path, sockets: Path, wheels: Path, repository: Path) -> None:
+    def __init__(self, directory: Path, sockets: Path) -> None:
         self.directory = directory
         self.ports = dict(zip(("9464", "9090", "3000"), free_ports(3), strict=True))
         self._env = environment(
@@ -63,13 +64,9 @@ class Terminals:
             PATH=f"{Path(sys.base_prefix) / 'bin'}:{os.environ['PATH']}",
             KVSIDECAR_SOCKET=str(sockets / "kvsidecar.sock"),
             KVSIDECAR_HTTP_PORT=str(self.ports["9464"]),
-            PIP_FIND_LINKS=str(wheels),
             PIP_QUIET="1",
             PIP_NO_COMPILE="1",
             PIP_DISABLE_PIP_VERSION_CHECK="1",
-            GIT_CONFIG_COUNT="1",
-            GIT_CONFIG_KEY_0=f"url.file://{repository}.insteadOf",
-            GIT_CONFIG_VALUE_0="https://github.com/kvsidecar/kvsidecar",
         )
         self._env.pop("PYTHONPATH", None)
         self._left: list[subprocess.Popen[bytes]] = []
@@ -113,11 +110,12 @@ class Terminals:
 
 
 @pytest.fixture(scope="module")
-def terminals(tmp_path_factory: pytest.TempPathFactory, built: dict[str, Path], source: Path) -> Iterator[Terminals]:
-    """The daemon of the wheel is ready, and the repository lies beside it."""
-    wheels = next(iter(built.values())).parent
+def terminals(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Iterator[Terminals]:
+    """The daemon of the page is ready, and the repository lies beside it."""
+    directory = tmp_path_factory.mktemp("beside")
+    git(directory, "clone", "--quiet", f"file://{source}", "checkout")
     with tempfile.TemporaryDirectory(prefix="kvs-") as sockets:  # short: the path of a socket is
-        terminals = Terminals(tmp_path_factory.mktemp("empty"), Path(sockets), wheels, source)
+        terminals = Terminals(directory, Path(sockets))
         try:
             (install,) = BLOCKS["Install"]
             serve, look = BLOCKS["Run"]

@@ -13,6 +13,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.harness import DaemonProcess
 from tests.packages.support import ROOT, TAG, copy_of_the_checkout, git, make_package, repository, run
@@ -116,6 +117,27 @@ def test_daemon_and_client_work_from_wheels_without_the_checkout(
         said = run(client, "-c", engine, cwd=tmp_path, KVSIDECAR_SOCKET=running.socket, **OUTSIDE)
         assert "3 blocks can be loaded" in said
         assert 'version="9.8.7"' in running.get("/metrics")[1]
+
+
+def test_wheels_of_a_commit_without_a_tag_are_installed_as_the_page_says(source: Path, tmp_path: Path) -> None:
+    """They are pre-releases themselves, and bring none of their dependencies."""
+    place = tmp_path / "copy"
+    git(tmp_path, "clone", "--quiet", str(source), str(place))
+    git(place, "commit", "--quiet", "--allow-empty", "--message", "One more")
+    assert all(".dev1+" in name for name in make_package(place))
+    page = (ROOT / "docs" / "packages.md").read_text()
+    (block,) = [
+        each for each in re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "make package" in each
+    ]
+    for line in block.splitlines()[1:]:
+        name = re.findall(r"-m venv /tmp/(\w+)", line)[0]
+        run("bash", "-ec", line.replace("/tmp/", f"{tmp_path}/"), cwd=place)
+        shown = run(tmp_path / name / "bin" / "python", "-m", "pip", "list", "--format", "freeze")
+        versions = dict(each.split("==") for each in shown.split())
+        assert {"grpcio", "kvsidecar-client", "protobuf"} <= versions.keys()
+        assert ("kvsidecar" in versions) is (name == "daemon")
+        before = {each for each, version in versions.items() if Version(version).is_prerelease}
+        assert before <= {"kvsidecar", "kvsidecar-client"}
 
 
 @pytest.mark.parametrize(
