@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.profile_daemon import AREAS
 from kvsidecar.cli.main import main
 from kvsidecar.client import Client
 from tests.docs.constants import SAID, constant, said
@@ -112,3 +113,11 @@ def test_what_outlives_the_daemon_is_said_alike_everywhere() -> None:
         assert (
             re.findall(r"[Tt]he (?:old )?cache is gone|: the cache is empty|or the end of the daemon\b", plain) == []
         ), page
+
+
+def test_the_profile_is_of_the_areas_and_threads_that_there_are() -> None:
+    rows = re.findall(
+        r"^\| ([a-z -]+) \| ", text("docs/profile.md").partition("## The event loop by area")[2], re.MULTILINE
+    )
+    assert sorted(rows) == sorted(area for area, _ in AREAS)
+    assert "worker" not in text("docs/profile.md"), "threads that copied, of a daemon before there were copiers"
