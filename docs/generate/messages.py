@@ -14,7 +14,15 @@ from kvsidecar import errors, types
 from kvsidecar.core import layout, lookups, registration
 from kvsidecar.core import sessions as instances
 from kvsidecar.protocol import framing
-from kvsidecar.server import attach_socket, attach_stream, local_protocol, partial_messages, service, status_codes
+from kvsidecar.server import (
+    arrivals,
+    attach_socket,
+    attach_stream,
+    local_protocol,
+    partial_messages,
+    service,
+    status_codes,
+)
 from kvsidecar.server import convert as translate
 from kvsidecar.support import peer
 
@@ -55,8 +63,8 @@ LIMITS = (
     (lookups, "MAX_LEASED_BLOCKS"),
     (service, "FIRST_MESSAGE_SECONDS"),
     (service, "MAX_UNREAD"),
-    (attach_socket, "MAX_CONNECTIONS"),
-    (attach_socket, "MAX_MEMFDS"),
+    (arrivals, "MAX_CONNECTIONS"),
+    (arrivals, "MAX_MEMFDS"),
     (attach_socket, "MAX_HELLO_BYTES"),
     (peer, "MAX_FDS"),
     (attach_socket, "HELLO_SECONDS"),
@@ -89,7 +97,7 @@ WHAT = {
     "MAX_LEASED_BLOCKS": "blocks in the leases of one user; a lookup beyond that gets no lease",
     "FIRST_MESSAGE_SECONDS": "seconds that an Attach stream may take to send its Register (gRPC)",
     "MAX_CONNECTIONS": "connections of one user to the attach socket",
-    "MAX_MEMFDS": "memfds handed over by one user",
+    "MAX_MEMFDS": "memfds handed over by one user, also with Hellos whose end has not arrived",
     "MAX_UNREAD": "replies queued for a client that does not read its Attach stream, before the stream is ended (gRPC)",
     "MAX_HELLO_BYTES": "bytes of a Hello",
     "MAX_FDS": "file descriptors with a Hello",

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from kvsidecar.core.quota import Quota
 from kvsidecar.core.sessions import Instances, Peer
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, SocketInUse, Unfinished
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
+from kvsidecar.server.arrivals import Arrival, Arrivals, close_all
 from kvsidecar.server.handler import REASONS, check_protocol
 from kvsidecar.server.local_protocol import LocalConnection
 from kvsidecar.server.socket_files import SocketFiles
@@ -27,14 +27,12 @@ from kvsidecar.support.tasks import TaskSet
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_HELLO_BYTES = 4096
-MAX_CONNECTIONS = 1024
-"""Limit per user. An engine has three for each rank, and three for its scheduler."""
-MAX_MEMFDS = 4096
-"""Limit per user, over all of its connections."""
 HELLO_SECONDS = 5.0
 """Time limit for the Hello: silent connections would hold descriptors."""
 
 _log = log.get("attach")
+_caused = log.limited("attach")
+"""For lines that clients cause."""
 
 
 class AttachSocket:
@@ -68,8 +66,7 @@ class AttachSocket:
         self._refuse = refuse
         self._tasks = tasks
         self._pidfds = pidfds
-        self._connections_of = Quota(MAX_CONNECTIONS, "connections to the attach socket")
-        self._memfds_of = Quota(MAX_MEMFDS, "descriptors handed over")
+        self._arrivals = Arrivals()
         self._listener: socket.socket | None = None
         self._connections: dict[socket.socket, LocalConnection | None] = {}
         self._accepting: asyncio.Task[None] | None = None
@@ -128,35 +125,34 @@ class AttachSocket:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
                 # EMFILE and similar errors pass when others close; retrying in a busy loop would starve the daemon.
-                _log.warning("accept failed", error=str(error))
+                _caused.warning("accept failed", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
             connection.setblocking(False)
             who = peers.credentials(connection)
             try:
-                self._connections_of.take(who.uid)
+                arrival = self._arrivals.begin(connection, who.uid)
             except LimitExceeded as error:
                 with connection:
                     self._reject(connection, error)
                 continue
             self._connections[connection] = None
-            self._tasks.spawn(self._serve(connection, who), name="attach-connection")
+            self._tasks.spawn(self._serve(arrival, who), name="attach-connection")
 
     def _reject(self, connection: socket.socket, error: KVSidecarError) -> None:
         """Count a refusal and send the error, as far as the socket buffer takes it."""
         self._refuse(REASONS.get(type(error), Refusal.REGISTER_REFUSED))
-        if isinstance(error, InvalidRequest | Unfinished):  # a client could flood the log with the others
-            _log.warning("attach connection refused", error=str(error))
+        _caused.warning("attach connection refused", error=str(error))
         with contextlib.suppress(OSError):
             connection.send(frame(pb.Welcome(epoch=self._epoch, error=str(error)).SerializeToString()))
 
-    async def _serve(self, connection: socket.socket, who: peers.Credentials) -> None:
+    async def _serve(self, arrival: Arrival, who: peers.Credentials) -> None:
+        connection = arrival.connection
         peer: Peer | None = None
-        memfds = 0
         try:
             try:
-                hello, fds = await asyncio.wait_for(_receive_hello(connection), HELLO_SECONDS)
-                memfds = self._admit(hello, fds, who.uid)
+                hello = await asyncio.wait_for(_receive_hello(arrival, self._arrivals), HELLO_SECONDS)
+                check_protocol(hello.protocol)
             except TimeoutError:
                 self._reject(connection, Unfinished(f"no Hello was complete within {HELLO_SECONDS:g} s"))
                 return
@@ -165,20 +161,16 @@ class AttachSocket:
                 return
             groups = peers.groups(connection)
             pidfds = self._pidfds()
-            try:
-                shared = fence.create() if hello.fence else None
-            except OSError:
-                _close_all(fds)
-                raise
+            shared = fence.create() if hello.fence else None
             peer = self._instances.add_peer(
                 **who._asdict(),
                 client=hello.client,
-                fds=fds,
+                fds=arrival.take_fds(),
                 groups=groups,
                 copiers=frozenset(pidfds),
                 fence=shared,
             )
-            _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=len(fds))
+            _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=hello.num_fds)
             local = self._local_connection(peer) if self._local_connection is not None else None
             welcome = pb.Welcome(
                 token=peer.token,
@@ -203,21 +195,9 @@ class AttachSocket:
         finally:
             self._connections.pop(connection)
             connection.close()
-            self._connections_of.give_back(who.uid)
-            self._memfds_of.give_back(who.uid, memfds)
+            self._arrivals.end(arrival)
             if peer is not None:
                 self._on_gone(peer)
-
-    def _admit(self, hello: pb.Hello, fds: tuple[int, ...], uid: int) -> int:
-        """Count the client's descriptors and return their number. Raises ProtocolMismatch or LimitExceeded, after
-        closing them, if the client is refused."""
-        try:
-            check_protocol(hello.protocol)
-            self._memfds_of.take(uid, len(fds))
-        except KVSidecarError:
-            _close_all(fds)
-            raise
-        return len(fds)
 
     async def _serve_local_protocol(self, connection: socket.socket, local: LocalConnection) -> None:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: local, connection)
@@ -258,30 +238,31 @@ async def _wait_until_closed(connection: socket.socket) -> None:
             pass
 
 
-async def _receive_hello(connection: socket.socket) -> tuple[pb.Hello, tuple[int, ...]]:
-    """One Hello with its descriptors. Raises InvalidRequest, after closing the descriptors, if they do not match."""
+async def _receive_hello(arrival: Arrival, arrivals: Arrivals) -> pb.Hello:
+    """One Hello; its descriptors are in ``arrival``.
+
+    Raises:
+        InvalidRequest: it does not parse, or they do not match.
+        LimitExceeded: its user has too many.
+    """
     frames = FrameReader(MAX_HELLO_BYTES)
-    fds: list[int] = []
     try:
         while (payload := frames.next()) is None:
-            chunk, new_fds = await _recvmsg(connection, frames.missing)
-            fds += new_fds
+            chunk, fds = await _recvmsg(arrival.connection, frames.missing)
+            arrivals.received(arrival, fds)
             if not chunk:
                 raise InvalidRequest("the client closed the connection before its Hello was complete")
             frames.feed(chunk)
-        try:
-            hello = pb.Hello.FromString(payload)
-        except Exception as error:  # protobuf's DecodeError is not part of its typed interface
-            raise InvalidRequest(f"the Hello does not parse: {error}") from error
-        if hello.num_fds != len(fds):
-            raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, but {len(fds)} arrived")
     except FrameTooLong as error:
-        _close_all(fds)
         raise InvalidRequest(f"a Hello of {error.length} bytes is over the limit of {MAX_HELLO_BYTES}") from error
-    except BaseException:
-        _close_all(fds)
-        raise
-    return hello, tuple(fds)
+    try:
+        hello = pb.Hello.FromString(payload)
+    except Exception as error:  # protobuf's DecodeError is not part of its typed interface
+        raise InvalidRequest(f"the Hello does not parse: {error}") from error
+    if hello.num_fds != len(arrival.fds):
+        raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, but {len(arrival.fds)} arrived")
+    arrivals.complete(arrival)
+    return hello
 
 
 async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
@@ -299,7 +280,7 @@ async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[
                 loop.remove_reader(connection.fileno())
             continue
         if truncated:
-            _close_all(fds)
+            close_all(fds)
             raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors in one message")
         return data, fds
 
@@ -307,8 +288,3 @@ async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -27,7 +27,8 @@ NO_LEASE = -1
 MAX_FLUSHES = 1024
 """Limit of waiting flushes per rank. One more is answered at once, with the jobs that are still pending."""
 
-_log = log.get("rpc")
+_caused = log.limited("rpc")
+"""For lines that clients cause."""
 
 Send = Callable[[pb.AttachReply], None]
 """Sends or queues a reply. Never waits."""
@@ -80,7 +81,7 @@ class AttachStream:
                 raise InvalidRequest("a stream can register only once")
             case _:
                 # From a newer client. The protocol number refuses incompatible clients; unknown extras are ignored.
-                _log.warning("unknown attach message ignored", instance=self._session.registration.instance)
+                _caused.warning("unknown attach message ignored", instance=self._session.registration.instance)
 
     def _start(self, message: pb.Store | pb.Load, direction: Direction) -> None:
         """Start a job, or decline it at once. When this returns, the blocks of a load are pinned: the next message may

@@ -51,6 +51,8 @@ REASONS: Mapping[type[KVSidecarError], Refusal] = {
 """The reason that is counted for each error. (A registration that is refused for another reason has its own.)"""
 
 _log = log.get("rpc")
+_caused = log.limited("rpc")
+"""For lines that clients cause."""
 
 
 class Handler:
@@ -222,10 +224,10 @@ class Handler:
         except KVSidecarError as error:
             denied = isinstance(error, NotPermitted | LimitExceeded)
             self._metrics.refuse(REASONS[type(error)] if denied else Refusal.REGISTER_REFUSED)
-            _log.warning("attach refused", reason=str(error))
+            _caused.warning("attach refused", reason=str(error))
             return error
         except Exception as error:  # noqa: BLE001 - the client must get a reply
-            _log.error("a registration failed unexpectedly", error=str(error), exc_info=error)
+            _caused.error("a registration failed unexpectedly", error=str(error), exc_info=error)
             return KVSidecarError(INTERNAL)
 
     async def _register(self, first: Any) -> RankSession:

@@ -34,7 +34,8 @@ MAX_HELD_BYTES = 64 * 1024
 LINGER_SECONDS = 5.0
 """Time for a refused client to read the reason."""
 
-_log = log.get("local")
+_caused = log.limited("local")
+"""For lines that clients cause."""
 
 
 class LocalConnection(asyncio.Protocol):
@@ -176,7 +177,7 @@ class LocalConnection(asyncio.Protocol):
             self._handler.count_refusal(error)
             reply.error.CopyFrom(_error(error))
         except Exception as error:  # noqa: BLE001 - like gRPC: one bad request must not end the connection
-            _log.error("a request failed unexpectedly", request=kind, error=str(error), exc_info=error)
+            _caused.error("a request failed unexpectedly", request=kind, error=str(error), exc_info=error)
             reply.error.CopyFrom(_error(KVSidecarError(INTERNAL)))
         self._send(reply)
 
@@ -245,7 +246,7 @@ class LocalConnection(asyncio.Protocol):
         except KVSidecarError as error:
             self._break_stream(error)
         except Exception as error:  # noqa: BLE001 - ends this stream only
-            _log.error("an attach message failed unexpectedly", error=str(error), exc_info=error)
+            _caused.error("an attach message failed unexpectedly", error=str(error), exc_info=error)
             self._end_stream(KVSidecarError(INTERNAL))
 
     async def _register(self, first: pb.AttachRequest) -> None:
@@ -312,7 +313,7 @@ class LocalConnection(asyncio.Protocol):
 
     async def _finish(self, error: KVSidecarError) -> None:
         self._handler.count_refusal(error)
-        _log.warning("connection closed", client=self._peer.client, reason=str(error))
+        _caused.warning("connection closed", client=self._peer.client, reason=str(error))
         if self._registering is not None:
             await asyncio.wait([self._end_stream(error)])
         self._send(pb.LocalReply(error=_error(error)))

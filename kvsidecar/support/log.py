@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, TextIO, cast
 
@@ -22,6 +23,8 @@ with module_hidden("rich"):
 
 FLUSH_SECONDS: Final = 1.0
 """Longest wait for the reader of the log when the process ends."""
+LIMITED_SECONDS: Final = 1.0
+"""Shortest time between two lines of one kind that clients cause."""
 _WIDE: Final = 120
 """Columns from which a terminal has room to align the events."""
 
@@ -139,3 +142,38 @@ def get(name: str) -> structlog.typing.FilteringBoundLogger:
     """A logger; its events carry ``part=name``."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(part=name)
     return logger
+
+
+class Limited:
+    """Logs what clients cause: at most one line of each event in `LIMITED_SECONDS`, which says with ``left_out`` how
+    many there were since the one before. Else a client could fill the disk, and hide what others have done."""
+
+    def __init__(self, logger: structlog.typing.FilteringBoundLogger) -> None:
+        self._logger = logger
+        self._last: dict[str, float] = {}
+        """When each event was logged. Events are constants of the code, so there are few."""
+        self._left_out: dict[str, int] = {}
+
+    def debug(self, event: str, **values: Any) -> None:
+        self._log(logging.DEBUG, event, values)
+
+    def warning(self, event: str, **values: Any) -> None:
+        self._log(logging.WARNING, event, values)
+
+    def error(self, event: str, **values: Any) -> None:
+        self._log(logging.ERROR, event, values)
+
+    def _log(self, level: int, event: str, values: dict[str, Any]) -> None:
+        now, last = time.monotonic(), self._last.get(event)
+        if last is not None and now - last < LIMITED_SECONDS:
+            self._left_out[event] = self._left_out.get(event, 0) + 1
+            return
+        self._last[event] = now
+        if left_out := self._left_out.pop(event, 0):
+            values["left_out"] = left_out
+        self._logger.log(level, event, **values)
+
+
+def limited(name: str) -> Limited:
+    """As `get`, for events that clients cause."""
+    return Limited(get(name))

@@ -17,7 +17,7 @@ from kvsidecar.client import Blocks, Client, ClientError, HostBuffer
 from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
 from kvsidecar.core.registration import MAX_GROUPS
 from kvsidecar.protocol.wire import namespace_to_wire
-from kvsidecar.server import attach_socket
+from kvsidecar.server import arrivals
 from kvsidecar.server.convert import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -41,14 +41,14 @@ def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProces
     rank = Rank(daemon)
     held = 0
     with ExitStack() as stack:
-        while held <= attach_socket.MAX_CONNECTIONS:
+        while held <= arrivals.MAX_CONNECTIONS:
             connection = stack.enter_context(hello(daemon, HELLO, []))
             reply = welcome(connection)
             if reply.error:
                 break
             held += 1
         assert "one user may have 1024 connections" in reply.error
-        assert attach_socket.MAX_CONNECTIONS - 8 < held <= attach_socket.MAX_CONNECTIONS
+        assert arrivals.MAX_CONNECTIONS - 8 < held <= arrivals.MAX_CONNECTIONS
         assert limited(daemon) == 1
         done(rank.store("a"))
         with daemon.client() as client:  # the operator of the same user is not locked out
@@ -72,7 +72,7 @@ def test_descriptors_handed_over_by_one_user_are_limited(daemon: DaemonProcess) 
         stack.callback(os.close, null)
         replies = [
             welcome(stack.enter_context(hello(daemon, message, [null] * 253)))
-            for _ in range(attach_socket.MAX_MEMFDS // 253 + 1)
+            for _ in range(arrivals.MAX_MEMFDS // 253 + 1)
         ]
     assert ["4096 descriptors" in reply.error for reply in replies] == [False] * 16 + [True]
     assert limited(daemon) == 1
@@ -144,12 +144,12 @@ def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonPro
 
     before = open_fds()
     connections = []
-    for _ in range(attach_socket.MAX_CONNECTIONS + 50):
+    for _ in range(arrivals.MAX_CONNECTIONS + 50):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(daemon.socket + ".attach")
         connections.append(connection)
     eventually(lambda: limited(daemon) == 50)
-    assert open_fds() <= before + attach_socket.MAX_CONNECTIONS + 5
+    assert open_fds() <= before + arrivals.MAX_CONNECTIONS + 5
     for connection in connections:
         with suppress(OSError):
             connection.close()

@@ -1,0 +1,159 @@
+"""Connections to the attach socket, and the descriptors that they cost the daemon, from the moment they have them.
+
+A user with many unfinished Hellos would otherwise fill the descriptor table, which everybody needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections import Counter
+from collections.abc import Iterable
+
+from kvsidecar.core.quota import Quota
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
+from kvsidecar.support import peer as peers
+
+MAX_CONNECTIONS = 1024
+"""Limit per user. An engine has three for each rank, and three for its scheduler."""
+MAX_MEMFDS = 4096
+"""Limit per user, over all of its connections."""
+CONNECTION_FDS = 3
+"""Descriptors of a connection itself: the socket, the client's pidfd, its fence."""
+TABLE_SHARE = 0.75
+"""Share of the descriptor table for all connections together. The rest is for the other sockets, files and copiers."""
+_UNLIMITED = 1 << 20
+
+
+class Arrival:
+    """One connection, and what it holds. Made by `Arrivals.begin`."""
+
+    __slots__ = ("connection", "ended", "fds", "held", "refused", "uid")
+
+    def __init__(self, connection: socket.socket, uid: int) -> None:
+        self.connection = connection
+        self.uid = uid
+        self.fds: list[int] = []
+        """Received, and not taken over yet."""
+        self.held = 0
+        """How many descriptors are counted for it beside `CONNECTION_FDS`."""
+        self.refused: KVSidecarError | None = None
+        """Why its Hello is not waited for any more."""
+        self.ended = False
+
+    def take_fds(self) -> tuple[int, ...]:
+        """The descriptors, which the caller closes from now on. They are counted until `Arrivals.end`."""
+        fds, self.fds = tuple(self.fds), []
+        return fds
+
+
+class Arrivals:
+    """Admits connections and their descriptors.
+
+    A user that is over a limit loses its oldest connection without a Hello first, so that its unfinished Hellos keep
+    out neither others nor its own engines, whose Hello arrives whole. All users together may have `TABLE_SHARE` of the
+    table, and one user no more of that than it leaves free: so there is room for the next user, whoever came before.
+
+    Args:
+        table: size of the descriptor table; None: the process's limit.
+    """
+
+    def __init__(self, table: int | None = None) -> None:
+        self._room = int(TABLE_SHARE * (_table_size() if table is None else table))
+        self._connections = Quota(MAX_CONNECTIONS, "connections to the attach socket")
+        self._memfds = Quota(MAX_MEMFDS, "descriptors handed over")
+        self._held: Counter[int] = Counter()
+        self._total = 0
+        self._unfinished: dict[int, dict[Arrival, None]] = {}
+        """Connections without a Hello by user, the oldest first."""
+
+    def begin(self, connection: socket.socket, uid: int) -> Arrival:
+        """Admit a connection. Raises LimitExceeded."""
+        arrival = Arrival(connection, uid)
+        self._take(arrival, self._connections, 1, CONNECTION_FDS)
+        self._unfinished.setdefault(uid, {})[arrival] = None
+        return arrival
+
+    def received(self, arrival: Arrival, fds: Iterable[int]) -> None:
+        """Count descriptors that have arrived with a part of its Hello, and keep them.
+
+        Raises:
+            InvalidRequest, LimitExceeded: there are too many; they are closed.
+        """
+        fds = tuple(fds)
+        try:
+            if arrival.refused is not None:
+                raise arrival.refused
+            if len(arrival.fds) + len(fds) > peers.MAX_FDS:
+                raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors with one Hello")
+            self._take(arrival, self._memfds, len(fds), len(fds))
+        except KVSidecarError:
+            close_all(fds)
+            raise
+        arrival.fds += fds
+        arrival.held += len(fds)
+
+    def complete(self, arrival: Arrival) -> None:
+        """Its Hello is complete, and it stays."""
+        self._forget(arrival)
+
+    def end(self, arrival: Arrival) -> None:
+        """Give back all that the connection has. The caller closes the connection itself."""
+        if arrival.ended:
+            return
+        arrival.ended = True
+        self._forget(arrival)
+        close_all(arrival.fds)
+        arrival.fds = []
+        self._connections.give_back(arrival.uid)
+        self._memfds.give_back(arrival.uid, arrival.held)
+        self._total -= CONNECTION_FDS + arrival.held
+        self._held[arrival.uid] -= CONNECTION_FDS + arrival.held
+        if not self._held[arrival.uid]:
+            del self._held[arrival.uid]
+
+    def _take(self, arrival: Arrival, quota: Quota, count: int, fds: int) -> None:
+        uid = arrival.uid
+        while True:
+            try:
+                if self._held[uid] + fds > self._room - self._total - fds:
+                    has = self._held[uid]
+                    raise LimitExceeded(
+                        f"one user may have as many descriptors as it leaves free of {self._room}, and has {has}"
+                    )
+                quota.take(uid, count)
+                break
+            except LimitExceeded as error:
+                oldest = next((each for each in self._unfinished.get(uid, ()) if each is not arrival), None)
+                if oldest is None:
+                    raise
+                self._give_up(oldest, error)
+        self._held[uid] += fds
+        self._total += fds
+
+    def _give_up(self, arrival: Arrival, why: LimitExceeded) -> None:
+        arrival.refused = LimitExceeded(f"{why}: the oldest without a complete Hello is closed")
+        with contextlib.suppress(OSError):
+            arrival.connection.shutdown(socket.SHUT_RD)  # wakes whoever waits for the Hello
+        self.end(arrival)
+
+    def _forget(self, arrival: Arrival) -> None:
+        if (unfinished := self._unfinished.get(arrival.uid)) is not None:
+            unfinished.pop(arrival, None)
+            if not unfinished:
+                del self._unfinished[arrival.uid]
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _table_size() -> int:
+    try:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError:  # it may be forbidden to ask
+        return _UNLIMITED
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft

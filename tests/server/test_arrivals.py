@@ -1,0 +1,87 @@
+"""Who may have how many descriptors: nobody fills the table, whoever came first."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvsidecar.errors import InvalidRequest, LimitExceeded
+from kvsidecar.server.arrivals import CONNECTION_FDS, TABLE_SHARE, Arrival, Arrivals
+from kvsidecar.support.peer import MAX_FDS
+
+
+@pytest.fixture
+def connection() -> Iterator[socket.socket]:
+    near, far = socket.socketpair()
+    with near, far:
+        yield near
+
+
+def null(count: int) -> list[int]:
+    return [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+
+
+def is_open(fd: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{fd}")
+
+
+def fill(arrivals: Arrivals, uid: int, connection: socket.socket) -> list[Arrival]:
+    """As many whole connections as this user gets."""
+    got = []
+    while True:
+        try:
+            arrival = arrivals.begin(connection, uid)
+        except LimitExceeded:
+            return got
+        arrivals.complete(arrival)
+        got.append(arrival)
+
+
+def test_there_is_always_room_for_one_more_user(connection: socket.socket) -> None:
+    arrivals = Arrivals(table := 4000)
+    shares = [len(fill(arrivals, uid, connection)) for uid in range(6)]
+    room = table * TABLE_SHARE / CONNECTION_FDS
+    assert shares[0] == room / 2
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] > 0
+    assert sum(shares) < room
+
+
+def test_the_oldest_unfinished_one_makes_room_for_the_same_user_only(connection: socket.socket) -> None:
+    arrivals = Arrivals(400)  # 150 for one user
+    bystander = arrivals.begin(connection, 2)
+    first, second = arrivals.begin(connection, 1), arrivals.begin(connection, 1)
+    old, new = null(100), null(60)
+    arrivals.received(first, old)
+    arrivals.received(second, new)
+    assert isinstance(first.refused, LimitExceeded)
+    assert not any(map(is_open, old))
+    assert second.refused is bystander.refused is None
+    late = null(1)
+    with pytest.raises(LimitExceeded):
+        arrivals.received(first, late)
+    assert not is_open(late[0])
+    arrivals.end(first)
+    arrivals.end(second)
+    assert not any(map(is_open, new))
+    arrivals.end(bystander)
+    assert len(fill(arrivals, 1, connection)) == 50, "all was given back, once"
+
+
+def test_one_hello_has_no_more_descriptors_than_one_message(connection: socket.socket) -> None:
+    arrivals = Arrivals(20_000)
+    arrival = arrivals.begin(connection, 1)
+    arrivals.received(arrival, null(MAX_FDS))
+    one_more = null(1)
+    with pytest.raises(InvalidRequest, match="more than 253"):
+        arrivals.received(arrival, one_more)
+    assert not is_open(one_more[0])
+    arrivals.complete(arrival)
+    fds = arrival.take_fds()
+    arrivals.end(arrival)
+    assert all(map(is_open, fds)), "whoever took them closes them"
+    for fd in fds:
+        os.close(fd)
