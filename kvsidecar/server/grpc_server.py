@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -30,6 +31,9 @@ MAX_CALLS = 4096
 """Limit of unfinished calls of all clients. gRPC answers further calls with RESOURCE_EXHAUSTED, without counting them.
 Long-lived calls have limits per user where they are served."""
 
+MAX_KINDS = 64
+"""Limit of the kinds of records that are told apart: gRPC has few."""
+
 LAST_CALL_SECONDS = 1e6
 """The longest that calls go on whose socket was removed: ranks are attached for days."""
 
@@ -45,12 +49,14 @@ _OPTIONS = [
 ]
 
 
-_log = log.get("rpc")
+_caused = log.limited("rpc")
+"""For lines that clients cause."""
 _GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
 
 
 class ClientsGone(logging.Filter):
-    """Replaces the stack trace in gRPC's log for a client that disconnects before its reply by a counted refusal.
+    """Replaces the stack trace in gRPC's log for a client that disconnects before its reply, or sends what does not
+    parse to a service of gRPC's own, by a counted refusal. Of the others it passes one in a second.
 
     Args:
         refuse: counts a refusal.
@@ -59,14 +65,25 @@ class ClientsGone(logging.Filter):
     def __init__(self, refuse: Callable[[Refusal], None]) -> None:
         super().__init__()
         self._refuse = refuse
+        self._passed: dict[str, float] = {}
+        """When each kind of record was passed, by its text without the arguments."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = record.exc_info[0] if record.exc_info else None
-        if kind is None or not issubclass(kind, grpc.aio.InternalError):
-            return True
-        self._refuse(Refusal.CLIENT_GONE)
-        _log.debug("a client disconnected before its reply", call=record.getMessage())
-        return False
+        if kind is not None and issubclass(kind, grpc.aio.InternalError):
+            self._refuse(Refusal.CLIENT_GONE)
+            _caused.debug("a client disconnected before its reply", call=record.getMessage())
+            return False
+        if kind is not None and issubclass(kind, DecodeError):
+            self._refuse(Refusal.INVALID_REQUEST)
+            _caused.debug("a message does not parse", call=record.getMessage())
+            return False
+        if record.created - self._passed.get(str(record.msg), 0.0) < log.LIMITED_SECONDS:
+            return False
+        if len(self._passed) >= MAX_KINDS:
+            self._passed.clear()
+        self._passed[str(record.msg)] = record.created
+        return True
 
 
 class RpcServer:

@@ -73,6 +73,9 @@ def configure(*, log_format: str, level: str) -> None:
         log_format: ``text``, ``json``, or ``auto``: text if standard error is a terminal.
         level: ``debug``, ``info``, ``warning`` or ``error``.
     """
+    # gRPC's core writes lines of its own to descriptor 2, for every bad frame of a client for example, and reads this
+    # when it is imported. What an operator sets to debug it stays.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     stream = _stream()
     text = stream.isatty() if log_format == "auto" else log_format == "text"
     render: structlog.typing.Processor = Text(stream) if text else structlog.processors.JSONRenderer()

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.harness import SECONDS, environment
+from kvsidecar.support.child_process import environment
+from tests.harness import SECONDS
 
 
 class Attack:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from kvsidecar.server.arrivals import TABLE_SHARE
 from tests.attacks.support import attack
@@ -30,4 +34,31 @@ def test_descriptors_of_unfinished_hellos_leave_room_for_honest_ones(short_dir: 
             assert daemon.refused("limit") > 0
             assert len([line for line in daemon.read_so_far() if line["event"] == "attach connection refused"]) < 200
         eventually(lambda: open_fds(daemon) <= before + 1)
+        assert daemon.terminate() == 0
+
+
+def port_of(daemon: DaemonProcess) -> int:
+    return int(daemon.http.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("transport", ["grpc"])
+def test_what_does_not_parse_is_counted_and_seldom_logged(short_dir: Path, transport: str) -> None:
+    """At most one line in a second of each kind, without a stack trace, and none that is not JSON."""
+    with DaemonProcess(short_dir) as daemon:
+        daemon.wait_ready()
+        began, before = time.monotonic(), len(daemon.read_so_far())
+        with attack("bad_gzip", port_of(daemon) if transport == "http" else short_dir, 3) as running:
+            did = running.did()
+        said = daemon.read_so_far()[before:]
+        seconds = time.monotonic() - began
+        assert did["requests"] > 30 * seconds, "too few to be a flood"
+        counted = daemon.refused("invalid_request") + daemon.refused("register_refused")
+        assert counted >= did["requests"] / 3 if transport == "grpc" else counted >= did["requests"] - 1
+        assert not [line for line in said if "exception" in line or line["event"] == "stderr"]
+        kinds = Counter(line["event"] for line in said)
+        assert kinds
+        assert max(kinds.values()) <= seconds + 1, kinds
+        rank = Rank(daemon)
+        done(rank.store("a"))
+        rank.close()
         assert daemon.terminate() == 0
