@@ -29,7 +29,8 @@ HEAD = """\
 `GET /metrics` on the HTTP port returns the metrics in the Prometheus text format. Names follow the Prometheus
 conventions: base units, and `_total` on counters. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and
 `NAME_count`. Every series whose labels are known in advance exists from the start, at 0, so that an alert on its first
-event works.
+event works. Who scrapes alone gets figures of after the request; when several do at the same time, they share one
+reading in a second, so that a figure may be up to 1 s old.
 
 [The dashboard](../deploy/grafana/kvsidecar.json) and [the alerts](../deploy/prometheus/alerts.yaml) use these names,
 and `make check` verifies them against a running daemon. [runbook.md](runbook.md) says what to do about each alert.

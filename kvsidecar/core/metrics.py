@@ -5,7 +5,7 @@ Names follow prometheus.io/docs/practices/naming: base units, ``_total`` on coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -20,6 +20,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvsidecar import __version__
 from kvsidecar.cache.shares import Share
@@ -29,6 +30,7 @@ from kvsidecar.core.readiness import Snapshot, WarmStart
 from kvsidecar.core.shares import REST
 from kvsidecar.errors import Refusal
 from kvsidecar.support import log
+from kvsidecar.support.tasks import in_one
 from kvsidecar.tiers.engine import EngineStats
 from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import Direction, Outcome, Residency, State
@@ -112,7 +114,7 @@ class Metrics:
     """
 
     content_type = CONTENT_TYPE_LATEST
-    """The media type of what `render` returns."""
+    """The media type of what `rendering` returns."""
 
     def __init__(self, backend: str) -> None:
         self.registry = CollectorRegistry()
@@ -247,16 +249,33 @@ class Metrics:
 
     def refusal_counts(self) -> dict[str, int]:
         """Refusals so far, by reason; reasons that never occurred are left out."""
-        counts = {reason.value: int(self.value("kvsidecar_refusals_total", reason=reason.value)) for reason in Refusal}
-        return {reason: count for reason, count in counts.items() if count}
+        (family,) = self.refusals.collect()
+        return {
+            sample.labels["reason"]: int(sample.value)
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.value
+        }
 
     def value(self, name: str, **labels: str) -> float:
         """Current value of one series; 0 if it has none."""
+        # Not `get_sample_value`, which collects everything for it: a Status needs many values.
+        for family in self.registry.restricted_registry([name]).collect():
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return sample.value
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def render(self) -> bytes:
         """The text exposition format."""
-        return generate_latest(self.registry)
+        return in_one(self.rendering())
+
+    def rendering(self) -> Generator[None, None, bytes]:
+        """`render`, one family in each step: all of them take milliseconds."""
+        parts = []
+        for family in self.registry.collect():
+            parts.append(generate_latest(_OneFamily(family)))
+            yield
+        return b"".join(parts)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: otherwise the registry would call `collect` before the gauges have a source."""
@@ -340,6 +359,16 @@ class Metrics:
         yield from self.devices.metrics()
         if now.used_by_model is not None:
             yield from self.models.metrics(now.used_by_model())
+
+
+class _OneFamily(Collector):
+    """Stands in for a registry that has only this family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family,)
 
 
 def _share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:

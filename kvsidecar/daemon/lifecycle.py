@@ -19,6 +19,7 @@ from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.http import Probes
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
+from kvsidecar.support.tasks import TaskSet
 
 _log = log.get("daemon")
 
@@ -43,7 +44,7 @@ class Lifecycle:
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
-        self.probes = Probes(self.readiness, page=settings.http_page)
+        self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page)
         self.stop = asyncio.Event()
         """Set when the daemon must end."""
         self.hung_up = asyncio.Event()

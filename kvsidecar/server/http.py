@@ -16,8 +16,18 @@ from typing import TYPE_CHECKING, Any
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import web
-from kvsidecar.server.http_connection import Connections, HttpConnection, note_arrival
+from kvsidecar.server.http_connection import (
+    CLIENT_SECONDS,
+    Connections,
+    HttpConnection,
+    before_response,
+    take_turn,
+)
+from kvsidecar.server.http_listener import HttpListener
+from kvsidecar.server.renderings import Rendering, Steps
+from kvsidecar.server.turns import Turns
 from kvsidecar.support.addresses import cannot_listen
+from kvsidecar.support.tasks import TaskSet
 
 if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics
@@ -31,7 +41,7 @@ class Sources:
     stuck: Callable[[], str | None]
     """Why the process is stuck, or None. Never because of a slow pin or an engine's fault: a restart loses the whole
     cache."""
-    status: Callable[[], dict[str, Any]]
+    status: Callable[[], Steps]
     """The JSON of /status."""
     tiers: Callable[[], Mapping[str, str]]
     """By name, why a slower tier is off; empty while it is on."""
@@ -44,25 +54,31 @@ PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+PIECE_BYTES = 64 * 1024
+"""A longer response is sent in pieces, so that no more of it is kept for a client that does not read."""
 
 
 class Probes:
     """An HTTP server on the daemon's own event loop, so that /health hangs if the loop does.
 
     Args:
+        tasks: own what runs until `stop`.
         page: serve the page.
     """
 
-    def __init__(self, readiness: DaemonReadiness, *, page: bool = False) -> None:
+    def __init__(self, readiness: DaemonReadiness, tasks: TaskSet, *, page: bool = False) -> None:
         self._readiness = readiness
         self._sources: Sources | None = None
         """None until the daemon is built."""
+        self._metrics: Rendering | None = None
+        self._status: Rendering | None = None
+        self._tasks = tasks
         self._refused: Counter[Refusal] = Counter()
         """Refusals before there were metrics to count them."""
-        application = web.Application(middlewares=[note_arrival])
+        application = web.Application(middlewares=[take_turn])
+        application.on_response_prepare.append(before_response)
         application.router.add_get("/health", self._health)
         application.router.add_get("/ready", self._ready)
         application.router.add_get("/metrics", self._scrape)
@@ -76,8 +92,9 @@ class Probes:
             ):
                 application.router.add_get(path, _file(name, kind))
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
-        self._connections = Connections(self._refuse)
-        self._listener: asyncio.Server | None = None
+        self._turns = Turns()
+        self._connections = Connections(self._refuse, self._turns)
+        self._listener: HttpListener | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.
@@ -89,21 +106,22 @@ class Probes:
         server = self._runner.server
         assert server is not None
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: HttpConnection(server, self._connections), host, port
-            )
+            self._listener = HttpListener(lambda: HttpConnection(server, self._connections), self._turns, self._tasks)
+            return await self._listener.start(host, port)
         except OSError as error:
             raise cannot_listen("HTTP", f"{host}:{port}", "http_host and http_port", error) from error
-        return int(self._listener.sockets[0].getsockname()[1])
 
     def answer_from(self, sources: Sources) -> None:
         """Answer from these sources from now on."""
         self._sources = sources
+        self._metrics = Rendering(sources.metrics.rendering, self._tasks)
+        self._status = Rendering(sources.status, self._tasks)
         for reason, count in self._refused.items():
             sources.metrics.refuse(reason, count)
         self._refused.clear()
 
     async def stop(self) -> None:
+        await self._tasks.cancel()
         if self._listener is not None:
             self._listener.close()
         await self._runner.cleanup()
@@ -132,16 +150,15 @@ class Probes:
             body["tiers"] = {name: f"off: {off}" if off else "on" for name, off in tiers.items()}
         return _json(body, 200 if self._readiness.ready else 503)
 
-    async def _scrape(self, _request: web.Request) -> web.Response:
-        if self._sources is None:
+    async def _scrape(self, request: web.Request) -> web.StreamResponse:
+        if self._sources is None or self._metrics is None:
             return web.Response(text=self._readiness.now.reason + "\n", status=503)
-        metrics = self._sources.metrics
-        return web.Response(body=metrics.render(), headers={"Content-Type": metrics.content_type})
+        return await _answer(request, await self._metrics.text(), self._sources.metrics.content_type)
 
-    async def _show_status(self, _request: web.Request) -> web.Response:
-        if self._sources is None:
+    async def _show_status(self, request: web.Request) -> web.StreamResponse:
+        if self._status is None:
             return _json({"reason": self._readiness.now.reason}, 503)
-        return _json(self._sources.status(), 200)
+        return await _answer(request, await self._status.text(), "application/json; charset=utf-8")
 
     async def _overview(self, _request: web.Request) -> web.Response:
         if self._sources is None:
@@ -163,6 +180,28 @@ def _file(name: str, kind: str) -> Callable[[web.Request], Coroutine[Any, Any, w
         return web.Response(text=text, content_type=kind, headers=PAGE_HEADERS)
 
     return answer
+
+
+async def _answer(request: web.Request, text: bytes, kind: str) -> web.StreamResponse:
+    """Answers with a text that others are answered with too."""
+    headers = {"Content-Type": kind}
+    if len(text) <= PIECE_BYTES:
+        return web.Response(body=text, headers=headers)
+    response = web.StreamResponse(headers=headers)
+    response.content_length = len(text)
+    await response.prepare(request)
+    if request.method == "HEAD":
+        return response
+    try:
+        # For all of it: a slow reader keeps the text, and there is another one each second.
+        async with asyncio.timeout(CLIENT_SECONDS):
+            for start in range(0, len(text), PIECE_BYTES):
+                await response.write(text[start : start + PIECE_BYTES])
+                await asyncio.sleep(0)
+    except TimeoutError:
+        assert isinstance(request.protocol, HttpConnection)
+        request.protocol.end(Refusal.UNFINISHED, f"a response was not read within {CLIENT_SECONDS:g} s")
+    return response
 
 
 def _json(body: dict[str, Any], status: int) -> web.Response:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import HttpProcessingError, web
+from kvsidecar.server.turns import Turns
 from kvsidecar.support import log
 
 MAX_CONNECTIONS = 128
@@ -19,8 +20,13 @@ response that does not fit the socket's buffer."""
 IDLE_SECONDS = 75.0
 """Keep-alive time: a scrape once a minute keeps its connection."""
 
-_log = log.get("http")
-_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+NOSNIFF = {"X-Content-Type-Options": "nosniff"}
+"""Of every response: no browser may take a client's text in it for something that it runs."""
+
+_caused = log.limited("http")
+_TOO_LATE = (
+    b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+)
 
 
 class Connections:
@@ -28,17 +34,20 @@ class Connections:
 
     Args:
         refuse: counts a refusal.
+        turns: of what the clients cause.
     """
 
-    def __init__(self, refuse: Callable[[Refusal], None]) -> None:
+    def __init__(self, refuse: Callable[[Refusal], None], turns: Turns) -> None:
         self.refuse = refuse
+        self.turns = turns
         self._open: dict[HttpConnection, None] = {}
         """In the order in which they connected or last sent a whole request."""
 
     def add(self, connection: HttpConnection) -> None:
         """Add a connection; closes another one if there are too many."""
         if len(self._open) >= MAX_CONNECTIONS:
-            oldest = next(iter(self._open))
+            # Who waits for its turn does not wait for its client.
+            oldest = next((each for each in self._open if not each.waits), next(iter(self._open)))
             self.remove(oldest)
             oldest.end(Refusal.LIMIT, f"{MAX_CONNECTIONS} connections are open, and this one has waited longest")
         self._open[connection] = None
@@ -54,14 +63,28 @@ class Connections:
 
 
 class HttpConnection(web.RequestHandler):
-    """aiohttp's connection with time limits, and without stack traces of client errors."""
+    """aiohttp's connection with time limits, in turns with others, and without stack traces of client errors."""
 
-    __slots__ = ("_connections", "_reading", "_writing")
+    __slots__ = ("_connections", "_paid", "_reading", "_unread", "_writing", "waits")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
         loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, keepalive_timeout=IDLE_SECONDS, access_log=None)  # type: ignore[arg-type]
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=IDLE_SECONDS,
+            access_log=None,  # type: ignore[arg-type]
+            # No request has a body here: none is waited for, none decompressed.
+            lingering_time=0,
+            auto_decompress=False,
+        )
         self._connections = connections
+        self._unread: list[bytes] = []
+        """What was received and waits for its turn. Nothing more is read meanwhile."""
+        self.waits = False
+        """Whether it waits for a turn."""
+        self._paid = False
+        """Whether the next request has had its turn with its bytes."""
         self._reading: asyncio.TimerHandle | None = None
         """Runs while a request is incomplete."""
         self._writing: asyncio.TimerHandle | None = None
@@ -77,19 +100,49 @@ class HttpConnection(web.RequestHandler):
             if timer is not None:
                 timer.cancel()
         self._reading = self._writing = None
+        self._unread.clear()
         self._connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not data:  # aiohttp's own, for what it has already
+            super().data_received(data)
+            return
         self._expect_request()
-        super().data_received(data)
+        self._unread.append(data)
+        self._pause_transport_reading()
+        if len(self._unread) == 1:
+            self.waits = True
+            self._connections.turns.take(self._read)
 
-    def request_arrived(self) -> None:
-        """Stop the timer of a request that is complete."""
+    def _read(self) -> None:
+        """It is its turn."""
+        data = b"".join(self._unread)
+        self._unread.clear()
+        self.waits = False
+        if self.transport is None:
+            return
+        self._paid = True
+        super().data_received(data)
+        if not (self._reading_paused or self._buffer_paused):
+            self._resume_transport_reading()
+
+    async def request_arrived(self) -> None:
+        """A request is complete: stop its timer, and wait for its turn."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+        if not self._paid:
+            self.waits = True
+            await self._connections.turns.wait()
+            self.waits = False
+        self._paid = False
         self._connections.used(self)
+
+    def refused(self, status: int, text: str) -> None:
+        """Count a request that was refused."""
+        self._connections.refuse(Refusal.INVALID_REQUEST)
+        _caused.debug("request refused", status=status, reason=text)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -105,7 +158,7 @@ class HttpConnection(web.RequestHandler):
 
     def end(self, reason: Refusal, text: str) -> None:
         """Close the connection and count the reason."""
-        _log.debug("connection closed", reason=text)
+        _caused.debug("connection closed", reason=text)
         self._connections.refuse(reason)
         transport = self.transport
         self.force_close()
@@ -120,13 +173,14 @@ class HttpConnection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if isinstance(exc, HttpProcessingError):
-            self._connections.refuse(Refusal.INVALID_REQUEST)
-            _log.debug("request refused", status=status, reason=exc.message)
-        return super().handle_error(request, status, exc, message)
+            self.refused(status, exc.message)
+        response = super().handle_error(request, status, exc, message)
+        response.headers.update(NOSNIFF)
+        return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        if not isinstance(kw.get("exc_info"), HttpProcessingError):  # already logged
-            super().log_exception(*args, **kw)
+        if not isinstance(error := kw.get("exc_info"), HttpProcessingError):  # already logged
+            _caused.error("a request failed unexpectedly", what=str(args[0]), error=str(error), exc_info=error)
 
     def _expect_request(self) -> None:
         if self._reading is None:
@@ -140,9 +194,22 @@ class HttpConnection(web.RequestHandler):
 
 
 @web.middleware
-async def note_arrival(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    """Tell the connection that a request is complete."""
-    if isinstance(request.protocol, HttpConnection):
-        request.protocol.request_arrived()
-    response: web.StreamResponse = await handler(request)
-    return response
+async def take_turn(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    """Tell the connection that a request is complete, and answer in its turn."""
+    connection = request.protocol
+    assert isinstance(connection, HttpConnection)
+    await connection.request_arrived()
+    if request.body_exists:
+        response: web.StreamResponse = web.Response(status=400, text="no request has a body here\n")
+        response.force_close()
+        return response
+    response = await handler(request)
+    return response  # noqa: RET504 - the handler has no type of its own
+
+
+async def before_response(request: web.Request, response: web.StreamResponse) -> None:
+    """Called for each response before its head is sent: counts those that refuse."""
+    response.headers.update(NOSNIFF)
+    connection = request.protocol
+    if 400 <= response.status < 500 and isinstance(connection, HttpConnection):
+        connection.refused(response.status, response.reason or "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -27,6 +28,7 @@ from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.server.overview import Device
 from kvsidecar.support.patterns import EVERYTHING
+from kvsidecar.support.tasks import in_one
 from kvsidecar.tiers.engine import ShareUse
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -39,6 +41,9 @@ MAX_LISTED = 1024
 """The most entries of each list in one answer. Listing more would block the event loop for tens of milliseconds."""
 FRAME_BYTES = 8
 """The most bytes that a message in a repeated field takes beside its own."""
+SPACES_IN_A_STEP = 64
+MESSAGES_IN_A_STEP = 4
+"""So many take about a tenth of a millisecond."""
 
 
 class Report:
@@ -127,6 +132,10 @@ class Report:
         Args:
             page: behind which namespace and rank to go on; None for the largest namespaces.
         """
+        return in_one(self._reply(caller, page))
+
+    def _reply(self, caller: Caller, page: pb.StatusPage | None = None) -> Generator[None, None, pb.StatusReply]:
+        """As `reply`, in steps: namespaces and ranks may come and go between them."""
         everything = caller.grant.admin
         gauges = self.gauges()
         reply = pb.StatusReply(
@@ -146,7 +155,7 @@ class Report:
         if everything:
             self._add_totals(reply, gauges)
         visible = self._visible(caller)
-        namespaces = _by_namespace(space for space in self._cache.spaces if visible(space.namespace))
+        namespaces = yield from _by_namespace([each for each in self._cache.spaces if visible(each.namespace)])
         ranks = [session for session in self._instances if everything or session.peer.uid == caller.uid]
         reply.totals.namespaces, reply.totals.ranks = len(namespaces), len(ranks)
         reply.totals.blocks = sum([each.blocks for each in namespaces.values()])
@@ -160,13 +169,15 @@ class Report:
             if page.HasField("after_namespace"):
                 after = _fields(namespace_from_wire(page.after_namespace))
                 listed = listed[bisect_right(listed, after, key=_fields) :]
-        complete = _fill(reply.ranks, map(self._rank, ranks), RANKS_BYTES)
+        complete = yield from _fill(reply.ranks, map(self._rank, ranks), RANKS_BYTES)
         largest: dict[str, Namespace] = {}
-        for each, usage in namespaces.items():
+        for number, (each, usage) in enumerate(namespaces.items()):
+            if number % SPACES_IN_A_STEP == 0:
+                yield
             if usage.bytes > namespaces[largest.setdefault(each.model, each)].bytes:
                 largest[each.model] = each
         named = (self._named(each, namespaces[each], largest[each.model]) for each in listed)
-        complete &= _fill(reply.namespaces, named, NAMESPACES_BYTES)
+        complete &= yield from _fill(reply.namespaces, named, NAMESPACES_BYTES)
         reply.more = page is not None and not complete
         return reply
 
@@ -265,9 +276,11 @@ class Report:
             seconds_left=max(0.0, pin.expires_at - self._clock()),
         )
 
-    def json(self) -> dict[str, Any]:
-        """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either."""
-        return message_json(self.reply(self._instances.access.anonymous))
+    def json(self) -> Generator[None, None, bytes]:
+        """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either.
+        Renders it in steps."""
+        reply = yield from self._reply(self._instances.access.anonymous)
+        return (yield from message_text(reply))
 
 
 def _tier(tier: TierGauges) -> pb.TierStatus:
@@ -298,10 +311,12 @@ def _share(share: Share | ShareUse) -> pb.ShareStatus:
     )
 
 
-def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, pb.NamespaceStatus]:
+def _by_namespace(spaces: Iterable[Space]) -> Generator[None, None, dict[Namespace, pb.NamespaceStatus]]:
     """What each namespace uses, all groups together. Each is named when it is listed: there may be very many."""
     found: dict[Namespace, pb.NamespaceStatus] = {}
-    for space in spaces:
+    for number, space in enumerate(spaces):
+        if number % SPACES_IN_A_STEP == 0:
+            yield
         usage = found.setdefault(space.namespace, pb.NamespaceStatus())
         usage.blocks += space.blocks.readable
         usage.bytes += space.blocks.readable * space.block_bytes
@@ -310,14 +325,33 @@ def _by_namespace(spaces: Iterable[Space]) -> dict[Namespace, pb.NamespaceStatus
     return found
 
 
-def _fill(field: Any, messages: Iterable[Message], nbytes: int) -> bool:
+def _fill(field: Any, messages: Iterable[Message], nbytes: int) -> Generator[None, None, bool]:
     """Add messages to a repeated field while they fit. False if one did not."""
-    for message in messages:
+    for number, message in enumerate(messages):
+        if number % MESSAGES_IN_A_STEP == 0:
+            yield
         nbytes -= message.ByteSize() + FRAME_BYTES
         if nbytes < 0 or len(field) == MAX_LISTED:
             return False
         field.append(message)
     return True
+
+
+def message_text(message: Message) -> Generator[None, None, bytes]:
+    """`message_json` as text, with a newline, in steps."""
+    fields = []
+    for field in message.DESCRIPTOR.fields:
+        if field.is_repeated and not (field.message_type and field.message_type.GetOptions().map_entry):
+            entries = []
+            for number, each in enumerate(getattr(message, field.name)):
+                if number % MESSAGES_IN_A_STEP == 0:
+                    yield
+                entries.append(json.dumps(message_json(each) if field.message_type else each))
+            value = f"[{', '.join(entries)}]"
+        else:
+            value = json.dumps(_field_json(message, field))
+        fields.append(f"{json.dumps(field.name)}: {value}")
+    return f"{{{', '.join(fields)}}}\n".encode()
 
 
 def message_json(message: Message) -> dict[str, Any]:

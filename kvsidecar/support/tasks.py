@@ -59,6 +59,16 @@ class TaskSet:
             self._on_error(task.get_name(), error)
 
 
+def in_one(steps: Generator[None, None, T]) -> T:
+    """Run a computation without a pause between its steps, and return the generator's return value."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+
 class RoundRobin:
     """Round-robin scheduling of long computations on the event loop.
 

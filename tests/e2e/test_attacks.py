@@ -41,7 +41,7 @@ def port_of(daemon: DaemonProcess) -> int:
     return int(daemon.http.rpartition(":")[2])
 
 
-@pytest.mark.parametrize("transport", ["grpc"])
+@pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_what_does_not_parse_is_counted_and_seldom_logged(short_dir: Path, transport: str) -> None:
     """At most one line in a second of each kind, without a stack trace, and none that is not JSON."""
     with DaemonProcess(short_dir) as daemon:
@@ -62,3 +62,41 @@ def test_what_does_not_parse_is_counted_and_seldom_logged(short_dir: Path, trans
         done(rank.store("a"))
         rank.close()
         assert daemon.terminate() == 0
+
+
+def lookup_seconds(rank: Rank, count: int = 300) -> list[float]:
+    """How long lookups take, sorted."""
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        assert rank.hits("a") == 1
+        found.append(time.perf_counter() - began)
+    return sorted(found)
+
+
+@pytest.mark.alone
+def test_scrapers_do_not_slow_lookups(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--log-level", "info") as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        done(rank.store("a"))
+        lookup_seconds(rank)
+        idle = lookup_seconds(rank, 1000)
+        before = open_fds(daemon)
+        with attack("scrapers", port_of(daemon), SECONDS):
+            eventually(lambda: open_fds(daemon) > before + 16)
+            busy = lookup_seconds(rank, 1000)
+            texts = [f"p50 {each[500] * 1e3:.2f} ms, p99 {each[990] * 1e3:.2f} ms, most {each[-1] * 1e3:.2f} ms"
+                     for each in (idle, busy)]  # fmt: skip
+            print(f"idle: {texts[0]}; under scrapers: {texts[1]}")
+            assert busy[500] < 10 * idle[500]
+            assert daemon.get("/health")[0] == daemon.get("/ready")[0] == 200
+            eventually(lambda: shared(daemon))
+        rank.close()
+        assert daemon.terminate() == 0
+
+
+def shared(daemon: DaemonProcess) -> bool:
+    """Whether an answer is that of somebody else's question."""
+    first, second = daemon.get("/status")[1], daemon.get("/status")[1]
+    return bool(first["uptime_seconds"] == second["uptime_seconds"])

@@ -1,0 +1,78 @@
+"""Texts that are rendered for whoever asks, such as /metrics: in short steps, and for a crowd once in a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator
+
+from kvsidecar.support.tasks import TaskSet
+
+Steps = Generator[None, None, bytes]
+"""Renders a text: a generator that yields where the event loop may do other work, and returns the text."""
+
+CROWD_SECONDS = 1.0
+"""How old a text may be that is served to a crowd."""
+FEW = 2
+"""Askers at the same time that are no crowd yet. Each of them gets a text that was begun after its question."""
+PAUSE = 10.0
+"""Between two renderings for a few, the pause is so many times as long as the first took on the loop."""
+
+
+class Rendering:
+    """One text. Used from the event loop.
+
+    A reader who asks alone gets figures of after its question, also if it asks again and again. When more than `FEW`
+    ask at the same time, the text is served for `CROWD_SECONDS`, so that many scrapers cost no more than one.
+
+    Args:
+        steps: begins to render.
+        tasks: own the rendering.
+    """
+
+    def __init__(self, steps: Callable[[], Steps], tasks: TaskSet, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._tasks, self._clock = steps, tasks, clock
+        self._task: asyncio.Task[bytes] | None = None
+        """The rendering that is under way, or waits for the end of the pause."""
+        self._begun = False
+        self._askers = 0
+        self._may_begin_at = 0.0
+        self._shared = b""
+        self._shared_until = 0.0
+
+    async def text(self) -> bytes:
+        """The text, of which the caller changes nothing."""
+        while self._clock() >= self._shared_until:
+            if self._task is None:
+                self._askers = 0
+                self._task = self._tasks.spawn(self._render(), name="render")
+            self._askers += 1
+            old = self._begun and self._askers <= FEW
+            text = await asyncio.shield(self._task)
+            if not old:
+                return text
+        return self._shared
+
+    async def _render(self) -> bytes:
+        try:
+            await asyncio.sleep(max(0.0, self._may_begin_at - self._clock()))
+            self._begun, began, busy = True, self._clock(), 0.0
+            steps = self._steps()
+            while True:
+                step_began = self._clock()
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    text: bytes = end.value
+                    break
+                finally:
+                    busy += self._clock() - step_began
+                    self._may_begin_at = self._clock() + min(CROWD_SECONDS, PAUSE * busy)
+                await asyncio.sleep(0)
+            if self._askers > FEW:
+                self._shared, self._shared_until = text, began + CROWD_SECONDS
+            else:
+                self._shared = b""
+            return text
+        finally:
+            self._task, self._begun = None, False

@@ -1,0 +1,103 @@
+"""What is rendered when: for a reader who asks alone each time, for a crowd once in a second, never in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from kvsidecar.server.renderings import CROWD_SECONDS, FEW, PAUSE, Rendering, Steps
+from kvsidecar.support.tasks import TaskSet
+
+STEPS = 20
+STEP_SECONDS = 0.001
+
+
+class Figures:
+    """What is rendered: how many renderings there were before. Each step takes `STEP_SECONDS` of its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.begun: list[float] = []
+        self.is_rendering = asyncio.Event()
+        self.fails = False
+        self.errors: list[BaseException] = []
+        self.rendering = Rendering(self.steps, TaskSet(lambda _, error: self.errors.append(error)), lambda: self.now)
+
+    def steps(self) -> Steps:
+        self.begun.append(self.now)
+        self.is_rendering.set()
+        number = len(self.begun)
+        for _ in range(STEPS):
+            self.now += STEP_SECONDS
+            if self.fails:
+                raise ValueError("no figures")
+            yield
+        return b"%d" % number
+
+    async def crowd(self, count: int = FEW + 1) -> list[bytes]:
+        return await asyncio.gather(*(self.rendering.text() for _ in range(count)))
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Figures:
+    """Pauses pass at once."""
+    found, sleep = Figures(), asyncio.sleep
+
+    async def pass_time(seconds: float) -> None:
+        found.now += seconds
+        await sleep(0)
+
+    monkeypatch.setattr("kvsidecar.server.renderings.asyncio.sleep", pass_time)
+    return found
+
+
+async def test_who_asks_alone_gets_figures_of_after_the_question(figures: Figures) -> None:
+    assert [await figures.rendering.text() for _ in range(5)] == [b"1", b"2", b"3", b"4", b"5"]
+    pauses = [after - before for before, after in pairwise(figures.begun)]
+    assert all(pause >= PAUSE * STEPS * STEP_SECONDS for pause in pauses), "a loop of its own has the daemon's"
+
+
+async def test_a_question_during_a_rendering_gets_the_next_one(figures: Figures) -> None:
+    first = asyncio.ensure_future(figures.rendering.text())
+    await figures.is_rendering.wait()
+    assert await figures.rendering.text() == b"2"
+    assert await first == b"1"
+
+
+async def test_a_crowd_gets_one_in_a_second(figures: Figures) -> None:
+    assert await figures.crowd() == [b"1"] * (FEW + 1)
+    assert await figures.crowd(100) == [b"1"] * 100
+    assert await figures.rendering.text() == b"1"
+    figures.now = figures.begun[0] + CROWD_SECONDS
+    assert await figures.rendering.text() == b"2"
+    assert await figures.rendering.text() == b"3", "the crowd is gone"
+    for _ in range(1000):
+        await figures.crowd()
+        figures.now += 0.01
+    begun = figures.begun[3:]
+    assert all(after - before >= CROWD_SECONDS for before, after in pairwise(begun))
+
+
+async def test_a_crowd_that_comes_during_a_rendering_shares_it(figures: Figures) -> None:
+    first = asyncio.ensure_future(figures.rendering.text())
+    await figures.is_rendering.wait()
+    assert await figures.crowd(10) == [b"1"] * 10
+    assert await first == b"1"
+
+
+async def test_who_goes_away_takes_the_text_from_nobody(figures: Figures) -> None:
+    first, second = (asyncio.ensure_future(figures.rendering.text()) for _ in range(2))
+    await figures.is_rendering.wait()
+    first.cancel()
+    assert await second == b"1"
+
+
+async def test_a_rendering_that_fails_is_an_error_of_those_who_asked(figures: Figures) -> None:
+    figures.fails = True
+    with pytest.raises(ValueError, match="no figures"):
+        await figures.rendering.text()
+    figures.fails = False
+    assert await figures.rendering.text() == b"2"
+    assert len(figures.errors) == 1
