@@ -72,7 +72,7 @@ CALLS = [
     call("/grpc.health.v1.Health/Watch", b"\xff\xff", packed=False),
     call("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b"\xff\xff", packed=False),
 ]
-CALLS_OF_ONE = 32
+CALLS_OF_ONE = 128
 """Calls on one connection."""
 
 
