@@ -246,7 +246,7 @@ class Daemon:
         self._remote = self._remote_server(settings)
         overview = Overview(self._report.overview, self._report.devices, clock)
         life.probes.answer_from(
-            Sources(self._metrics, self._stuck, self._report.json, self._report.tiers, overview.body)
+            Sources(self._metrics, self._stuck, self._report.json, self._report.tiers, overview.steps)
         )
 
     async def run(self) -> int:

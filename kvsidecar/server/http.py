@@ -45,7 +45,7 @@ class Sources:
     """The JSON of /status."""
     tiers: Callable[[], Mapping[str, str]]
     """By name, why a slower tier is off; empty while it is on."""
-    overview: Callable[[], bytes]
+    overview: Callable[[], Steps]
     """The JSON that the page shows."""
 
 
@@ -74,6 +74,7 @@ class Probes:
         """None until the daemon is built."""
         self._metrics: Rendering | None = None
         self._status: Rendering | None = None
+        self._page: Rendering | None = None
         self._tasks = tasks
         self._refused: Counter[Refusal] = Counter()
         """Refusals before there were metrics to count them."""
@@ -116,6 +117,7 @@ class Probes:
         self._sources = sources
         self._metrics = Rendering(sources.metrics.rendering, self._tasks)
         self._status = Rendering(sources.status, self._tasks)
+        self._page = Rendering(sources.overview, self._tasks)
         for reason, count in self._refused.items():
             sources.metrics.refuse(reason, count)
         self._refused.clear()
@@ -161,9 +163,9 @@ class Probes:
         return await _answer(request, await self._status.text(), "application/json; charset=utf-8")
 
     async def _overview(self, _request: web.Request) -> web.Response:
-        if self._sources is None:
+        if self._page is None:
             return _json({"reason": self._readiness.now.reason}, 503)
-        return web.Response(body=self._sources.overview(), content_type="application/json", headers=PAGE_HEADERS)
+        return web.Response(body=await self._page.text(), content_type="application/json", headers=PAGE_HEADERS)
 
     def _refuse(self, reason: Refusal) -> None:
         if self._sources is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 from kvsidecar.protocol.figures import (
@@ -56,13 +56,13 @@ class Overview:
     """Samples the daemon while somebody looks at its page. Used from the event loop.
 
     Args:
-        read: a status reply with everything, and whether anonymous clients may see names.
+        read: returns in steps a status reply with everything, and whether anonymous clients may see names.
         devices: the devices that the daemon serves.
     """
 
     def __init__(
         self,
-        read: Callable[[], tuple[pb.StatusReply, bool]],
+        read: Callable[[], Generator[None, None, tuple[pb.StatusReply, bool]]],
         devices: Callable[[], Iterable[Device]],
         clock: Callable[[], float],
     ) -> None:
@@ -71,15 +71,15 @@ class Overview:
         self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
         self._body = b""
 
-    def body(self) -> bytes:
-        """The JSON of the page; at most `SAMPLE_SECONDS` old."""
+    def steps(self) -> Generator[None, None, bytes]:
+        """Returns the JSON of the page, at most `SAMPLE_SECONDS` old. Only one caller at a time."""
         now, before = self._clock(), self._last
         if before is not None and now - before.at < SAMPLE_SECONDS:
             return self._body
         if before is not None and now - before.at > FORGOTTEN_SECONDS:
             before = None
             self._history.clear()
-        reply, names = self._read()
+        reply, names = yield from self._read()
         self._last = Sample(now, reply)
         rates = None if before is None else rates_between(before, self._last)
         if rates is not None:

@@ -255,12 +255,13 @@ class Report:
             loaded_bytes=session.copied_bytes[Direction.LOAD],
         )
 
-    def overview(self) -> tuple[pb.StatusReply, bool]:
-        """For the page: all of it, and whether clients that nobody identified may see whose it is.
+    def overview(self) -> Generator[None, None, tuple[pb.StatusReply, bool]]:
+        """For the page, in steps: all of it, and whether clients that nobody identified may see whose it is.
 
         Without names it has no more than /metrics.
         """
-        return self.reply(Caller(None, Grant((EVERYTHING,), admin=True))), self._shows_names
+        reply = yield from self._reply(Caller(None, Grant((EVERYTHING,), admin=True)))
+        return reply, self._shows_names
 
     def devices(self) -> list[Device]:
         """For the page."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Generator
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from kvsidecar.server.overview import (
     Overview,
     overview,
 )
+from kvsidecar.support.tasks import in_one
 from kvsidecar.support.units import GiB, MiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -142,13 +144,14 @@ class Daemon:
         self.reads = 0
         self.overview = Overview(self.read, list, lambda: self.now)
 
-    def read(self) -> tuple[pb.StatusReply, bool]:
+    def read(self) -> Generator[None, None, tuple[pb.StatusReply, bool]]:
         self.reads += 1
+        yield
         return reply(seconds=int(self.now)), True
 
     def at(self, seconds: float) -> dict[str, Any]:
         self.now = seconds
-        shown: dict[str, Any] = json.loads(self.overview.body())
+        shown: dict[str, Any] = json.loads(in_one(self.overview.steps()))
         return shown
 
 
