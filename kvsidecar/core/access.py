@@ -142,6 +142,8 @@ def read_tables(option: str, value: object) -> list[dict[str, Any]]:
             value = tomllib.loads(f"{option} = {value}")[option]
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"is not a TOML array of tables: {error}") from None
+        except RecursionError:
+            raise ValueError("is not a TOML array of tables: it is nested too deeply") from None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ValueError(f"must be tables: [[{option}]]")
     return value

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvsidecar.daemon.option_types import (
@@ -42,12 +42,15 @@ from kvsidecar.daemon.option_types import (
 )
 from kvsidecar.errors import ConfigError
 from kvsidecar.protocol.paths import default_socket_path
+from kvsidecar.support import config_files
 from kvsidecar.support.memory_limits import HugePages
 from kvsidecar.support.units import GiB, MiB, Size, format_size
 from kvsidecar.tiers.policy import Admission
 from kvsidecar.types import Verify
 
 PREFIX = "KVSIDECAR_"
+MAX_SHOWN = 300
+"""Characters of a value, or of what is wrong with it, that an error shows."""
 DEFAULT_FILE = Path("/etc/kvsidecar/kvsidecar.toml")
 CONFIG_VARIABLE = "KVSIDECAR_CONFIG"
 CLIENT_VARIABLES = tuple(f"KVSIDECAR_CONNECT{suffix}" for suffix in ("", "_CA", "_CERTIFICATE", "_KEY"))
@@ -360,6 +363,13 @@ class Settings(BaseModel):
     def socket_mode_bits(self) -> int:
         return int(self.socket_mode, 8)
 
+    @field_validator("*")
+    @classmethod
+    def _no_zero_bytes(cls, value: object) -> object:
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("contains a NUL character")  # which no path, name or address may
+        return value
+
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
         """Check options against each other. Blames the option that was given, where only one of the two was."""
@@ -426,7 +436,17 @@ def load_settings(
     Raises:
         ConfigError: one sentence that names the option as it was given, and its value.
     """
-    environ = os.environ if environ is None else environ
+    try:
+        return _load(flags, os.environ if environ is None else environ, default_file)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Whatever a file may hold that nobody has thought of: it is a mistake in the settings, of which a start and a
+        # reload say so in a sentence. The traceback of a defect is the error's cause.
+        raise ConfigError(f"the settings cannot be read: {type(error).__name__}: {_short(str(error))}") from error
+
+
+def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_file: Path) -> Settings:
     given = {option: value for option, value in flags.items() if value is not None}
     variables = {name: value for name, value in environ.items() if _is_ours(name, value)}
     named = given.pop("config", None) or environ.get(CONFIG_VARIABLE)
@@ -446,14 +466,14 @@ def load_settings(
     option = str(first["loc"][0] if first["loc"] else first["ctx"]["option"])
     value: object
     if option in given:
-        shown, value = f"{flag_of(option)}={given[option]!r}", given[option]
+        shown, value = f"{flag_of(option)}={_short(repr(given[option]))}", given[option]
     elif variable_of(option) in variables:
         value = variables[variable_of(option)]
-        shown = f"{variable_of(option)}={value!r}"
+        shown = f"{variable_of(option)}={_short(repr(value))}"
     elif option in from_file:
         value = from_file[option]
         tables = isinstance(value, list) and any(isinstance(each, dict) for each in value)
-        shown = f"{option} in {file}" if tables else f"{option}={value!r} in {file}"
+        shown = f"{option} in {file}" if tables else f"{option}={_short(repr(value))} in {file}"
     else:
         value = options[option].get_default(call_default_factory=True, validated_data={})
         shown = f"the default {option}={value!r}"
@@ -470,8 +490,7 @@ def _is_ours(name: str, value: str) -> bool:
 
 def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
     try:
-        with file.open("rb") as stream:
-            return tomllib.load(stream)
+        return tomllib.loads(config_files.read(file).decode())
     except FileNotFoundError:
         if not required:
             return {}
@@ -480,15 +499,18 @@ def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not a TOML file: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{file} is not a TOML file that can be read: it is nested too deeply") from None
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str], place: str = "") -> None:
     known = list(known)
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
+            shown = _short(name)
+            near = get_close_matches(shown, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see kvsidecar serve --help"
-            raise ConfigError(f"{name}{place} is not a setting: {hint}")
+            raise ConfigError(f"{shown}{place} is not a setting: {hint}")
 
 
 _PROBLEMS = {
@@ -502,7 +524,12 @@ _PROBLEMS = {
 def _problem(kind: str, message: str, value: object) -> str:
     """The end of a sentence that starts with the option and its value, from pydantic's error."""
     message = message.removeprefix("Value error, ").removeprefix(f"{value!r} ")
-    return _PROBLEMS.get(kind.partition("_")[0]) or re.sub(r"^(Input|String|Value) should", "must", message)
+    return _PROBLEMS.get(kind.partition("_")[0]) or _short(re.sub(r"^(Input|String|Value) should", "must", message))
+
+
+def _short(text: str) -> str:
+    """A sentence, not a page: the service manager takes no message of many kilobytes."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 # -- flags -------------------------------------------------------------------------------------------------------

@@ -520,14 +520,15 @@ class Daemon:
 
     def _apply(self, settings: Settings) -> None:
         self._share_out(settings)
+        # Next what takes rights away.
+        self._instances.access = replace(self._instances.access, policy=settings.policy)
+        self._handler.permit_watches()
         self._settings = settings
         log.configure(log_format=settings.log_format, level=settings.log_level)
         self._copiers.set_log_level(settings.log_level)
         for tier in self._tiers:
             tier.set_log_level(settings.log_level)
         self._copiers.store_chunk = settings.store_chunk
-        self._instances.access = replace(self._instances.access, policy=settings.policy)
-        self._handler.permit_watches()
 
     # -- stop ------------------------------------------------------------------------------------------------------
 

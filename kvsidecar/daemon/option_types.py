@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -23,6 +22,8 @@ PAGE_BYTES = 4096
 """Smallest unit of slabs and chunks, on every machine."""
 MAX_CHUNK_BYTES = 512 * GiB
 """One registration of this size or more fails in current drivers."""
+MAX_SECONDS = 1e9
+"""About 31 years. Timers and the service manager's microseconds overflow far beyond it."""
 
 
 def _size(value: str | int | Size) -> Size:
@@ -67,8 +68,10 @@ def _slab_size(value: str | int) -> int | Literal["auto"]:
     return "auto" if value == "auto" else _whole_pages(value)
 
 
-def _devices(value: str | Sequence[str]) -> tuple[str, ...]:
+def _devices(value: object) -> tuple[str, ...]:
     listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(each, str) for each in listed):
+        raise ValueError('must be a text such as "0,1", or a list of texts')
     devices = tuple(each.strip() for each in listed)
     if devices == ("all",):
         return ()
@@ -124,7 +127,7 @@ PolicyRules = Annotated[Policy | None, BeforeValidator(policy.parse), Shown("TOM
 ShareRules = Annotated[tuple[ShareRule, ...], BeforeValidator(shares.parse), Shown("TOML", "none")]
 ChunkSize = Annotated[int, BeforeValidator(_chunk_size), Shown("SIZE", "1 GiB")]
 File = Annotated[str | None, Field(min_length=1), Shown("PATH", "none")]
-Seconds = Annotated[float, Field(allow_inf_nan=False), Shown("SECONDS")]
+Seconds = Annotated[float, Field(allow_inf_nan=False, le=MAX_SECONDS), Shown("SECONDS")]
 SocketPath = Annotated[
     str,
     AfterValidator(_socket_path),

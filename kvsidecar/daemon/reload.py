@@ -52,13 +52,16 @@ class Reloader:
         self._apply = apply
 
     async def reload(self) -> str:
-        """Returns the result in a few words. A file with a mistake changes nothing."""
+        """Returns the result in a few words, and never raises. A file with a mistake changes nothing."""
         try:
             result = change(self._settings, await asyncio.to_thread(self._read))
             self._apply(result.settings)
         except ConfigError as error:
             _log.error("settings not reloaded", reason=str(error))
             return f"settings not reloaded: {error}"
+        except Exception as error:  # noqa: BLE001 - the next file may be right, and must be heard
+            _log.exception("settings not reloaded", reason=str(error))
+            return f"settings not reloaded: {type(error).__name__}: {error}"
         self._settings = result.settings
         _log.info("settings reloaded", changed=list(result.taken))
         if result.left:

@@ -33,6 +33,8 @@ and a kernel that has to compact memory for huge pages far slower."""
 STOP_MARGIN_SECONDS: Final = 30
 """Time to unmap, unpin and exit, after the running copies. The kernel unpins a pool that takes longer."""
 
+MAX_STATUS: Final = 1000
+"""Characters of a status."""
 _SOCKET: Final = "NOTIFY_SOCKET"
 _FIRST_DESCRIPTOR: Final = 3
 _log = log.get("notify")
@@ -69,7 +71,7 @@ class NotifySocket:
             return
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-            self._socket.sendmsg(["\n".join(lines).encode()], rights, 0, self._address)
+            self._socket.sendmsg(["\n".join(lines).encode(errors="backslashreplace")], rights, 0, self._address)
         except OSError as error:
             _log.error("the service manager was not notified", lines=lines, error=str(error))
 
@@ -189,5 +191,5 @@ def _extend(seconds: float) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A driver's error may have several lines, and the manager would read each as a field."""
-    return " ".join(text.split())
+    """A driver's error may have several lines, and the manager would read each as a field. A long one would be lost."""
+    return " ".join(text.split())[:MAX_STATUS]

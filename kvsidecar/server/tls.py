@@ -7,12 +7,13 @@ import ssl
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 
 from kvsidecar.errors import ConfigError
-from kvsidecar.support import log
+from kvsidecar.support import config_files, log
 
 _log = log.get("tls")
 
@@ -57,6 +58,9 @@ class Certificates:
         except ConfigError as error:
             _log.error("certificates not reloaded: the previous ones stay in use", reason=str(error))
             return None
+        except Exception as error:  # noqa: BLE001 - whatever the files hold, handshakes go on
+            _log.exception("certificates not reloaded: the previous ones stay in use", reason=str(error))
+            return None
         _log.info("certificates reloaded", certificate=str(self._files.certificate))
         return read
 
@@ -72,7 +76,7 @@ class Certificates:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(files.certificate, files.key, password=_no_password)
-        except (ssl.SSLError, ValueError) as error:
+        except (OSError, ValueError) as error:  # also if it was replaced meanwhile
             pair = f"tls_certificate={str(files.certificate)!r} and tls_key={str(files.key)!r}"
             raise ConfigError(f"{pair} are not a matching certificate and key in PEM format ({_why(error)})") from error
         try:
@@ -92,13 +96,10 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
 
 
-def _content(option: str, path: Path, check: Callable[[str, os.stat_result], None] | None = None) -> bytes:
+def _content(option: str, path: Path, check: Callable[[str, os.stat_result], None] = lambda *_: None) -> bytes:
     shown = f"{option}={str(path)!r}"
     try:
-        with path.open("rb") as file:
-            if check is not None:
-                check(shown, os.fstat(file.fileno()))
-            return file.read()
+        return config_files.read(path, partial(check, shown))
     except OSError as error:
         raise ConfigError(f"{shown} cannot be read: {error.strerror}") from error
 

@@ -211,6 +211,14 @@ def test_certificates_are_read_again_when_they_change_and_bad_ones_are_not_taken
         "are not a matching certificate and key"
         in remote.daemon.wait_log("certificates not reloaded: the previous ones stay in use")["reason"]
     )
+    pki.key.unlink()
+    os.mkfifo(pki.key, 0o600)  # which nobody writes to
+    assert serial() == first
+    assert (
+        "it is not a regular file"
+        in remote.daemon.wait_log("certificates not reloaded: the previous ones stay in use")["reason"]
+    )
+    pki.key.unlink()
     pki.issue("server", "localhost")
     assert serial() != first
     remote.daemon.wait_log("certificates reloaded")

@@ -1,0 +1,36 @@
+"""Reads files that an operator writes, whatever lies at their path: no open waits, and no read is without a bound."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvsidecar.support.units import MiB, format_size
+
+MAX_BYTES: Final = 4 * MiB
+"""More than any configuration or bundle of certificates has."""
+
+
+def read(path: Path, check: Callable[[os.stat_result], None] = lambda found: None) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        check: called with what the file is, before it is read.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or has more than `MAX_BYTES`; ``strerror`` says which.
+    """
+    # Without O_NONBLOCK a FIFO that nobody writes to would be waited for, and no later reload would be heard.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(0, "it is not a regular file")
+        check(found)
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise OSError(0, f"it has more than {format_size(MAX_BYTES)}")
+    return content
