@@ -22,6 +22,9 @@ class Refusal(StrEnum):
     """The pool has too few free or evictable slots for the whole job. Nothing was evicted."""
     POOL_FRAGMENTED = "pool_fragmented"
     """The pool has enough bytes, but pinned blocks of another size (leased, or being copied) occupy the slabs."""
+    TABLE_FULL = "table_full"
+    """The table of the kept pool finds no memory for the records of these blocks: the file system of ``--pool-dir`` is
+    full."""
     QUOTA = "quota"
     """The job would take its share of the pool beyond its maximum, or pin bytes that are guaranteed to other shares."""
     NOT_FOUND = "not_found"

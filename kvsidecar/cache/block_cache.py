@@ -198,7 +198,7 @@ class BlockCache:
         """Reserve a slot for every block whose shard is neither sealed nor being filled.
 
         All or nothing: if a slot cannot be allocated, it returns `Refusal.POOL_FULL`, ``POOL_FRAGMENTED`` or ``QUOTA``
-        and changes nothing.
+        and changes nothing. ``TABLE_FULL``: the same, but blocks may have been evicted.
 
         Args:
             parts: what to store; may contain a hash twice.
@@ -243,6 +243,9 @@ class BlockCache:
         for part in sorted(grant.parts, key=lambda part: part.slot_size, reverse=True):
             table.reserve(part, node)
         self._stores.add(grant)
+        if not table.record_cuts():
+            self.abort_all(grant)
+            return Refusal.TABLE_FULL
         return grant
 
     def seal_all(self, grant: StoreGrant) -> int:

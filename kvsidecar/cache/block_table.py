@@ -179,18 +179,27 @@ class BlockTable:
         self._retire(part.blocks)
 
     def reserve(self, part: StorePart, node: int | None) -> None:
-        """Allocate the slots of claimed blocks. There must be enough free ones."""
+        """Allocate the slots of claimed blocks. There must be enough free ones. Call `record_cuts` after the last."""
         blocks, rows = part.blocks, part.rows
         self.num_blocks += len(part.created)
         if len(part.created) < len(rows):
             self._hold(blocks, rows[blocks.evictable[rows]])
         blocks.pins[rows] += 1
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
-        if self.slots.new_slabs and self.records is not None:
-            for cut in self.slots.new_slabs:
-                self.records.cut(*cut)
-            self.slots.new_slabs.clear()
         self.shares.change(blocks, part.slot_size * len(rows), 0)
+
+    def record_cuts(self) -> bool:
+        """Record the slabs that `reserve` has cut. False if the records of their slots find no memory: these slots must
+        be freed at once then, with which these slabs are whole again."""
+        cuts, records = self.slots.new_slabs, self.records
+        if not cuts or records is None:
+            return True
+        self.slots.new_slabs = []
+        if not records.have_room(cuts):
+            return False
+        for cut in cuts:
+            records.cut(*cut)
+        return True
 
     def seal(self, part: StorePart, tick: int, expires: int = 0, idle: int = 0) -> int:
         """Record that the shards are complete. Returns the number of blocks that became readable.

@@ -24,6 +24,7 @@ import hashlib
 import json
 import struct
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from operator import mul
 from typing import Any, NamedTuple
@@ -92,6 +93,11 @@ class SpaceEntry:
     shard_bytes: list[int | None]
 
 
+TakeRoom = Callable[[int, int], None]
+"""Gives memory to so many words from this one on, counted from the first of the records' memory. Raises OSError if
+there is none. In a file without it, to read or write them would be a SIGBUS."""
+
+
 class FoundSlabs(NamedTuple):
     """The slabs that an earlier run has cut, as columns."""
 
@@ -127,6 +133,9 @@ class Records:
         kernel would give each page of them memory."""
         self._space_commits: Words = memory[commits:entries]
         self._spaces: Words = memory[entries:records].reshape(spaces, PAGE_WORDS)
+        self._first_record = records
+        self.take_room: TakeRoom | None = None
+        """Called before records are written that may not have memory; None: all have."""
         self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
         self._commits: Words = self._records[:, COMMIT]
         self._bodies: Words = self._records[:, TABLE:]
@@ -234,6 +243,21 @@ class Records:
             left[:, left[0] == after] = 0
         slabs[:, start:end] = [[_checked(start)], [_checked(end - start)], [_checked(size // SLOT_ALIGN)]]
 
+    def have_room(self, cuts: Iterable[tuple[int, int, int]]) -> bool:
+        """Have memory for the records of slabs that are going to be `cut`: first unit, end and size class of each.
+        False: there is none for all of them."""
+        try:
+            for start, end, size in cuts:
+                self._take_records(start, self.grid.nbytes(start, end) // size)
+        except OSError:
+            return False
+        return True
+
+    def _take_records(self, unit: int, count: int) -> None:
+        """Have memory for so many records from the first one of a unit on. Raises OSError."""
+        if self.take_room is not None and count:
+            self.take_room(self._first_record + unit * self.grid.records * RECORD_WORDS, count * RECORD_WORDS)
+
     def unseal(self, places: Slots) -> None:
         """Forget these slots, before anything can happen to their bytes."""
         if len(places) <= FEW:
@@ -287,9 +311,30 @@ class Records:
         self._free_entries = sorted(set(range(len(commits))) - set(self._entries.values()), reverse=True)
         return found
 
+    def have_room_for_kept(self) -> None:
+        """Have memory for all that the methods below read. Raises OSError."""
+        if self.take_room is None:
+            return
+        self.take_room(0, self._first_record)
+        grid, (slabs, damaged) = self.grid, self._read_slabs()
+        for head, end, size in zip(*(column.tolist() for column in slabs), strict=True):
+            self._take_records(head, grid.nbytes(head, end) // size)
+        for unit in damaged:
+            self._take_records(unit, grid.records)
+
     def find_slabs(self) -> tuple[FoundSlabs, int]:
         """The slabs that were cut, by offset, and how many sealed records were lost because what is known of their slab
         is damaged."""
+        (found, damaged), lost = self._read_slabs(), 0
+        for unit in damaged:
+            every = slice(unit * self.grid.records, (unit + 1) * self.grid.records)
+            lost += int(np.count_nonzero(self._commits[every]))
+            self._commits[every] = 0
+            self._slabs[:, unit] = 0
+        return found, lost
+
+    def _read_slabs(self) -> tuple[FoundSlabs, list[int]]:
+        """The slabs that were cut, and the units of which it is not known."""
         grid, slabs = self.grid, self._slabs
         values, complements = slabs & np.uint64(0xFFFFFFFF), slabs >> np.uint64(32)
         whole = (values == ~complements & np.uint64(0xFFFFFFFF)).all(axis=0)
@@ -303,13 +348,8 @@ class Records:
         covered = np.zeros(len(grid) + 1, np.int64)
         np.add.at(covered, first, 1)
         np.subtract.at(covered, first + lengths[first], 1)
-        lost = 0
-        for unit in (slabs.any(axis=0) & (covered.cumsum()[:-1] == 0)).nonzero()[0].tolist():
-            every = slice(unit * grid.records, (unit + 1) * grid.records)
-            lost += int(np.count_nonzero(self._commits[every]))
-            self._commits[every] = 0
-            slabs[:, unit] = 0
-        return FoundSlabs(first, first + lengths[first], sizes[first] * SLOT_ALIGN), lost
+        damaged = (slabs.any(axis=0) & (covered.cumsum()[:-1] == 0)).nonzero()[0].tolist()
+        return FoundSlabs(first, first + lengths[first], sizes[first] * SLOT_ALIGN), damaged
 
     def find_sealed(self, slabs: FoundSlabs) -> tuple[Ints, Words]:
         """The places and contents of all sealed records of these slabs. They are not checked any further: see
@@ -348,7 +388,7 @@ def num_words(pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> int:
 
 
 def record_words(grid: Grid) -> int:
-    """Those of the records alone, which are the last ones."""
+    """Those of the records alone, which are the last ones. The others need memory from the start; see `TakeRoom`."""
     return len(grid) * grid.records * RECORD_WORDS
 
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvsidecar.core.readiness import WarmStart
@@ -24,7 +25,7 @@ from kvsidecar.support.process_ids import ProcessId, Watched, process_id
 if TYPE_CHECKING:
     from kvsidecar.cache.arrays import Words
     from kvsidecar.cache.block_cache import BlockCache
-    from kvsidecar.cache.records import Records
+    from kvsidecar.cache.records import Records, TakeRoom
     from kvsidecar.daemon.config import Settings
     from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.pool.kept_files import Carrier, KeptFiles
@@ -45,6 +46,9 @@ class KeptPool:
     def __init__(self, carrier: Carrier, pool: HostPool, slab_bytes: int, settings: Settings) -> None:
         self._carrier, self._pool, self._slab_bytes, self._settings = carrier, pool, slab_bytes, settings
         self._table: RecordTable | None = None
+        self._table_fd = -1
+        self._without_room = ""
+        """Why the table could not grow, the last time."""
         self.pins: KeptPins | None = None
         """None: no file could be had."""
         self._began = time.monotonic()
@@ -66,7 +70,10 @@ class KeptPool:
     def _take(self, files: KeptFiles, table: RecordTable, pins: KeptPins, reason: str) -> None:
         self._table, self.pins = table, pins
         self._pool.use(files.pool_fd)
-        os.close(files.table_fd)  # it is mapped
+        if self._table_fd >= 0:
+            os.close(self._table_fd)
+        self._table_fd = files.table_fd
+        table.records.take_room = self._take_room_logged(table.records.take_room)
         self.found = WarmStart(files.carrier, reason)
 
     async def _find(self) -> tuple[tuple[KeptFiles, RecordTable, KeptPins] | None, str]:
@@ -103,6 +110,10 @@ class KeptPool:
             memory_limits.pages_of_file(self._settings.huge_pages, found, _huge_page_bytes(files))
         except PoolRefused as error:
             raise KeptRefused(str(error)) from error
+        try:
+            self._take_room(files, table, facts)
+        except OSError as error:
+            raise KeptRefused(f"there is no room for the pages of its table: {error.strerror}") from error
         if table.starts >= MAX_STARTS:
             raise KeptRefused(f"{table.starts} daemons in a row have ended before they were ready with it")
         table.starts += 1
@@ -114,11 +125,49 @@ class KeptPool:
         files = self._carrier.create(self._pool.nbytes, table_bytes, self._pool.check)
         try:
             facts = self._facts(files)
+            os.posix_fallocate(files.table_fd, 0, RecordTable.fixed_bytes(facts))
             table_words, pin_words = _split(map_table(files.table_fd), facts)
-            return files, RecordTable.create(table_words, facts), KeptPins(pin_words)
+            table = RecordTable.create(table_words, facts)
+            self._take_room(files, table, facts)
+            return files, table, KeptPins(pin_words)
+        except OSError as error:
+            files.close()
+            raise PoolRefused(f"there is no room for the pages of the pool's table: {error.strerror}") from error
         except BaseException:
             files.close()
             raise
+
+    @staticmethod
+    def _take_room(files: KeptFiles, table: RecordTable, facts: TableFacts) -> None:
+        """Have memory for all of the table that is going to be read or written without a question: where others have
+        filled the file system, a page without memory is a SIGBUS. Raises OSError."""
+        records = RecordTable.file_bytes(facts)
+        os.posix_fallocate(files.table_fd, records, KeptPins.file_bytes(facts.pool_bytes))
+        table.take_room_by(partial(os.posix_fallocate, files.table_fd))
+
+    def _take_room_logged(self, take_room: TakeRoom | None) -> TakeRoom | None:
+        """The same, and the log says when stores begin to be declined for it, and when that is over."""
+        if take_room is None:
+            return None
+
+        def take(first: int, count: int) -> None:
+            try:
+                take_room(first, count)
+            except OSError as error:
+                if not self._without_room:
+                    self._without_room = error.strerror or str(error)
+                    _log.error(
+                        "stores are declined: the pool's table finds no room for their records",
+                        carrier=self._carrier.name,
+                        reason=self._without_room,
+                        hint="free room in --pool-dir, or memory",
+                    )
+                raise
+            if self._without_room:
+                self._without_room = ""
+                _log.info("the pool's table finds room again")
+
+        return take
 
     def _facts(self, files: KeptFiles) -> TableFacts:
         huge = _huge_page_bytes(files)
@@ -138,8 +187,15 @@ class KeptPool:
         except Exception as error:  # noqa: BLE001 - whatever it is, the start goes on
             # A table that cannot be read in a way that nobody has thought of would end every start from now on.
             _log.exception("the blocks of an earlier daemon cannot be read")
-            self._take(*self._create(), f"its table cannot be read: {type(error).__name__}: {error}")
-            cache = make_cache(self._table.records)
+            reason = f"its table cannot be read: {type(error).__name__}: {error}"
+            try:
+                self._take(*self._create(), reason)
+            except (KeptRefused, OSError, PoolRefused) as refused:
+                # The file stays the pool's memory; it has no name any more, so that nobody takes it over.
+                _log.error("the cache will end with this daemon", carrier=self._carrier.name, reason=str(refused))
+                self._table = self.pins = None
+                self.found = WarmStart("", f"{reason}; {refused}")
+            cache = make_cache(None if self._table is None else self._table.records)
         report = cache.adopted
         self.found = replace(
             self.found,

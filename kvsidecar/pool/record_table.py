@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvsidecar.cache.arrays import Words
-from kvsidecar.cache.records import Records, num_words
+from kvsidecar.cache.records import Records, TakeRoom, num_words, record_words
+from kvsidecar.cache.slabs import Grid
 from kvsidecar.errors import KeptRefused
 from kvsidecar.support.units import format_size
 
@@ -74,6 +75,19 @@ class RecordTable:
         self._owners = memory[_OWNERS : _OWNERS + 2 * MAX_OWNERS].reshape(MAX_OWNERS, 2)
         self.records = Records(memory[_HEADER_WORDS:], facts.pool_bytes, facts.slab_bytes)
 
+    def take_room_by(self, take_room: TakeRoom) -> None:
+        """Have records take memory by this function before they are written; of one that was opened, those that are
+        there at once.
+
+        Args:
+            take_room: takes bytes of the file: the first, and how many.
+
+        Raises:
+            OSError: there is none.
+        """
+        self.records.take_room = lambda word, count: take_room(8 * (_HEADER_WORDS + word), 8 * count)
+        self.records.have_room_for_kept()
+
     @classmethod
     def create(cls, memory: Words, facts: TableFacts) -> RecordTable:
         """Write the header of a new table.
@@ -118,6 +132,11 @@ class RecordTable:
         return 8 * (_HEADER_WORDS + num_words(facts.pool_bytes, facts.slab_bytes))
 
     @staticmethod
+    def fixed_bytes(facts: TableFacts) -> int:
+        """Of its beginning, which needs memory before it is created or opened. The rest is for records."""
+        return RecordTable.file_bytes(facts) - 8 * record_words(Grid(facts.pool_bytes, facts.slab_bytes))
+
+    @staticmethod
     def owners(memory: Words) -> list[Owner]:
         """The processes that may write to the pool, as the last daemon has named them; empty if this is no table."""
         if len(memory) < _HEADER_WORDS or memory.item(0) != _MAGIC:
@@ -159,11 +178,12 @@ def map_table(fd: int) -> Words:
 
     Raises:
         KeptRefused: the file is too short to be a table.
-        OSError: it cannot be mapped.
+        OSError: it cannot be mapped, or its header finds no memory.
     """
     nbytes = os.fstat(fd).st_size
     if nbytes < 8 * _HEADER_WORDS or nbytes % 8:
         raise KeptRefused(f"the record table has {nbytes} bytes, less than its header or no whole words")
+    os.posix_fallocate(fd, 0, 8 * _HEADER_WORDS)
     words: Words = np.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), np.uint64)
     return words
 

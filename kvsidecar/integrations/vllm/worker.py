@@ -63,7 +63,7 @@ class Transfers:
 
     def add(self, done: JobDone) -> bool:
         """Returns whether there is anything to report."""
-        if done.reason in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED):
+        if done.reason in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED, Refusal.TABLE_FULL):
             self.declined += 1
         if done.nbytes:
             self.nbytes += done.nbytes

@@ -9,6 +9,7 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -146,10 +147,12 @@ class DiskDirectory:
             raise
         try:
             table = RecordTable.open(map_table(index), facts)
+            table.take_room_by(partial(os.posix_fallocate, index))  # as below: somebody has made holes in it
+            table.records.take_room = None  # the engine takes it, see `DiskFiles.allocate_records`
             if table.starts >= MAX_STARTS:
                 raise KeptRefused(f"{table.starts} starts in a row with it have not come to an end")
             table.starts += 1
-            if os.fstat(extents).st_blocks * 512 < file_bytes(facts):  # somebody has made holes in it
+            if os.fstat(extents).st_blocks * 512 < file_bytes(facts):
                 os.posix_fallocate(extents, 0, file_bytes(facts))
             return DiskFiles(extents, index, table, _open_direct(extents), facts)
         except BaseException:
