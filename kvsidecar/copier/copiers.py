@@ -116,7 +116,7 @@ class Copier:
         Raises:
             OSError: no process can be started.
         """
-        self._link = first or CopierLink(launch(self._options.kept), self._guard, self._steps)
+        self._link = first or CopierLink(launch(), self._guard, self._steps)
 
     async def run(self) -> None:
         """Set its process up, and replace it whenever it ends; until `close`."""
@@ -153,7 +153,7 @@ class Copier:
         if not link.greeted:
             await link.hello(
                 self._options.device, [self.uuid], log_format=self._options.log_format,
-                log_level=self._options.log_level,
+                log_level=self._options.log_level, kept=self._options.kept,
             )  # fmt: skip
         await link.start(self.uuid, light_seconds=self._options.light_seconds)
         if self._pool is not None:

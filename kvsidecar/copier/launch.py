@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,14 +23,13 @@ class Launched:
     connection: socket.socket
 
 
-def launch(kept: Sequence[int] = ()) -> Launched:
+def launch() -> Launched:
     """Start a process, which waits for requests.
 
     Call this in the main thread: the kernel kills the process when the thread that started it ends.
 
-    Args:
-        kept: descriptors that stay open in the process, such as the daemon's lock: the next daemon gets the lock when
-            the last copier has ended, too.
+    It inherits no lock: stopped in its first instants, before it has asked the kernel to die with the daemon, it would
+    hold it for ever. It is given the locks afterwards: see `kvsidecar.copier.link.CopierLink.hello`.
 
     Raises:
         OSError: no process can be started.
@@ -44,7 +42,7 @@ def launch(kept: Sequence[int] = ()) -> Launched:
         with far:
             process = subprocess.Popen(
                 command,
-                pass_fds=(far.fileno(), *kept),
+                pass_fds=(far.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

@@ -228,17 +228,24 @@ class CopierLink:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def hello(self, device: str, devices: Sequence[str], *, log_format: str, log_level: str) -> Hello:
+    async def hello(
+        self, device: str, devices: Sequence[str], *, log_format: str, log_level: str, kept: Sequence[int] = ()
+    ) -> Hello:
         """Have it look at the machine.
 
         Args:
             device: ``auto``, ``cuda`` or ``host``.
             devices: which to use, by UUID or index; empty for all.
+            kept: descriptors that stay open in the process, such as the daemon's lock: the next daemon gets the lock
+                when the last copier has ended, too.
 
         Raises:
             ConfigError, DriverUnusable, DeviceNotFound: as `kvsidecar.device.platforms.open_platform`.
             DeviceLost: the process has ended.
         """
+        # It answers when the kernel kills it with the daemon, whatever it does. Before that it may have no lock, nor a
+        # descriptor of one that waits in its socket.
+        await self.ask({"do": "bound"})
         reply = await self.ask(
             {
                 "do": "hello",
@@ -246,7 +253,8 @@ class CopierLink:
                 "devices": list(devices),
                 "log_format": log_format,
                 "log_level": log_level,
-            }
+            },
+            kept,
         )
         self.greeted = True
         return Hello(reply["platform"], reply["why"], dict(reply["devices"]), reply["pin_limit"])

@@ -292,6 +292,7 @@ class Copier:
 
     def __init__(self) -> None:
         self._requests: dict[str, Callable[[dict[str, Any], Sequence[int]], dict[str, Any]]] = {
+            "bound": lambda request, _: {},
             "hello": self._hello,
             "log": self._log_level,
             "start": self._start,
@@ -317,7 +318,8 @@ class Copier:
             if reply.get("error") == DeviceLost.__name__:
                 return  # the context is gone: a new process gets a new one
 
-    def _hello(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
+    def _hello(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+        self._kept = [os.dup(fd) for fd in fds]  # until the end of this process
         self._log_format = request["log_format"]
         self._log_level(request, ())
         self._platform, why = open_platform(request["device"], devices=request["devices"])

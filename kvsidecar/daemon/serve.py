@@ -86,7 +86,7 @@ async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callab
             return 0
         # In this thread, which lives as long as the daemon; it starts while this process imports.
         try:
-            first = launch([life.endpoint.lock, *(() if carrier is None else carrier.locks)])
+            first = launch()
         except OSError as error:
             raise DriverUnusable(f"no copier's process can be started: {error.strerror}") from error
         loading = _in_thread(lambda: _load(settings, geometry, read_settings, carrier))
@@ -167,7 +167,11 @@ def _load(
         link = CopierLink(first, guard, steps)
         try:
             hello = await link.hello(
-                options.device, options.devices, log_format=options.log_format, log_level=options.log_level
+                options.device,
+                options.devices,
+                log_format=options.log_format,
+                log_level=options.log_level,
+                kept=options.kept,
             )
         except DeviceNotFound as error:
             raise ConfigError(f"--devices={','.join(settings.devices)!r}: {error}") from error

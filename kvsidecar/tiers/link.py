@@ -95,6 +95,7 @@ class TierLink(asyncio.Protocol):
         process, near = _launch(options, pool, filter_fd)
         link = cls(process)
         try:
+            await asyncio.wait_for(link._give(near, options.kept), START_SECONDS)
             await link._loop.create_unix_connection(lambda: link, sock=near)
             return link, await asyncio.wait_for(asyncio.shield(link._opened), START_SECONDS)
         except TimeoutError:
@@ -104,6 +105,14 @@ class TierLink(asyncio.Protocol):
             link.kill()
             await asyncio.shield(link.ended)
             raise
+
+    async def _give(self, near: socket.socket, kept: Sequence[int]) -> None:
+        """Give the process descriptors to keep, once the kernel kills it with the daemon: stopped before that, it would
+        hold a lock for ever. Raises TierFailed."""
+        near.setblocking(False)
+        if not await self._loop.sock_recv(near, 1):
+            raise TierFailed("its process has ended before it was ready")
+        socket.send_fds(near, [b"k"], kept)
 
     @property
     def pid(self) -> int:
@@ -219,6 +228,7 @@ def _launch(options: TierOptions, pool: PoolMemory, filter_fd: int) -> tuple[sub
         "page_bytes": pool.pages.nbytes,
         "log_format": options.log_format,
         "log_level": options.log_level,
+        "parent": os.getpid(),
     }
     # -P: a module in the working directory must not take the place of one of ours.
     given = (far.fileno(), pool.fd, filter_fd)
@@ -228,7 +238,7 @@ def _launch(options: TierOptions, pool: PoolMemory, filter_fd: int) -> tuple[sub
         with far:
             process = subprocess.Popen(
                 [*command, json.dumps(told)],
-                pass_fds=(*given, *options.kept),
+                pass_fds=given,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

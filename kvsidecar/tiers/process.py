@@ -52,6 +52,8 @@ ENGINES: Final = {
 """By name: the function that opens the engine with the options of its tier, as keyword arguments, and the pool if it
 has an argument of this name."""
 EXIT_FAILED: Final = 1
+MAX_KEPT: Final = 8
+"""Descriptors that the daemon has it keep: its locks. They stay open until the end of the process."""
 FILTER_EVICTED: Final = 1024
 """The filter is made anew when more blocks than this have gone, and more than half as many as there are."""
 
@@ -222,6 +224,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal's, or the service manager's: the daemon decides
     connection, told = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[4])
+    if os.getppid() != told["parent"]:
+        os._exit(EXIT_FAILED)  # the daemon died before the first prctl
+    connection.send(b"b")  # bound to the daemon's life: now it may have the locks
+    if not socket.recv_fds(connection, 1, MAX_KEPT)[0]:
+        os._exit(EXIT_FAILED)
     log.configure(log_format=told["log_format"], level=told["log_level"])
     failpoints.configure_from_environment()
     say = partial(_say, connection)

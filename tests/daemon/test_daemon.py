@@ -45,7 +45,7 @@ async def running(directory: Path) -> AsyncIterator[tuple[Daemon, Lifecycle]]:
     async with Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None)) as life:
         assert await life.open()
         make = _load(settings, PoolGeometry(MiB, MiB, MiB), None)
-        daemon = await make(life, launch([life.endpoint.lock]))
+        daemon = await make(life, launch())
         run = asyncio.create_task(daemon.run())
         try:
             await until(daemon, lambda: daemon.readiness.ready)
