@@ -83,7 +83,7 @@ def test_a_bad_setting_stops_the_start_with_one_sentence(
 def test_a_gpu_that_is_not_there_is_one_sentence(short_dir: Path) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
-    refused = run("serve", "--device", "cuda", "--socket", str(short_dir / "kvs.sock"))
+    refused = run("serve", "--device", "cuda", "--socket", str(short_dir / "kvs.sock"), "--http-port", "0")
     assert refused.returncode == 69
     assert refused.stderr.count("\n") == 1
     assert "driver" in refused.stderr

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvsidecar.cli.common import EXIT_CONFIG, EXIT_SOCKET
 from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.daemon import EXIT_COPIERS_LEFT
 from kvsidecar.daemon.reload import RELOADABLE
 from kvsidecar.daemon.systemd import EXTEND_SECONDS, STOP_MARGIN_SECONDS
+from kvsidecar.support.child_process import environment
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 UNIT = (UNITS / "kvsidecar.service").read_text()
@@ -53,6 +56,24 @@ def test_a_daemon_whose_copiers_do_not_end_is_started_again() -> None:
     (prevented,) = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
     assert "Restart=on-failure" in UNIT
     assert str(EXIT_COPIERS_LEFT) not in prevented.split()
+
+
+def test_a_start_that_no_repetition_helps_is_not_repeated() -> None:
+    (prevented,) = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
+    command = [
+        sys.executable,
+        "-m",
+        "kvsidecar",
+        "serve",
+        "--socket",
+        "none",
+        "--http-port",
+        "0",
+        "--pool-sise",
+        "1MiB",
+    ]
+    mistyped = subprocess.run(command, capture_output=True, timeout=60, env=environment())
+    assert {str(mistyped.returncode), str(EXIT_CONFIG), str(EXIT_SOCKET)} == set(prevented.split())
 
 
 systemd_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")

@@ -215,7 +215,8 @@ def test_what_is_guaranteed_on_the_disk_stays_over_restarts_and_a_reload_changes
 
 def test_a_share_of_a_disk_that_is_not_there_stops_the_start(short_dir: Path) -> None:
     share = "[{name='a', namespaces=['*'], disk_max='1MiB'}]"
-    refused = run("serve", "--device", "host", "--socket", str(short_dir / "kvs.sock"), "--share", share)
+    socket = ["--socket", str(short_dir / "kvs.sock"), "--http-port", "0"]
+    refused = run("serve", "--device", "host", *socket, "--share", share)
     assert refused.returncode == 78
     assert refused.stderr.endswith("kvsidecar: share 'a' has disk_max, but there is no disk tier (--disk-dir)\n")
     assert "Traceback" not in refused.stderr

@@ -209,7 +209,9 @@ def test_the_exit_code_is_right_though_nobody_reads_why(short_dir: Path, flags: 
     with pipe() as read:
         os.close(read.fd)
         read.fd = -1
-        ran = subprocess.run([*command, *flags], stderr=read.write_end, timeout=SECONDS, env=environment())
+        ran = subprocess.run(
+            [*command, "--http-port", "0", *flags], stderr=read.write_end, timeout=SECONDS, env=environment()
+        )
     assert ran.returncode == 78
 
 

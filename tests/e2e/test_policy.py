@@ -239,9 +239,8 @@ def test_a_member_of_the_admin_group_is_an_admin_and_a_command_says_who_is_not(s
 
 
 def test_an_admin_group_that_is_none_stops_the_start(short_dir: Path) -> None:
-    refused = run(
-        "serve", "--socket", str(short_dir / "kvs.sock"), "--device", "host", "--admin-group", "no such group"
-    )
+    socket = ["--socket", str(short_dir / "kvs.sock"), "--http-port", "0"]
+    refused = run("serve", *socket, "--device", "host", "--admin-group", "no such group")
     assert refused.returncode == 78
     assert "admin_group='no such group' does not exist on this machine" in refused.stderr
 

@@ -326,6 +326,7 @@ def test_a_file_in_the_sockets_place_is_not_removed(short_dir: Path) -> None:
     path = short_dir / "kvs.sock"
     path.write_text("precious")
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", str(path)]
+    command += ["--http-port", "0"]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
     assert refused.returncode == 73
     assert "is not a socket" in refused.stderr

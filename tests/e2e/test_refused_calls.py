@@ -28,16 +28,21 @@ def run(refused: str, arguments: Sequence[str], **variables: str) -> subprocess.
     )
 
 
+def serve(directory: Path) -> list[str]:
+    flags = ["--device", "host", "--socket", str(directory / "kvs.sock"), "--http-port", "0"]
+    return ["-m", "kvsidecar", "serve", *flags]
+
+
 @pytest.mark.parametrize("call", NEEDED)
 def test_a_daemon_that_cannot_do_without_says_which(short_dir: Path, call: str) -> None:
-    ended = run(call, ["-m", "kvsidecar", "serve", "--device", "host", "--socket", str(short_dir / "kvs.sock")])
+    ended = run(call, serve(short_dir))
     assert ended.returncode == 78
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"kvsidecar: the kernel refuses the system call {call} (Operation not permitted): use ")
 
 
 def test_a_lock_that_may_not_be_taken_is_said(short_dir: Path) -> None:
-    ended = run("flock", ["-m", "kvsidecar", "serve", "--device", "host", "--socket", str(short_dir / "kvs.sock")])
+    ended = run("flock", serve(short_dir))
     assert ended.returncode == 73
     (line,) = ended.stderr.splitlines()
     assert "kvs.sock.lock cannot be locked (Operation not permitted)" in line
