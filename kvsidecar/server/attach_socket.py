@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 
 from kvsidecar.core.sessions import Instances, Peer
-from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, SocketInUse, Unfinished
+from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unfinished
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.arrivals import Arrival, Arrivals, close_all
 from kvsidecar.server.handler import REASONS, check_protocol
@@ -78,21 +78,7 @@ class AttachSocket:
         Raises:
             SocketInUse: it cannot be bound.
         """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        files = self._socket_files
-        old = os.umask(0o177)
-        try:
-            listener.bind(str(files.place(files.attach_path)))
-            listener.listen(1024)
-            files.publish(files.attach_path)
-        except OSError as error:
-            listener.close()
-            raise SocketInUse(f"{files.attach_path} cannot be bound: {error.strerror}") from error
-        except SocketInUse:
-            listener.close()
-            raise
-        finally:
-            os.umask(old)
+        listener = self._socket_files.listen(self._socket_files.attach_path)
         self._stop_listening()
         self._listener = listener
         self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
-from kvsidecar.errors import Refusal, SocketInUse
+from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.decoding import TolerantRegistrar
+from kvsidecar.server.grpc_front import GrpcFront
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
@@ -27,20 +27,17 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 
-MAX_CALLS = 4096
-"""Limit of unfinished calls of all clients. gRPC answers further calls with RESOURCE_EXHAUSTED, without counting them.
-Long-lived calls have limits per user where they are served."""
+STREAMS_PER_CONNECTION = 512
+"""Open calls of one connection. A client keeps further calls back until others have ended."""
 
 MAX_KINDS = 64
 """Limit of the kinds of records that are told apart: gRPC has few."""
-
-LAST_CALL_SECONDS = 1e6
-"""The longest that calls go on whose socket was removed: ranks are attached for days."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
+    ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
     ("grpc.so_reuseport", 0),
     # With these probes, gRPC mistakes a client that sends faster than it is served for a link with a large
     # bandwidth-delay product and reads ahead, nominally up to 16 MiB per stream (measured: 37). Without them it reads
@@ -106,18 +103,14 @@ class RpcServer:
         self._tasks = tasks
         self.health = health.aio.HealthServicer()
         self._clients_gone = ClientsGone(refuse)
-        self._service = service
-        self._server = self._new_server()
-        self._former: set[grpc.aio.Server] = set()
-        """Those whose socket was removed, until their calls have ended."""
-
-    def _new_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
-        pb_grpc.add_SidecarServicer_to_server(self._service, TolerantRegistrar(server))
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        self._inner: int | None = None
+        """Descriptor of the file of gRPC's own socket, which only `GrpcFront` connects to."""
+        self._server = grpc.aio.server(options=_OPTIONS)
+        pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        return server
+        reflection.enable_server_reflection(names, self._server)
+        self._front = GrpcFront(socket_files, refuse, tasks)
 
     async def start(self) -> None:
         """Bind and serve. The caller holds the lock of the socket files.
@@ -125,45 +118,29 @@ class RpcServer:
         Raises:
             SocketInUse: the path cannot be bound.
         """
-        self._bind(self._server)
+        self._inner = self._socket_files.bind_hidden(lambda path: self._server.add_insecure_port(grpc_address(path)))
         _GRPC_LOG.addFilter(self._clients_gone)
         await self._set_health(self._readiness.now)
         self._readiness.listen(self._readiness_changed)
         await self._server.start()
+        self._front.start(f"/proc/self/fd/{self._inner}")
 
     async def start_again(self) -> None:
-        """The socket was removed: bind another one. A server that has been started takes no other address, so this is
-        another server; the former one's calls go on, and its clients make new ones over the new socket.
+        """The socket was removed: listen at another one. Who is connected notices nothing.
 
         Raises:
             SocketInUse: the path cannot be bound.
         """
-        server = self._new_server()
-        self._bind(server)
-        former, self._server = self._server, server
-        await server.start()
-        self._former.add(former)
-        self._tasks.spawn(self._end(former), name="former-rpc-server")
-
-    async def _end(self, former: grpc.aio.Server) -> None:
-        await former.stop(LAST_CALL_SECONDS)
-        self._former.discard(former)
-
-    def _bind(self, server: grpc.aio.Server) -> None:
-        files = self._socket_files
-        old = os.umask(0o177)  # no other user may connect between bind and chmod
-        try:
-            server.add_insecure_port(grpc_address(files.place(files.grpc_path)))
-        except RuntimeError as error:
-            raise SocketInUse(f"{files.grpc_path} cannot be bound: {error}") from error
-        finally:
-            os.umask(old)
-        files.publish(files.grpc_path)
+        self._front.listen()
 
     async def stop(self, grace: float) -> None:
         """Refuse new calls; running calls may end within ``grace`` seconds."""
-        self._socket_files.withdraw(self._socket_files.grpc_path)
-        await asyncio.gather(*(server.stop(grace) for server in (self._server, *self._former)))
+        self._front.stop_listening()
+        await self._server.stop(grace)
+        self._front.close()
+        if self._inner is not None:
+            os.close(self._inner)
+            self._inner = None
         _GRPC_LOG.removeFilter(self._clients_gone)
 
     def _readiness_changed(self, now: Snapshot) -> None:

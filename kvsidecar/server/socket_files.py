@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +24,9 @@ from kvsidecar.support import log
 from kvsidecar.support.file_lock import lock_within, try_lock
 
 _BOUND = (".bound1", ".bound2")
-"""Of the paths at which the sockets are bound: not longer than `kvsidecar.protocol.paths.ATTACH_SUFFIX`. One for each:
-gRPC removes its own at any time."""
+"""Of the paths at which the sockets are bound: not longer than `kvsidecar.protocol.paths.ATTACH_SUFFIX`."""
+_INNER = ".inner"
+"""Of the path at which gRPC's own socket is bound, before it has none. gRPC removes what is there when it stops."""
 
 _log = log.get("endpoint")
 
@@ -135,7 +137,60 @@ class SocketFiles:
 
     # -- sockets ---------------------------------------------------------------------------------------------------
 
-    def place(self, path: Path) -> Path:
+    def listen(self, path: Path) -> socket.socket:
+        """A socket that listens at ``path``, does not block, and replaces one of this daemon's.
+
+        Raises:
+            SocketInUse: it cannot be made.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        old = os.umask(0o177)  # no other user may connect between bind and chmod
+        try:
+            listener.bind(str(self._place(path)))
+            listener.listen(1024)
+            self._publish(path)
+        except OSError as error:
+            listener.close()
+            raise SocketInUse(f"{path} cannot be bound: {error.strerror}") from error
+        except SocketInUse:
+            listener.close()
+            raise
+        finally:
+            os.umask(old)
+        return listener
+
+    def bind_hidden(self, bind: Callable[[Path], object]) -> int:
+        """Have a socket bound that then has no path, so that nobody else finds or removes it.
+
+        Args:
+            bind: binds a socket at this path and listens. Raises RuntimeError if it cannot.
+
+        Returns:
+            A descriptor of the socket's file, the caller's: this process connects to ``/proc/self/fd/`` and its number.
+
+        Raises:
+            SocketInUse: it cannot be made.
+        """
+        path = self.grpc_path.with_name(self.grpc_path.name + _INNER)
+        self._remove_stale(path)
+        old = os.umask(0o177)
+        try:
+            bind(path)
+            fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (OSError, RuntimeError) as error:
+            raise SocketInUse(f"{path} cannot be bound: {error}") from error
+        finally:
+            os.umask(old)
+        found = os.fstat(fd)
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o177:
+            os.close(fd)
+            raise SocketInUse(
+                f"{path} is not the socket that this daemon created: another program writes to its directory"
+            )
+        path.unlink(missing_ok=True)
+        return fd
+
+    def _place(self, path: Path) -> Path:
         """Where the socket is to be bound that is going to be published at ``path``. Nothing is there.
 
         Raises:
@@ -144,7 +199,7 @@ class SocketFiles:
         self._remove_stale(self._bound_at[path])
         return self._bound_at[path]
 
-    def publish(self, path: Path) -> None:
+    def _publish(self, path: Path) -> None:
         """Give the socket that was bound its mode and group, and rename it to ``path``.
 
         Raises:

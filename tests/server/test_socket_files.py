@@ -31,17 +31,9 @@ def files(short_dir: Path) -> Iterator[SocketFiles]:
     held.release()
 
 
-def listen(files: SocketFiles, path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(files.place(path)))
-    listener.listen()
-    files.publish(path)
-    return listener
-
-
 def test_what_is_published_has_its_mode_and_leaves_nothing_beside_it(short_dir: Path) -> None:
     files = acquire(files_at(short_dir, mode=0o660))
-    with listen(files, files.grpc_path), listen(files, files.attach_path):
+    with files.listen(files.grpc_path), files.listen(files.attach_path):
         assert stat.S_IMODE(files.grpc_path.stat().st_mode) == 0o660
         assert files.missing() == []
         assert sorted(os.listdir(short_dir)) == ["kvs.sock", "kvs.sock.attach", "kvs.sock.lock"]
@@ -50,30 +42,50 @@ def test_what_is_published_has_its_mode_and_leaves_nothing_beside_it(short_dir: 
 
 
 def test_what_another_has_put_there_is_missing_and_is_not_removed(files: SocketFiles) -> None:
-    with listen(files, files.grpc_path), socket.socket(socket.AF_UNIX) as other:
+    with files.listen(files.grpc_path), socket.socket(socket.AF_UNIX) as other:
         files.grpc_path.unlink()
         assert files.missing() == [files.grpc_path]
         other.bind(str(files.grpc_path))
         assert files.missing() == [files.grpc_path]
         files.withdraw(files.grpc_path)
         assert files.grpc_path.exists()
-        with listen(files, files.grpc_path):
+        with files.listen(files.grpc_path):
             assert files.missing() == []
 
 
 def test_a_file_that_is_no_socket_is_not_replaced(files: SocketFiles) -> None:
     files.grpc_path.write_text("somebody's")
     with pytest.raises(SocketInUse, match="is not a socket"):
-        listen(files, files.grpc_path)
+        files.listen(files.grpc_path)
     assert files.grpc_path.read_text() == "somebody's"
     files.grpc_path.unlink()
-    listen(files, files.grpc_path).close()
+    files.listen(files.grpc_path).close()
 
 
-def test_what_was_left_where_a_socket_is_bound_is_in_nobodys_way(files: SocketFiles) -> None:
-    for _ in range(2):
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(files.place(files.grpc_path)))
+def test_what_was_left_where_a_socket_is_bound_is_in_nobodys_way(files: SocketFiles, short_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left, socket.socket(socket.AF_UNIX) as inner_left:
+        left.bind(str(short_dir / "kvs.sock.bound1"))
+        inner_left.bind(str(short_dir / "kvs.sock.inner"))
+    files.listen(files.grpc_path).close()
+    with socket.socket(socket.AF_UNIX) as inner:
+        os.close(files.bind_hidden(lambda path: inner.bind(str(path))))
+    assert sorted(os.listdir(short_dir)) == ["kvs.sock", "kvs.sock.lock"]
+
+
+def test_a_hidden_socket_has_no_path_and_is_reached_by_its_descriptor(files: SocketFiles, short_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as inner, socket.socket(socket.AF_UNIX) as client:
+
+        def bind(path: Path) -> None:
+            inner.bind(str(path))
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            inner.listen()
+
+        fd = files.bind_hidden(bind)
+        assert os.listdir(short_dir) == ["kvs.sock.lock"]
+        client.connect(f"/proc/self/fd/{fd}")
+        client.sendall(b"x")
+        assert inner.accept()[0].recv(1) == b"x"
+        os.close(fd)
 
 
 def test_a_lock_that_was_removed_is_taken_again_under_the_same_number(files: SocketFiles, short_dir: Path) -> None:
@@ -90,7 +102,7 @@ def test_a_lock_that_was_removed_is_taken_again_under_the_same_number(files: Soc
 def test_a_lock_that_another_daemon_has_by_now_is_left_to_it(files: SocketFiles, short_dir: Path) -> None:
     (short_dir / "kvs.sock.lock").unlink()
     other = acquire(files_at(short_dir))
-    with listen(other, other.grpc_path):
+    with other.listen(other.grpc_path):
         with pytest.raises(SocketInUse, match="another kvsidecar serves"):
             files.reclaim()
         assert other.missing() == []

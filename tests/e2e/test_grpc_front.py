@@ -1,0 +1,141 @@
+"""Hostile clients of the gRPC socket: what they cost is bounded, is over with them, and locks nobody else out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.server import grpc_front, http2_gate
+from kvsidecar.server.header_block import literal_fields
+from kvsidecar.support.child_process import environment
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, Connection, frame, message, request
+from tests.e2e.test_limits import rss_mib
+from tests.e2e.test_policy import daemon_for_others, needs_root
+from tests.e2e.test_unfinished import refusals
+from tests.e2e.test_wire import stub
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, eventually
+
+LOOKUP = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
+OTHER_UID = 12345
+
+
+def attack(name: str, daemon: DaemonProcess, seconds: float, *uid: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"tests.attacks.{name}", str(Path(daemon.socket).parent), str(seconds)]
+    return subprocess.Popen([*command, *map(str, uid)], stdout=subprocess.PIPE, text=True, env=environment())
+
+
+def sent(process: subprocess.Popen[str]) -> dict[str, int]:
+    out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    found: dict[str, int] = json.loads(out)
+    return found
+
+
+def test_headers_that_become_a_hundred_times_as_large_cost_nothing(daemon: DaemonProcess) -> None:
+    """One connection alone took 145 MiB, and 322 requests the whole of 1 GiB."""
+    rank = Rank(daemon)
+    start = most = rss_mib(daemon)
+    with attack("headers_bomb", daemon, 3.0) as process:
+        while process.poll() is None:
+            most = max(most, rss_mib(daemon))
+            if most - start > 200:
+                process.kill()
+                pytest.fail(f"the daemon has grown by {most - start:.0f} MiB")
+            with stub(daemon) as sidecar:
+                assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
+            assert rank.hits("a") == 0
+        assert sent(process)["calls"] > 100
+    assert most - start < 64
+    assert refusals(daemon, "limit") > 0, "nothing is counted"
+    daemon.wait_log("gRPC refused")
+    said = [line for line in daemon.read_so_far() if line["event"] == "gRPC refused"]
+    assert len(said) <= 10, "one line for each"
+    rank.close()
+
+
+@needs_root
+def test_half_sent_calls_of_one_user_lock_nobody_else_out(short_dir: Path) -> None:
+    with daemon_for_others(short_dir) as daemon:
+        start = rss_mib(daemon)
+        with attack("half_sent_calls", daemon, 8.0, OTHER_UID) as process:
+            eventually(lambda: process.poll() is not None or refusals(daemon, "limit") > grpc_front.MAX_CALLS)
+            for _ in range(20):
+                with stub(daemon) as sidecar:
+                    assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
+            assert sent(process)["calls"] > 2 * grpc_front.MAX_CALLS
+        assert rss_mib(daemon) - start < 200
+
+
+def test_half_sent_calls_are_ended_in_words_and_their_connection_goes_on(daemon: DaemonProcess) -> None:
+    began = time.monotonic()
+    with stub(daemon) as sidecar:
+        assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
+    connection = Connection(Path(daemon.socket))
+    connection.socket.settimeout(SECONDS)
+    whole = message(LOOKUP.SerializeToString())
+    connection.socket.sendall(frame(HEADERS, 1, request(), END_HEADERS) + frame(DATA, 1, whole[:-1]))
+    received = b""
+    while b"was not complete within 10 s" not in received:
+        chunk = connection.socket.recv(65536)
+        assert chunk, received
+        received += chunk
+    assert b"grpc-status\x014" in received
+    assert time.monotonic() - began < SECONDS
+    connection.socket.sendall(frame(HEADERS, 3, request(), END_HEADERS) + frame(DATA, 3, whole, END_STREAM))
+    answer = b""
+    while b"grpc-status" not in answer:
+        answer += connection.socket.recv(65536)
+    assert b"grpc-status\x010" in answer
+    assert refusals(daemon, "unfinished") == 1
+    connection.close()
+
+
+def test_a_message_over_the_limit_is_refused_and_counted(daemon: DaemonProcess) -> None:
+    with stub(daemon) as sidecar:
+        large = pb.LookupRequest(namespace=LOOKUP.namespace)
+        large.groups.add(group=0, hashes=bytes(5 << 20))
+        with pytest.raises(grpc.RpcError, match="over the limit of 4194304") as caught:
+            sidecar.Lookup(large, timeout=SECONDS)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready, "the connection is gone"
+    assert refusals(daemon, "limit") == 1
+
+
+def test_what_one_user_holds_stays_below_the_stated_bound_and_is_given_back(daemon: DaemonProcess) -> None:
+    """As many connections and calls as are taken, each as large as it may be."""
+    block = request() + literal_fields([(b"x-large", bytes(3900)), *((b"x", bytes(60)) for _ in range(50))])
+    assert len(block) < http2_gate.MAX_BLOCK_BYTES
+    half = frame(DATA, 1, message(bytes(100), declared=200))
+    most_of_a_frame = frame(DATA, 1, bytes(16384))[:-1]
+    with stub(daemon) as sidecar:
+        assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
+    start = rss_mib(daemon)
+    connections = [Connection(Path(daemon.socket)) for _ in range(grpc_front.MAX_CONNECTIONS + 20)]
+
+    def all_sent() -> bool:
+        return not [each for each in connections if each.send(b"") and each.full]
+
+    for number in range(grpc_front.MAX_CALLS + 20):
+        connections[number].send(frame(HEADERS, 1, block, END_HEADERS) + half + most_of_a_frame)
+        all_sent()
+    eventually(all_sent)
+    eventually(lambda: refusals(daemon, "limit") >= 20)
+    held = rss_mib(daemon) - start
+    bound = grpc_front.USER_BYTES / 2**20
+    print(f"one user holds {held:.0f} MiB of {bound:.0f}")
+    assert 16 < held < bound
+    assert bound <= 288, "docs/security.md says so"
+    assert grpc_front.ALL_BYTES / 2**20 <= 736, "docs/security.md says so"
+    for each in connections:
+        each.close()
+    eventually(lambda: rss_mib(daemon) - start < 0.4 * held, lambda: f"{rss_mib(daemon) - start:.0f} MiB are kept")
+    with stub(daemon) as sidecar:
+        assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
