@@ -30,10 +30,12 @@ MAX_CALLS, MAX_ALL_CALLS = 512, 2048
 """The same of open calls. The Attach stream of a rank is one, where the local protocol is off."""
 MAX_MESSAGES_BYTES, MAX_ALL_MESSAGES_BYTES = 16 * MAX_MESSAGE_BYTES, 32 * MAX_MESSAGE_BYTES
 """The same of messages that have not arrived as a whole, or whose call has not been answered."""
-READ_BYTES = 32 * 1024
+READ_BYTES = 64 * 1024
 """The most that is read of a connection before others have their turn, and kept for an end that takes no more."""
+MAX_UNSENT_BYTES = READ_BYTES + 24 * 1024
+"""From this on nothing more is read of a client that does not read its answers and the gate's."""
 
-CONNECTION_BYTES = 160 * 1024
+CONNECTION_BYTES = 192 * 1024
 """The most memory of a connection without calls: what was read and not passed on, in both directions, and 20 KiB of
 gRPC's own (measured)."""
 CALL_BYTES = 160 * 1024
@@ -43,11 +45,11 @@ MESSAGE_COPIES = 2
 """Of a message: as it arrived, and parsed."""
 USER_BYTES = (
     MAX_CONNECTIONS * CONNECTION_BYTES + MAX_CALLS * CALL_BYTES + MAX_MESSAGES_BYTES * MESSAGE_COPIES
-)  # 288 MiB
+)  # 304 MiB
 """The most memory that one user's gRPC takes, however many connections and calls it tries."""
 ALL_BYTES = (
     MAX_ALL_CONNECTIONS * CONNECTION_BYTES + MAX_ALL_CALLS * CALL_BYTES + MAX_ALL_MESSAGES_BYTES * MESSAGE_COPIES
-)  # 736 MiB
+)  # 768 MiB
 """The same of all users together."""
 TRIM_BYTES = 8 << 20
 """From how much less memory in use on the C library is told to give it back; by itself it keeps what is free."""
@@ -212,8 +214,11 @@ class _Relay:
                 client.listen(read=False)
             return
         # Replies that the client does not read hold up the server alone, but for what the gate adds to them.
-        full = (server is not None and server.unsent) or len(client.unsent) + self._gate.injected > 2 * READ_BYTES
-        client.listen(read=not full and not client.waits)
+        full = (server is not None and server.unsent) or len(client.unsent) + self._gate.injected > MAX_UNSENT_BYTES
+        client.listen(read=not full and not client.waits and not self._gate.is_more)
+        if self._gate.is_more and not full and not client.waits:
+            client.waits = True
+            self._front.turns.take(self.uid, self._read_client)
         if server is not None:
             server.listen(read=not client.unsent and not server.waits)
 
@@ -231,9 +236,6 @@ class _Relay:
             self.close()
             return
         self._pass(self._gate.from_client(data))
-        if self._gate.is_more and not self._closed and not self._over:
-            self._client.waits = True
-            self._front.turns.take(self.uid, self._read_client)
         self._update()
 
     def _pass(self, passed: Passed) -> None:

@@ -16,7 +16,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.grpc_front import GrpcFront
+from kvsidecar.server.grpc_front import MAX_ALL_CALLS, GrpcFront
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
@@ -38,6 +38,9 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
     ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+    # Beyond these gRPC cancels calls at random that it has not handed over yet, whoever's they are.
+    ("grpc.server.max_pending_requests", 2 * MAX_ALL_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_ALL_CALLS),
     ("grpc.so_reuseport", 0),
     # With these probes, gRPC mistakes a client that sends faster than it is served for a link with a large
     # bandwidth-delay product and reads ahead, nominally up to 16 MiB per stream (measured: 37). Without them it reads

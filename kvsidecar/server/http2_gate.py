@@ -99,6 +99,8 @@ class Gate:
         self._control_frames = 0
         self._last = 0
         """The newest stream."""
+        self._ended = 0
+        """A stream that gRPC has seen begin and end; 0: none."""
         self._calls: dict[int, _Call] = {}
         self._out: list[bytes] = []
         self._passed = Passed()
@@ -144,7 +146,7 @@ class Gate:
             if len(preface) < len(h2.PREFACE):
                 return
             at = len(h2.PREFACE)
-        passed = 0
+        passed = complete = 0
         for _ in range(FRAMES_AT_ONCE):
             if len(buffer) - at < h2.HEAD_BYTES:
                 break
@@ -155,18 +157,25 @@ class Gate:
             if end > len(buffer):
                 break
             stream = int.from_bytes(buffer[at + 5 : at + 9], "big") & 0x7FFFFFFF
-            refused = self._take(buffer[at + 3], buffer[at + 4], stream, bytes(buffer[at + h2.HEAD_BYTES : end]))
+            refused = self._take(buffer[at + 3], buffer[at + 4], stream, at + h2.HEAD_BYTES, end)
             at = end
-            if self._block is None and self._begun:
-                self._out.append(bytes(buffer[passed:at]))
-                passed = at
+            if self._block is None:
+                begin, complete = complete, at
                 if refused is not None:
-                    self._refuse_call(stream, refused)
-        del buffer[:passed]
-        self._read = at - passed
+                    hidden = self._hide(stream, begin, at)
+                    self._out.append(bytes(buffer[passed:at]))
+                    passed = at
+                    self._refuse_call(stream, refused, hidden=hidden)
+        if complete > passed:
+            self._out.append(bytes(buffer[passed:complete]))
+        del buffer[:complete]
+        self._read = at - complete
 
-    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> KVSidecarError | None:
+    def _take(self, kind: int, flags: int, stream: int, start: int, end: int) -> KVSidecarError | None:
         """Look at one frame. Returns why its call is refused, or None.
+
+        Args:
+            start, end: of its payload in the buffer.
 
         Raises:
             KVSidecarError: the connection is refused.
@@ -176,13 +185,17 @@ class Gate:
         self._begun = True
         if (self._block is not None) != (kind == h2.CONTINUATION):
             raise InvalidRequest("HTTP/2 frames in a wrong order: a header block must be completed first")
+        if kind in (h2.DATA, h2.HEADERS) and flags & h2.PADDED:
+            if start == end or self._buffer[start] >= end - start:
+                raise InvalidRequest("an HTTP/2 frame has more padding than bytes")
+            start, end = start + 1, end - self._buffer[start]
         if kind == h2.DATA:
-            return self._take_data(stream, flags, payload)
+            return self._take_data(stream, flags, start, end)
         if kind == h2.HEADERS:
-            return self._take_headers(stream, flags, _without_padding(flags, payload))
+            return self._take_headers(stream, flags, start, end)
         if kind == h2.CONTINUATION:
             self._count_control()
-            return self._extend_block(stream, flags, payload)
+            return self._extend_block(stream, flags, start, end)
         if kind == h2.PUSH_PROMISE:
             raise InvalidRequest("a client must not send PUSH_PROMISE")
         if kind != h2.WINDOW_UPDATE:
@@ -201,16 +214,16 @@ class Gate:
 
     # -- header blocks ---------------------------------------------------------------------------------------------
 
-    def _take_headers(self, stream: int, flags: int, payload: bytes) -> KVSidecarError | None:
+    def _take_headers(self, stream: int, flags: int, start: int, end: int) -> KVSidecarError | None:
         if stream & 1 == 0 or (stream <= self._last and stream not in self._calls):
             raise InvalidRequest(f"HTTP/2 headers on stream {stream}, which is not a new one")
         self._block_flags = flags
         self._block = bytearray()
-        return self._extend_block(stream, flags, payload[5:] if flags & h2.WITH_PRIORITY else payload)
+        return self._extend_block(stream, flags, start + 5 if flags & h2.WITH_PRIORITY else start, end)
 
-    def _extend_block(self, stream: int, flags: int, payload: bytes) -> KVSidecarError | None:
+    def _extend_block(self, stream: int, flags: int, start: int, end: int) -> KVSidecarError | None:
         assert self._block is not None
-        self._block += payload
+        self._block += self._buffer[start:end]
         if len(self._block) > MAX_BLOCK_BYTES:
             raise LimitExceeded(f"a header block of more than {MAX_BLOCK_BYTES} bytes")
         if not flags & h2.END_HEADERS:
@@ -241,32 +254,30 @@ class Gate:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _take_data(self, stream: int, flags: int, payload: bytes) -> KVSidecarError | None:
+    def _take_data(self, stream: int, flags: int, start: int, end: int) -> KVSidecarError | None:
         if stream & 1 == 0 or stream > self._last:
             raise InvalidRequest(f"HTTP/2 data on stream {stream}, which has not begun")
-        data = _without_padding(flags, payload)
-        if not data and not flags & h2.END_STREAM:
+        if start == end and not flags & h2.END_STREAM:
             self._count_control()
         if (call := self._calls.get(stream)) is None:
             return None  # it has ended; gRPC still counts the bytes for flow control
         try:
-            self._take_messages(call, data)
+            self._take_messages(call, start, end)
         except KVSidecarError as error:
             return error
         if flags & h2.END_STREAM:
             call.half_closed = True
         return None
 
-    def _take_messages(self, call: _Call, data: bytes) -> None:
-        at, length = 0, len(data)
-        while at < length:
+    def _take_messages(self, call: _Call, at: int, end: int) -> None:
+        while at < end:
             if call.missing:
-                part = min(call.missing, length - at)
+                part = min(call.missing, end - at)
                 call.missing -= part
                 at += part
             else:
-                part = min(_PREFIX_BYTES - len(call.prefix), length - at)
-                call.prefix += data[at : at + part]
+                part = min(_PREFIX_BYTES - len(call.prefix), end - at)
+                call.prefix += self._buffer[at : at + part]
                 at += part
                 if len(call.prefix) < _PREFIX_BYTES:
                     return
@@ -300,11 +311,27 @@ class Gate:
             self._give_back(call)
             self._quotas.calls.give_back(self._user)
 
-    def _refuse_call(self, stream: int, error: KVSidecarError) -> None:
+    def _hide(self, stream: int, at: int, end: int) -> bool:
+        """Let gRPC take the frames of a call that is refused as it begins for late ones of a call that has ended, if
+        there is one and the call has not begun.
+
+        It must see them, since its table of headers depends on them, but it keeps a call that it has once taken until
+        Python has asked for it, and drops others when there are too many.
+        """
+        if stream in self._calls or self._ended == 0:
+            return False
+        while at < end:
+            self._buffer[at + 5 : at + 9] = self._ended.to_bytes(4, "big")
+            at += h2.HEAD_BYTES + self._payload_bytes(at)
+        return True
+
+    def _refuse_call(self, stream: int, error: KVSidecarError, *, hidden: bool = False) -> None:
         call = self._calls.get(stream)
         self._end(stream)
         self._passed.refused.append(error)
-        self._out.append(h2.reset(stream, h2.CANCEL))
+        if not hidden:
+            self._out.append(h2.reset(stream, h2.CANCEL))
+            self._ended = stream
         self._injected += h2.refusal(stream, error, answered=call is not None and call.answered)
 
     def _refuse_connection(self, error: KVSidecarError) -> None:
@@ -405,11 +432,3 @@ class _ServerFrames:
             if kind in (h2.DATA, h2.HEADERS, h2.RST_STREAM):
                 found.append((kind, flags, int.from_bytes(head[5:], "big") & 0x7FFFFFFF))
         return found
-
-
-def _without_padding(flags: int, payload: bytes) -> bytes:
-    if not flags & h2.PADDED:
-        return payload
-    if not payload or payload[0] >= len(payload):
-        raise InvalidRequest("an HTTP/2 frame has more padding than bytes")
-    return payload[1 : len(payload) - payload[0]]

@@ -1,0 +1,99 @@
+"""Turns of the loop between users: one after the other, and none longer than its share."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+from kvsidecar.support.turns import BURST_SECONDS, SECONDS, SHARE, Turns
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def turn_of_the_loop() -> None:
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+async def test_users_alternate_however_many_steps_one_of_them_has() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    taken: list[str] = []
+
+    def step(user: str) -> None:
+        taken.append(user)
+        clock.now += SECONDS / 2 + 1e-6
+
+    for _ in range(10):
+        turns.take("greedy", lambda: step("greedy"))
+    for _ in range(3):
+        turns.take("other", lambda: step("other"))
+    assert taken == ["greedy"] * 2, "as many as fit into a turn"
+    while len(taken) < 13:
+        await turn_of_the_loop()
+    first_of_other = taken.index("other")
+    assert first_of_other <= 3
+    last_of_other = 12 - taken[::-1].index("other")
+    assert last_of_other <= 9, taken
+
+
+async def test_the_step_that_ends_its_turn_is_its_last_one() -> None:
+    turns = Turns(Clock())
+    taken: list[int] = []
+
+    def step(number: int) -> None:
+        taken.append(number)
+        turns.end()
+
+    for number in range(3):
+        turns.take("user", functools.partial(step, number))
+    assert taken == [0]
+    while len(taken) < 3:
+        await turn_of_the_loop()
+    assert taken == [0, 1, 2]
+
+
+async def test_who_has_used_more_than_a_burst_waits_for_its_share_and_others_do_not() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    taken: list[str] = []
+
+    def long_step() -> None:
+        taken.append("greedy")
+        clock.now += BURST_SECONDS
+
+    turns.take("greedy", long_step)
+    await turn_of_the_loop()
+    turns.take("greedy", long_step)
+    turns.take("other", lambda: taken.append("other"))
+    for _ in range(5):
+        await turn_of_the_loop()
+    assert taken == ["greedy", "other"]
+    clock.now += BURST_SECONDS / SHARE
+    async with asyncio.timeout(60):
+        while len(taken) < 3:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.001)
+    assert taken == ["greedy", "other", "greedy"]
+
+
+async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
+    turns = Turns(Clock())
+    taken: list[int] = []
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context["exception"]))
+
+    def bad() -> None:
+        raise ZeroDivisionError
+
+    turns.take("a", turns.end)
+    turns.take("a", bad)
+    turns.take("a", lambda: taken.append(1))
+    while not taken:
+        await turn_of_the_loop()
+    assert isinstance(errors[0], ZeroDivisionError)
