@@ -32,7 +32,8 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
-    ("grpc.max_concurrent_streams", 64),  # per connection
+    # Of a connection; further calls wait in their client. No gate stands here, and 2 MiB of headers are kept for each.
+    ("grpc.max_concurrent_streams", 16),
     ("grpc.http2.bdp_probe", 0),  # as for the Unix socket
     ("grpc.so_reuseport", 0),
     # Detect peers that are gone: they hold a descriptor.
