@@ -11,7 +11,7 @@ from kvsidecar.integrations.hashes import first_bytes
 from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.notes import NoteFormat
-from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, group_of, media
+from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, media
 from kvsidecar.publisher.topic import Topic, dialect_of
 
 STEP_BYTES = 256 * 1024
@@ -57,6 +57,11 @@ class Follower:
         """Take everything back, over the next steps."""
         self._take(ResidencyChange(Residency.LOST))
 
+    def release(self) -> None:
+        """It has ended, and taken everything back: the topic forgets it."""
+        for part in self._parts.values():
+            part.release()
+
     def _take(self, change: ResidencyChange) -> None:
         if not change.kind.is_change:
             self._live = change.kind is not Residency.LOST and (self._live or change.kind is Residency.RESET)
@@ -97,6 +102,7 @@ class _Part(Watch):
     def __init__(self, index: int, form: NoteFormat, hash_bytes: int, topic: Topic) -> None:
         self._form, self._hash_bytes, self._topic = form, hash_bytes, topic
         self._dialect = dialect_of(form.hash_bytes)
+        self._holder = topic.hold(self._dialect, index)
         groups = [_Group(index, form.block_tokens)]
         self._told: deque[ResidencyChange] = deque()
         self._announcements = Announcements(media(groups), 1, self._stored, self._removed)
@@ -125,6 +131,9 @@ class _Part(Watch):
 
     # -- what is announced
 
+    def release(self) -> None:
+        self._topic.release(self._holder)
+
     @property
     def pending(self) -> bool:
         return self._residents.pending or self._announcements.pending
@@ -137,10 +146,10 @@ class _Part(Watch):
         self._announcements.step()
 
     def _stored(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
-        self._topic.stored(self._dialect, self._medium(index), group_of(index), block_hash, info)
+        self._topic.stored(self._holder, self._medium(index), block_hash, info)
 
     def _removed(self, index: int, hashes: Iterable[bytes]) -> None:
-        self._topic.removed(self._dialect, self._medium(index), group_of(index), hashes)
+        self._topic.removed(self._holder, self._medium(index), hashes)
 
     def _medium(self, index: int) -> str:
         return (self._dialect.disk or "") if index & DISK else self._dialect.pool

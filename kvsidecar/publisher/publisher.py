@@ -34,6 +34,8 @@ MAX_FOLLOWED = 64
 """Namespaces, the largest first: each takes two threads."""
 AGAIN_SECONDS = 5.0
 """Everything is said again at most so often."""
+REPEAT_SECONDS = 0.05
+"""Between looks at whether that is done."""
 MESSAGE_BLOCKS = 512
 """Blocks in one message, about: 50 KB with 16 tokens each."""
 MAX_WAITING = 1000
@@ -180,10 +182,12 @@ class Publisher:
             while True:
                 everything = [*self._followed.values(), *self._ending]
                 for each in everything:
-                    each.follower.step()
-                said = await self._send_events()
+                    if each.follower.topic.backlog < MESSAGE_BLOCKS:
+                        each.follower.step()
+                await self._send_events()
                 await self._attend(everything)
-                if not said and not any(each.follower.pending for each in everything):
+                pending = any(each.follower.pending for each in everything)
+                if not pending and not any(each.pending for each in self._topics.values()):
                     break
 
     async def _attend(self, everything: list[_Followed]) -> None:
@@ -195,18 +199,20 @@ class Publisher:
                 await asyncio.to_thread(old.close)
         for each in [each for each in self._ending if not each.follower.pending]:
             self._ending.remove(each)
+            each.follower.release()
             await asyncio.to_thread(each.client.close)
             _log.info("namespace gone", model=each.namespace.model)
+        # A topic that nobody holds anything of any more is forgotten when all has been said: clients name models.
+        for topic in [each for each in self._topics.values() if not each.pending]:
+            used = any(each.follower.topic is topic for each in [*self._followed.values(), *self._ending])
+            if not used:
+                del self._topics[topic.name]
 
-    async def _send_events(self) -> bool:
-        """False if there are none."""
-        said = False
-        for topic in self._topics.values():
+    async def _send_events(self) -> None:
+        for topic in list(self._topics.values()):
             for events in in_messages(topic.take(MESSAGE_BLOCKS)):
-                said = True
                 message = self._sequence.add(topic.name, events, time.time())
                 await self._sockets[0].send_multipart(message, copy=False)
-        return said
 
     # -- routers -----------------------------------------------------------------------------------------------------
 
@@ -220,6 +226,9 @@ class Publisher:
         while True:
             await self._again.wait()
             self._again.clear()
+            # Else routers that come again and again would let nobody hear the end.
+            while any(topic.repeats for topic in self._topics.values()):  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(REPEAT_SECONDS)
             for topic in self._topics.values():
                 topic.say_again()
             self._news.set()

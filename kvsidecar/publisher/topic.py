@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,10 @@ _CLEARED: Event = {"type": "AllBlocksCleared"}
 
 MAX_CHAIN = 64
 """Most blocks in one event."""
+MAX_CHAIN_TOKENS = 8192
+"""The same in tokens, unless one block has more."""
+COUNTED_TOKENS = 64
+"""A block with more than twice as many counts as several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +55,37 @@ def dialect_of(hash_bytes: int) -> Dialect:
     return SGLANG if hash_bytes == NAME_BYTES else VLLM
 
 
-@dataclass(slots=True)
-class _Said:
-    """A block that is announced."""
+@dataclass(slots=True, eq=False)
+class Holder:
+    """One group of a namespace: what it has announced in this topic."""
 
     dialect: Dialect
-    info: BlockInfo
-    holders: int = 1
-    """Namespaces that hold it."""
+    group: int
+    blocks: dict[str, dict[bytes, BlockInfo]] = field(default_factory=dict)
+    """By medium and hash. A set: whoever announces a block twice has it once."""
+
+
+@dataclass(slots=True)
+class _Name:
+    """What a router knows a block by. Hashes may share one, by chance or on purpose: it stays until none is left."""
+
+    claims: int = 0
+    """Entries of `Holder.blocks` with this name: only `Topic.stored` and `Topic.removed` change both."""
     round: int = -1
     """In which it was last said."""
 
 
 _Key = tuple[str, int, int]
 """Medium, group and number of a block."""
+_Entry = tuple[Holder, str, bytes]
+"""A block of a holder: with its medium and hash."""
 
 
 class Topic:
     """Namespaces with one topic may hold the same block: it is said once, and taken back when none holds it.
+
+    Clients choose hashes and parents, so nothing here follows parents: a block is said when its parent has been, and
+    waits in one place until then. Each costs the same, whatever its chain looks like; of a circle, all wait.
 
     Args:
         ownership: of every event; None: it is left out.
@@ -77,42 +94,77 @@ class Topic:
     def __init__(self, name: str, ownership: str | None = None) -> None:
         self.name = name
         self._common: Event = {"locality": "LOCAL"} | ({} if ownership is None else {"ownership": ownership})
-        self._said: dict[_Key, _Said] = {}
+        self._holders: dict[Holder, None] = {}
+        self._names: dict[_Key, _Name] = {}
         self._round = 0
         """Goes up when everything is to be said again."""
-        self._again: deque[_Key] = deque()
+        self._walk: Iterator[_Entry] = iter(())
         """What is still to be said again."""
-        self._waiting: dict[tuple[int, int], list[_Key]] = {}
-        """By group and number of a block that nobody holds: blocks behind it that are not said again without it."""
+        self.repeats = False
+        """The walk is not over."""
+        self._queue: deque[_Entry] = deque()
+        """What is to be said before that."""
+        self._waiting: dict[tuple[int, int], dict[_Entry, None]] = {}
+        """By group and number of a block that is not said: those that have it as their parent."""
         # An earlier publisher may have said what has gone since.
         self._events: list[Event] = [_CLEARED.copy()]
 
     def __len__(self) -> int:
         """How many blocks are announced."""
-        return len(self._said)
+        return len(self._names)
 
-    def stored(self, dialect: Dialect, medium: str, group: int, block_hash: bytes, info: BlockInfo) -> None:
-        key = medium, group, dialect.number(block_hash)
-        if (said := self._said.get(key)) is not None:
-            said.holders += 1
-        else:
-            self._said[key] = _Said(dialect, info)
-            self._say_chain(key)
-            for each in self._waiting.pop(key[1:], ()):
-                self._say_chain(each)
+    @property
+    def backlog(self) -> int:
+        """How many blocks are to be said, besides those that are said again."""
+        return len(self._queue)
 
-    def removed(self, dialect: Dialect, medium: str, group: int, hashes: Iterable[bytes]) -> None:
-        gone = []
-        for number in map(dialect.number, hashes):
-            if (said := self._said.get((medium, group, number))) is None:
+    @property
+    def pending(self) -> bool:
+        return bool(self._events or self._queue or self.repeats)
+
+    @property
+    def unused(self) -> bool:
+        return not self._holders
+
+    def hold(self, dialect: Dialect, group: int) -> Holder:
+        holder = Holder(dialect, group)
+        self._holders[holder] = None
+        return holder
+
+    def release(self, holder: Holder) -> None:
+        """What it holds goes with it."""
+        for medium, blocks in holder.blocks.items():
+            self.removed(holder, medium, list(blocks))
+        self._holders.pop(holder, None)
+
+    def stored(self, holder: Holder, medium: str, block_hash: bytes, info: BlockInfo) -> None:
+        blocks = holder.blocks.setdefault(medium, {})
+        if block_hash in blocks:
+            return
+        blocks[block_hash] = info
+        name = self._names.setdefault(_key(holder, medium, block_hash), _Name())
+        name.claims += 1
+        if name.round != self._round:
+            self._queue.append((holder, medium, block_hash))
+
+    def removed(self, holder: Holder, medium: str, hashes: Iterable[bytes]) -> None:
+        """Those that it holds."""
+        blocks, gone = holder.blocks.get(medium, {}), []
+        for each in hashes:
+            if (info := blocks.pop(each, None)) is None:
                 continue
-            said.holders -= 1
-            if not said.holders:
-                del self._said[medium, group, number]
-                gone.append(number)
+            self._wait_no_more((holder, medium, each), info)
+            key = _key(holder, medium, each)
+            name = self._names[key]
+            name.claims -= 1
+            if not name.claims:
+                del self._names[key]
+                if name.round == self._round:
+                    gone.append(key[2])
         if gone:
             self._events.append(
-                {"type": "BlockRemoved", "block_hashes": gone, "medium": medium, "group_idx": group, **self._common}
+                {"type": "BlockRemoved", "block_hashes": gone, "medium": medium, "group_idx": holder.group}
+                | self._common
             )
 
     def say_again(self) -> None:
@@ -120,60 +172,80 @@ class Topic:
         missed an event may believe in a block that is gone."""
         self._events = [_CLEARED.copy()]
         self._round += 1
-        self._again, self._waiting = deque(self._said), {}
+        self._queue.clear()
+        self._waiting = {}
+        self._walk, self.repeats = self._everything(), True
+
+    def _everything(self) -> Iterator[_Entry]:
+        """What is stored meanwhile is in the queue."""
+        for holder in list(self._holders):
+            for medium, blocks in list(holder.blocks.items()):
+                for each in list(blocks):
+                    yield holder, medium, each
 
     def take(self, most: int = 512) -> list[Event]:
         """The events since the last call.
 
         Args:
-            most: blocks that are said again, about.
+            most: blocks that are looked at, about: fewer if they have more than `COUNTED_TOKENS`.
         """
         left = most
-        while self._again and left > 0:
-            left -= self._say_chain(self._again.popleft())
+        while left > 0 and (self._queue or self.repeats):
+            if self._queue:
+                left -= self._say_if_known(self._queue.popleft())
+            elif (entry := next(self._walk, None)) is not None:
+                left -= self._say_if_known(entry)
+            else:
+                self.repeats = False
         events, self._events = self._events, []
         return events
 
-    def _say_chain(self, key: _Key) -> int:
-        """Say a block and those before it, unless that was done in this round: a router takes no block whose parent it
-        has not heard of. Returns how many were said."""
-        chain, wanted = [], key
-        while (said := self._said.get(key)) is not None and said.round != self._round:
-            chain.append((key, said))
-            if said.info.parent is None:
-                break
-            key = self._find(said, key)
-            if key not in self._said:
-                self._waiting.setdefault(key[1:], []).append(wanted)
-                return 0
-        for each, said in reversed(chain):
-            said.round = self._round
-            self._say(each, said)
-        return len(chain)
+    def _say_if_known(self, entry: _Entry) -> int:
+        """Say a block if routers know its parent: they ignore others. Returns what this counts of `take`'s ``most``."""
+        holder, medium, block_hash = entry
+        if (info := holder.blocks.get(medium, {}).get(block_hash)) is None:
+            return 1
+        key = _key(holder, medium, block_hash)
+        name = self._names[key]
+        if name.round == self._round:
+            return 1
+        if info.parent is not None and not self._is_said(holder, holder.dialect.number(info.parent)):
+            self._waiting.setdefault((holder.group, holder.dialect.number(info.parent)), {})[entry] = None
+            return 1
+        name.round = self._round
+        tokens = info.tokens
+        self._say(holder, key, info, tokens)
+        self._queue.extendleft(reversed(self._waiting.pop(key[1:], {})))
+        return max(1, len(tokens) // COUNTED_TOKENS)
 
-    def _find(self, said: _Said, key: _Key) -> _Key:
-        """The parent of a block, in the same medium if it is there."""
-        assert said.info.parent is not None
-        medium, group, _ = key
-        number = said.dialect.number(said.info.parent)
-        other = said.dialect.disk if medium == said.dialect.pool else said.dialect.pool
-        found = medium, group, number
-        return found if found in self._said or other is None else (other, group, number)
+    def _is_said(self, holder: Holder, number: int) -> bool:
+        """In one medium or the other."""
+        media = (holder.dialect.pool, holder.dialect.disk or "")
+        names = (self._names.get((medium, holder.group, number)) for medium in media)
+        return any(name is not None and name.round == self._round for name in names)
 
-    def _say(self, key: _Key, said: _Said) -> None:
-        (medium, group, number), info = key, said.info
-        parent = None if info.parent is None else said.dialect.number(info.parent)
+    def _wait_no_more(self, entry: _Entry, info: BlockInfo) -> None:
+        if info.parent is not None and self._waiting:
+            place = entry[0].group, entry[0].dialect.number(info.parent)
+            if (waiting := self._waiting.get(place)) is not None:
+                waiting.pop(entry, None)
+                if not waiting:
+                    del self._waiting[place]
+
+    def _say(self, holder: Holder, key: _Key, info: BlockInfo, tokens: list[int]) -> None:
+        medium, group, number = key
+        parent = None if info.parent is None else holder.dialect.number(info.parent)
         last = self._events[-1] if self._events else {}
         if (
             last.get("type") == "BlockStored"
             and last["block_hashes"][-1] == parent
-            and (last["medium"], last["group_idx"]) == (medium, group)
+            and (last["medium"], last["group_idx"], last["block_size"]) == (medium, group, len(tokens))
             and len(last["block_hashes"]) < MAX_CHAIN
+            and len(last["token_ids"]) + len(tokens) <= MAX_CHAIN_TOKENS
         ):
             last["block_hashes"].append(number)
-            last["token_ids"].extend(info.tokens)
+            last["token_ids"].extend(tokens)
             return
-        tokens = info.tokens
         self._events.append(
             {
                 "type": "BlockStored",
@@ -185,7 +257,11 @@ class Topic:
                 "lora_name": None,
                 "medium": medium,
                 "group_idx": group,
-                **said.dialect.stored,
+                **holder.dialect.stored,
                 **self._common,
             }
         )
+
+
+def _key(holder: Holder, medium: str, block_hash: bytes) -> _Key:
+    return medium, holder.group, holder.dialect.number(block_hash)

@@ -118,6 +118,60 @@ def test_a_new_publisher_begins_by_clearing_what_the_last_one_has_said(short_dir
     engine.rank.close()
 
 
+def test_a_router_agrees_with_lookups_after_clears_and_stores_of_the_same_blocks(
+    short_dir: Path, pool_dir: Path, tmp_path: Path
+) -> None:
+    """Within one telling, by hash, with the disk behind the pool, and over the deaths of daemon and publisher."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    kept = (
+        "--pool-size",
+        "1MiB",
+        "--pool-dir",
+        str(pool_dir),
+        "--disk-dir",
+        str(disk),
+        "--disk-size",
+        "64MiB",
+        "--disk-admission",
+        "all",
+    )
+    with DaemonProcess(short_dir, *kept) as first, PublisherProcess(short_dir, first.socket) as publisher:
+        engine = Engine(first.wait_ready())
+        with subscribe(publisher) as router:
+            for number in range(8):
+                blocks = engine.store(number % 2)
+                with first.client() as client:
+                    client.clear(NAMESPACE)
+                blocks = engine.store(number % 2)
+            wait_for(router, blocks)
+            with first.client() as client:
+                client.clear(NAMESPACE)
+            wait_for(router, set())
+            eventually(lambda: not router.disk())
+            blocks = engine.store(3)
+            wait_for(router, blocks)
+            first.process.kill()
+            first.process.wait(SECONDS)
+            wait_for(router, set())
+            with DaemonProcess(short_dir, *kept) as again:
+                again.wait_ready()
+                wait_for(router, blocks)
+                eventually(lambda: engine.rank.client.attached)
+                with again.client() as client:
+                    client.clear(NAMESPACE)
+                wait_for(router, blocks := engine.store(4))
+                publisher.process.kill()
+                publisher.process.wait(SECONDS)
+                with PublisherProcess(short_dir, again.socket):
+                    wait_for(router, blocks)
+                    with again.client() as client:
+                        client.clear(NAMESPACE)
+                    wait_for(router, set())
+                    eventually(lambda: not router.disk())
+                engine.rank.close()
+
+
 def replay(endpoint: str, first: int) -> list[tuple[bytes, int, bytes]]:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

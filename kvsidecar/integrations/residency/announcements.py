@@ -1,4 +1,8 @@
-"""What an engine has announced to routers, and what it must take back."""
+"""What an engine has announced to routers, and what it must take back.
+
+A block of a medium is announced or it is not: to announce it twice is to announce it once. Whoever counted instead
+would believe for ever in a block that was cleared and stored again before its first announcement had been taken back.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +64,13 @@ class Announcements:
 
     def announce(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
         announced, lost = self._announced[index], self._to_retract[index]
-        if self.confirm(index, block_hash):
+        if block_hash in announced or self.confirm(index, block_hash):
             return
         announced[block_hash] = None
-        lost.pop(block_hash, None)
-        self._stored(index, block_hash, info)
+        if block_hash in lost:  # not taken back yet: routers still believe in it
+            del lost[block_hash]
+        else:
+            self._stored(index, block_hash, info)
         if len(announced) > self._most:
             # Many at once: each deletion at the front of a dict makes finding its first entry slower.
             for each in list(islice(announced, len(announced) - self._most + self._most // 64)):
