@@ -9,7 +9,7 @@ twice, but the last word on each block is right.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Protocol
@@ -190,6 +190,10 @@ class _Notes:
         self._kept.pop(namespace, None)
         self.total_bytes -= self._bytes.pop(namespace, 0)
 
+    def keep_only(self, namespaces: Container[Namespace]) -> None:
+        for each in [each for each in self._kept if each not in namespaces]:
+            self.forget(each)
+
     def of(self, namespace: Namespace) -> Iterator[Change]:
         """Those that there are now, as far as they are still there when they are asked for."""
         for number in list(self._kept.get(namespace, ())):
@@ -310,7 +314,9 @@ class Watches:
                     self._arm()
 
     def look(self) -> None:
-        """Called again and again: watch what the node's own tier has of groups that are new."""
+        """Called again and again: watch what the node's own tier has of groups that are new, and forget the notes of
+        namespaces that are gone."""
+        self._notes.keep_only({space.namespace for space in self._cache.spaces})
         if self._slower is not None and self._feeds:
             for space in self._cache.spaces:
                 if (feed := self._feeds.get(space.namespace)) is not None:

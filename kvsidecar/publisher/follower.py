@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvsidecar.client import Residency, ResidencyChange
@@ -16,8 +16,16 @@ from kvsidecar.publisher.topic import Topic, dialect_of
 
 STEP_BYTES = 256 * 1024
 """Of what the daemon has told, so much is taken at once."""
+MAX_GROUPS = 64
+"""Of one namespace that are followed: models have a few."""
 _HELD = (Residency.STORED, Residency.TIER_STORED)
 _OF_DISK = (Residency.TIER_STORED, Residency.TIER_REMOVED, Residency.TIER_CLEARED)
+
+
+def keep_below(followers: Sequence[Follower], most_bytes: int) -> None:
+    """Let the namespace that has most forget its oldest blocks, until all have no more than so many bytes."""
+    while (over := sum(each.known_bytes for each in followers) - most_bytes) > 0:
+        max(followers, key=lambda each: each.known_bytes).shrink(over + most_bytes // 64)
 
 
 class Follower:
@@ -62,6 +70,16 @@ class Follower:
         for part in self._parts.values():
             part.release()
 
+    @property
+    def known_bytes(self) -> int:
+        """Of blocks whose tokens are remembered."""
+        return sum(part.known.nbytes for part in self._parts.values())
+
+    def shrink(self, nbytes: int) -> None:
+        """Remember the oldest blocks of its largest group no more, and take back what was said of them."""
+        if self._parts:
+            max(self._parts.values(), key=lambda part: part.known.nbytes).known.shrink(nbytes)
+
     def _take(self, change: ResidencyChange) -> None:
         if not change.kind.is_change:
             self._live = change.kind is not Residency.LOST and (self._live or change.kind is Residency.RESET)
@@ -81,7 +99,7 @@ class Follower:
         """Follow a group from its first notes on."""
         count = len(change.hashes) // self._hash_bytes
         form = NoteFormat.of(change.notes, count, self._hash_bytes)
-        if form is None or not form.chained or change.group >= DISK:
+        if form is None or not form.chained or change.group >= DISK or len(self._parts) >= MAX_GROUPS:
             return
         self._parts[change.group] = part = _Part(change.group, form, self._hash_bytes, self.topic)
         if self._live:
@@ -106,8 +124,10 @@ class _Part(Watch):
         groups = [_Group(index, form.block_tokens)]
         self._told: deque[ResidencyChange] = deque()
         self._announcements = Announcements(media(groups), 1, self._stored, self._removed)
-        known = KnownBlocks(groups, form.hash_bytes)
-        self._residents = Residents(groups, form.hash_bytes, self, known, self._announcements, lambda hashes: hashes)
+        self.known = KnownBlocks(groups, form.hash_bytes, self._forgotten)
+        self._residents = Residents(
+            groups, form.hash_bytes, self, self.known, self._announcements, lambda hashes: hashes
+        )
 
     # -- what is told
 
@@ -150,6 +170,12 @@ class _Part(Watch):
 
     def _removed(self, index: int, hashes: Iterable[bytes]) -> None:
         self._topic.removed(self._holder, self._medium(index), hashes)
+
+    def _forgotten(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
+        """What is announced is remembered, so that one limit bounds both."""
+        for each in (index, index | DISK):
+            self._announcements.retract_early(each, block_hash)
+            self._residents.wait_no_more(each, block_hash, info)
 
     def _medium(self, index: int) -> str:
         return (self._dialect.disk or "") if index & DISK else self._dialect.pool

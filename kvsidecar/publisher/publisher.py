@@ -19,7 +19,7 @@ import zmq.asyncio
 from kvsidecar.client import Client, ClientError, Namespace
 from kvsidecar.errors import AddressUnavailable, ConfigError
 from kvsidecar.protocol.wire import namespace_from_wire
-from kvsidecar.publisher.follower import Follower
+from kvsidecar.publisher.follower import Follower, keep_below
 from kvsidecar.publisher.options import Options
 from kvsidecar.publisher.sequence import END, Sequence
 from kvsidecar.publisher.topic import Event, Topic
@@ -38,6 +38,10 @@ REPEAT_SECONDS = 0.05
 """Between looks at whether that is done."""
 MESSAGE_BLOCKS = 512
 """Blocks in one message, about: 50 KB with 16 tokens each."""
+MESSAGE_TOKENS = 16 * 1024
+"""The same in tokens: 80 KB at most, with an event more."""
+MAX_KNOWN_BYTES = 128 * 1024 * 1024
+"""Of blocks that are announced, or may be with the next daemon, in all namespaces: see `KnownBlocks.nbytes`."""
 MAX_WAITING = 1000
 """Messages for a subscriber that does not read; it loses what is more."""
 SILENCE_MS = 30_000
@@ -184,6 +188,7 @@ class Publisher:
                 for each in everything:
                     if each.follower.topic.backlog < MESSAGE_BLOCKS:
                         each.follower.step()
+                keep_below([each.follower for each in everything], MAX_KNOWN_BYTES)
                 await self._send_events()
                 await self._attend(everything)
                 pending = any(each.follower.pending for each in everything)
@@ -257,15 +262,16 @@ class _Followed:
 
 
 def in_messages(events: list[Event]) -> Iterator[list[Event]]:
-    """The same, in pieces of `MESSAGE_BLOCKS`, about."""
+    """The same, in pieces of `MESSAGE_BLOCKS` and `MESSAGE_TOKENS`, about."""
     piece: list[Event] = []
-    blocks = 0
+    blocks = tokens = 0
     for event in events:
         piece.append(event)
         blocks += len(event.get("block_hashes", ()))
-        if blocks >= MESSAGE_BLOCKS:
+        tokens += len(event.get("token_ids", ()))
+        if blocks >= MESSAGE_BLOCKS or tokens >= MESSAGE_TOKENS:
             yield piece
-            piece, blocks = [], 0
+            piece, blocks, tokens = [], 0, 0
     if piece:
         yield piece
 

@@ -377,6 +377,18 @@ def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatc
     assert set(other.notes) == set(keys("s"))
 
 
+def test_notes_go_with_their_namespace() -> None:
+    daemon = Daemon()
+    spaces = [open_space(daemon.cache, name) for name in ("stays", "goes")]
+    for name, _ in zip(("stays", "goes"), spaces, strict=True):
+        daemon.watches.note(namespace(name), 0, keys("a")[0], b"n" * 1000)
+    daemon.watches.look()
+    both = daemon.watches.notes_bytes
+    daemon.cache.close_space(spaces[1])
+    daemon.watches.look()
+    assert daemon.watches.notes_bytes == both // 2
+
+
 @pytest.mark.parametrize("notes", [b"x", b"x" * (2 * residency.MAX_NOTE_BYTES + 2)])
 def test_notes_that_fit_no_block_are_refused(notes: bytes) -> None:
     with pytest.raises(InvalidRequest):

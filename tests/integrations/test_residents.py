@@ -283,7 +283,7 @@ def test_notes_of_another_make_are_ignored(notes: bytes) -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_blocks, "MAX_KNOWN", 10)
+    monkeypatch.setattr(known_blocks, "MAX_KNOWN_BYTES", 10 * (known_blocks.INFO_BYTES + 16))
     monkeypatch.setattr(residents, "MAX_TOLD", 20)
     node = Node()
     names = [hashlib.sha256(str(i).encode()).digest() for i in range(100)]

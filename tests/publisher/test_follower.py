@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
 import pytest
 
 from kvsidecar.client import Residency, ResidencyChange
+from kvsidecar.integrations.residency import known_blocks
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.notes import NoteFormat
 from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.weights_version import WeightsVersion
-from kvsidecar.publisher.follower import Follower
+from kvsidecar.publisher.follower import Follower, keep_below
 from kvsidecar.publisher.topic import VLLM, Topic
 from tests.integrations.engine import chain, full, group
 from tests.router import View
@@ -174,3 +177,49 @@ def test_the_order_of_a_snapshot_needs_no_other_one(daemon: Daemon) -> None:
     daemon.tell(Residency.COMPLETE)
     assert daemon.known() == numbers(CHAIN)
     assert not daemon.follower.needs_snapshot
+
+
+def long_notes(first: int, count: int, tokens: int = 4085) -> tuple[list[bytes], bytes]:
+    """Blocks without parents, with notes of 16 KiB."""
+    hashes = [hashlib.sha256(bytes([number])).digest() for number in range(first, first + count)]
+    form = NoteFormat(WIDTH, tokens, chained=True)
+    return hashes, b"".join(form.pack(each, None, bytes(4 * tokens)) for each in hashes)
+
+
+def test_long_notes_are_remembered_within_a_limit_of_bytes_and_what_is_forgotten_is_taken_back(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 50 * 16 * 1024
+    monkeypatch.setattr(known_blocks, "MAX_KNOWN_BYTES", most)
+    for first in range(0, 200, 4):
+        daemon.store(*long_notes(first + 1, 4))
+        daemon.settle()
+        assert daemon.follower.known_bytes <= most
+    last = numbers(long_notes(197, 4)[0])
+    assert last < daemon.known()
+    assert 40 <= len(daemon.known()) == len(daemon.topic) <= 50
+    daemon.tell(Residency.LOST)
+    assert daemon.known() == set()
+
+
+def test_the_namespace_that_has_most_forgets_first(daemon: Daemon) -> None:
+    honest, most = Daemon(), 60 * 16 * 1024
+    honest.snapshot()
+    honest.store(CHAIN, notes_on(CHAIN))
+    honest.settle()
+    for first in range(0, 200, 4):
+        daemon.store(*long_notes(first + 1, 4))
+        daemon.settle()
+        keep_below([daemon.follower, honest.follower], most)
+        assert daemon.follower.known_bytes + honest.follower.known_bytes <= most
+    assert honest.known() == numbers(CHAIN)
+    assert 40 <= len(daemon.known()) <= 60
+
+
+def test_blocks_that_wait_for_parents_again_and_again_are_forgotten(daemon: Daemon) -> None:
+    for _ in range(100):
+        daemon.store(CHAIN[3:], notes_on(CHAIN[3:]))
+        daemon.tell(Residency.REMOVED, CHAIN[3:])
+        daemon.settle()
+        (part,) = daemon.follower._parts.values()
+        assert part._residents._orphans == {}

@@ -86,6 +86,11 @@ class Announcements:
         if gone:
             self._removed(index, gone)
 
+    def retract_early(self, index: int, block_hash: bytes) -> None:
+        """Over the next steps: the block is there, and its tokens are remembered no more."""
+        if self._announced[index].pop(block_hash, self) is None or self._doubted[index].pop(block_hash, self) is None:
+            self._to_retract[index][block_hash] = None
+
     def retract_all(self, index: int) -> None:
         """Over the next steps."""
         self._to_retract[index] |= self._announced[index] | self._doubted[index]

@@ -10,8 +10,11 @@ from typing import Any, Protocol
 from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.residency.notes import NoteFormat
 
-MAX_KNOWN = 1 << 18
-"""Most blocks whose tokens are remembered, at 350 bytes each for blocks of 16 tokens. Beyond it the oldest go."""
+MAX_KNOWN_BYTES = 88 << 20
+"""Of blocks whose tokens are remembered: 260,000 of 16 tokens. Bytes, not blocks: who notes chooses how many tokens a
+block has. Beyond it the oldest go."""
+INFO_BYTES = 290
+"""Of a block that is remembered, besides its tokens."""
 
 
 class Group(Protocol):
@@ -55,10 +58,16 @@ class KnownBlocks:
     depend on an adapter, an image or a salt are not noted.
     """
 
-    def __init__(self, groups: Iterable[Group], hash_bytes: int) -> None:
+    def __init__(
+        self, groups: Iterable[Group], hash_bytes: int, forgotten: Callable[[int, bytes, BlockInfo], None] | None = None
+    ) -> None:
         self._formats = {group.index: NoteFormat(hash_bytes, group.block_tokens, group.chained) for group in groups}
         self._hash_bytes = hash_bytes
         self._infos: dict[tuple[int, bytes], BlockInfo] = {}
+        self._forgotten = forgotten
+        """Called with each block that is remembered no more, to make room."""
+        self.nbytes = 0
+        """Of all that is remembered, about."""
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -67,14 +76,27 @@ class KnownBlocks:
         return self._infos.get((index, block_hash))
 
     def pop(self, index: int, block_hash: bytes) -> BlockInfo | None:
-        return self._infos.pop((index, block_hash), None)
+        info = self._infos.pop((index, block_hash), None)
+        self.nbytes -= 0 if info is None else _size(info)
+        return info
 
     def add(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
+        before = self._infos.get((index, block_hash))
         self._infos[index, block_hash] = info
-        if len(self._infos) > MAX_KNOWN:
-            # Many at once: each deletion at the front of a dict makes finding its first entry slower.
-            for each in list(self._infos)[: MAX_KNOWN // 64 + 1]:
-                del self._infos[each]
+        self.nbytes += _size(info) - (0 if before is None else _size(before))
+        if self.nbytes > MAX_KNOWN_BYTES:
+            self.shrink(self.nbytes - MAX_KNOWN_BYTES + MAX_KNOWN_BYTES // 64)
+
+    def shrink(self, nbytes: int) -> None:
+        """Forget the oldest blocks, of so many bytes."""
+        # Many at once: each deletion at the front of a dict makes finding its first entry slower.
+        enough = self.nbytes - nbytes
+        for index, block_hash in list(self._infos):
+            if self.nbytes <= enough:
+                return
+            info = self.pop(index, block_hash)
+            if info is not None and self._forgotten is not None:
+                self._forgotten(index, block_hash, info)
 
     def notes(self, index: int, hashes: Iterable[bytes]) -> bytes:
         """The notes on these blocks, joined."""
@@ -103,3 +125,7 @@ class KnownBlocks:
             if (said := form.unpack(each, notes[i * form.nbytes : (i + 1) * form.nbytes])) is not None:
                 self.add(index, each, BlockInfo(said[1], said[0], own=False))
                 learned(each)
+
+
+def _size(info: BlockInfo) -> int:
+    return len(info.packed) + INFO_BYTES

@@ -187,6 +187,13 @@ class Residents:
         self._num_orphans += block_hash not in orphans
         orphans[block_hash] = None
 
+    def wait_no_more(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
+        """The block needs its parent no more: it is gone, or remembered no more."""
+        if info.parent is not None and (orphans := self._orphans.get((index, info.parent))) is not None:
+            self._num_orphans -= orphans.pop(block_hash, self) is None
+            if not orphans:
+                del self._orphans[index, info.parent]
+
     def _take(self, change: ResidencyChange) -> int:
         """Returns how many blocks it has looked at."""
         if change.kind.is_change and change.group not in self._groups:
@@ -216,11 +223,16 @@ class Residents:
                 for each in self._split(change.hashes):
                     told.pop(each, None)
                     self._removed[index, each] = None
+                for each in self._split(self._keys(change.hashes)) if self._orphans else ():
+                    if (info := self._known.get(group_of(index), each)) is not None:
+                        self.wait_no_more(index, each, info)
                 if len(self._removed) > MAX_REMOVED:
                     self._removed = dict(list(self._removed.items())[MAX_REMOVED // 2 :])
                 self._announcer.retract(index, self._split(self._keys(change.hashes)))
             case Residency.CLEARED:
                 self._told[index] = {}
+                self._orphans = {place: waiting for place, waiting in self._orphans.items() if place[0] != index}
+                self._num_orphans = sum(map(len, self._orphans.values()))
                 self._announcer.retract_all(index)
             case Residency.RESET:
                 self._forget()
