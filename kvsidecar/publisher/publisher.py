@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
-import zmq
-import zmq.asyncio
-
 from kvsidecar.client import Client, ClientError, Namespace
-from kvsidecar.errors import AddressUnavailable, ConfigError
+from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import namespace_from_wire
+from kvsidecar.publisher import zmtp
+from kvsidecar.publisher.endpoint import SILENCE_SECONDS, Connection, Endpoint, both, frames
 from kvsidecar.publisher.follower import Follower, keep_below
 from kvsidecar.publisher.options import Options
 from kvsidecar.publisher.sequence import END, Sequence
@@ -42,12 +41,10 @@ MESSAGE_TOKENS = 16 * 1024
 """The same in tokens: 80 KB at most, with an event more."""
 MAX_KNOWN_BYTES = 128 * 1024 * 1024
 """Of blocks that are announced, or may be with the next daemon, in all namespaces: see `KnownBlocks.nbytes`."""
-MAX_WAITING = 1000
-"""Messages for a subscriber that does not read; it loses what is more."""
-SILENCE_MS = 30_000
-"""A subscriber that does not answer for so long is given up."""
 REPLAY_SECONDS = 10.0
-"""A router that does not read for so long gets no more of a replay."""
+"""A router that does not take a message of a replay within it is disconnected."""
+MAX_REPLAYS = 4
+"""That one router has asked for and not got yet."""
 
 
 class Publisher:
@@ -60,7 +57,6 @@ class Publisher:
 
     def __init__(self, options: Options, *, look_seconds: float = LOOK_SECONDS) -> None:
         self._options, self._look_seconds = options, look_seconds
-        self._context = zmq.asyncio.Context()
         self._sequence = Sequence()
         self._topics: dict[str, Topic] = {}
         self._followed: dict[Namespace, _Followed] = {}
@@ -70,46 +66,38 @@ class Publisher:
         self._problem = ""
         """Why the namespaces are not known, as last said."""
         self._left_out = False
+        self._more = asyncio.Event()
+        """Set, and replaced, when a message is added to the sequence."""
+        self._out = Endpoint("bind", options.bind, b"XPUB", self._serve_subscriber)
+        self._endpoints = [self._out]
         try:
-            self._sockets = self._bind()
+            if options.replay is not None:
+                self._endpoints.append(Endpoint("replay", options.replay, b"ROUTER", self._serve_replays))
         except BaseException:
-            self._context.destroy(linger=0)
+            self._out.close()
             raise
         self._operator = Client(options.socket, name="kvsidecar publish")
-
-    def _bind(self) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket | None]:
-        out = self._context.socket(zmq.XPUB)
-        out.setsockopt(zmq.XPUB_VERBOSE, 1)  # every subscription is told, also of a topic that somebody else has
-        out.setsockopt(zmq.SNDHWM, MAX_WAITING)
-        _listen(out, "bind", self._options.bind)
-        if self._options.replay is None:
-            return out, None
-        replay = self._context.socket(zmq.ROUTER)
-        replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tells who has gone, and who does not read
-        replay.setsockopt(zmq.SNDHWM, MAX_WAITING)
-        _listen(replay, "replay", self._options.replay)
-        return out, replay
 
     @property
     def endpoints(self) -> list[str]:
         """Where it is bound."""
-        return [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in self._sockets if each is not None]
+        return [each.address for each in self._endpoints]
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._look())
-            group.create_task(self._hear_subscriptions())
             group.create_task(self._say_again())
             group.create_task(self._publish())
-            if self._sockets[1] is not None:
-                group.create_task(self._answer_replays(self._sockets[1]))
+            for each in self._endpoints:
+                group.create_task(each.run())
 
     def close(self) -> None:
         """May be called more than once."""
         for each in (*self._followed.values(), *self._ending):
             each.client.close()
         self._operator.close()
-        self._context.destroy(linger=0)
+        for endpoint in self._endpoints:
+            endpoint.close()
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
@@ -216,16 +204,12 @@ class Publisher:
     async def _send_events(self) -> None:
         for topic in list(self._topics.values()):
             for events in in_messages(topic.take(MESSAGE_BLOCKS)):
-                message = self._sequence.add(topic.name, events, time.time())
-                await self._sockets[0].send_multipart(message, copy=False)
+                self._sequence.add(topic.name, events, time.time())
+                more, self._more = self._more, asyncio.Event()
+                more.set()
+                await asyncio.sleep(0)  # each router may be sent this one
 
     # -- routers -----------------------------------------------------------------------------------------------------
-
-    async def _hear_subscriptions(self) -> None:
-        while True:
-            message = await self._sockets[0].recv()
-            if message[:1] == b"\x01" and self._topics:
-                self._again.set()
 
     async def _say_again(self) -> None:
         while True:
@@ -239,21 +223,66 @@ class Publisher:
             self._news.set()
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _answer_replays(self, socket: zmq.asyncio.Socket) -> None:
+    async def _serve_subscriber(self, connection: Connection) -> None:
+        def hear(frame: zmtp.Frame) -> None:
+            name, topic = zmtp.split_command(frame.body) if frame.is_command else (b"", frame.body[1:])
+            if name == b"SUBSCRIBE" or (not name and frame.body[:1] == b"\x01"):
+                connection.subscribe(topic)
+                if self._topics:
+                    self._again.set()
+            elif name == b"CANCEL" or (not name and frame.body[:1] == b"\x00"):
+                connection.unsubscribe(topic)
+
+        await both(frames(connection, hear), self._send_all(connection))
+
+    async def _send_all(self, connection: Connection) -> None:
+        """What is said from now on. A router that falls behind what is kept misses some."""
+        first = self._sequence.next
         while True:
-            frames = await socket.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
+            more = self._more
+            for message in self._sequence.since(first):
+                first = int.from_bytes(message[1], "big") + 1
+                if connection.wants(message[0]):
+                    await connection.send(zmtp.message(message), SILENCE_SECONDS)
+            if first >= self._sequence.next:
+                await more.wait()
+
+    async def _serve_replays(self, connection: Connection) -> None:
+        wanted: asyncio.Queue[int] = asyncio.Queue()
+        parts: list[bytes] = []
+        warned = False
+
+        def hear(frame: zmtp.Frame) -> None:
+            nonlocal warned
+            if frame.is_command:
+                return
+            parts.append(frame.body if len(parts) < 3 else b"")
+            del parts[3:]
+            if frame.more:
+                return
+            is_request = len(parts) == 2 and parts[0] == b"" and len(parts[1]) == 8
+            if is_request and wanted.qsize() >= MAX_REPLAYS:
+                raise InvalidRequest(f"more than {MAX_REPLAYS} replays are asked for at once")
+            if is_request:
+                wanted.put_nowait(int.from_bytes(parts[1], "big"))
+            elif not warned:
+                warned = True
                 _log.warning("a replay was asked for with something else than 8 bytes")
-                continue
-            who, first = frames[0], int.from_bytes(frames[2], "big")
+            parts.clear()
+
+        await both(frames(connection, hear), self._replay(connection, wanted))
+
+    async def _replay(self, connection: Connection, wanted: asyncio.Queue[int]) -> None:
+        while True:
+            first = await wanted.get()
             if not self._sequence.has(first):
                 _log.info(
                     "a router has missed messages that are not kept any more: everything is said again", first=first
                 )
                 self._again.set()
-            for message in (*self._sequence.since(first), (b"", END, b"")):
-                if not await _answer(socket, [who, b"", *message]):
-                    break
+            for message in self._sequence.since(first):
+                await connection.send(zmtp.message((b"", *message)), REPLAY_SECONDS)
+            await connection.send(zmtp.message((b"", b"", END, b"")), REPLAY_SECONDS)
 
 
 class _Followed:
@@ -274,31 +303,3 @@ def in_messages(events: list[Event]) -> Iterator[list[Event]]:
             piece, blocks, tokens = [], 0, 0
     if piece:
         yield piece
-
-
-def _listen(socket: zmq.asyncio.Socket, option: str, endpoint: str) -> None:
-    socket.setsockopt(zmq.HEARTBEAT_IVL, SILENCE_MS // 3)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        text = f"--{option} {endpoint}: {error.strerror or error}"
-        if error.errno in (zmq.EADDRINUSE, zmq.EADDRNOTAVAIL):
-            raise AddressUnavailable(text) from error
-        raise ConfigError(text) from error
-
-
-async def _answer(socket: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
-    """False if the router has gone, or does not read."""
-    end = time.monotonic() + REPLAY_SECONDS
-    while True:
-        try:
-            await socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            if time.monotonic() > end:
-                return False
-            await asyncio.sleep(0.01)
-        except zmq.ZMQError:  # EHOSTUNREACH: it has gone
-            return False
-        else:
-            return True
