@@ -124,5 +124,6 @@ def test_large_blocks_of_one_size_fill_the_pool_but_for_3_percent_and_a_slot(siz
 def test_large_blocks_of_several_sizes_leave_gaps_of_no_more_than_a_sixth_of_the_pool(
     mix: list[int], seed: int
 ) -> None:
-    """Blocks do not move. Of 300 random mixes 53 have lost more than 3 %, and the worst 11 %."""
+    """Blocks do not move. Of 300 random mixes `wasted_bytes` was above 3 % in 229, and 18 % in the worst; 38 were above
+    3 % beside a slab of each size and what is freed ahead, and the worst 10 %."""
     Pool(mix, MIB, random.Random(seed)).go_through_proportions(1 / 6)
