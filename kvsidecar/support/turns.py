@@ -24,6 +24,8 @@ class _User:
     """When what it has taken is paid for, in monotonic seconds."""
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
     resting: bool = False
+    lined_up: bool = False
+    """It is among `Turns._next`. A step may take further ones of its user, and must not line it up twice."""
 
 
 class Turns:
@@ -71,7 +73,10 @@ class Turns:
 
     def _line_up(self, user: Hashable, queue: _User, now: float) -> None:
         rest = queue.used - now - BURST_SECONDS
+        if queue.lined_up:
+            return
         if rest <= 0:
+            queue.lined_up = True
             self._next.append(user)
             if not self._scheduled:
                 self._begin(now)
@@ -106,6 +111,7 @@ class Turns:
         while self._next and now < self._until:
             user = self._next.popleft()
             queue = self._users[user]
+            queue.lined_up = False
             step = queue.waiting.popleft()
             try:
                 now = self._run(queue, step, now)

@@ -92,7 +92,7 @@ class SimProcess:
         match request["do"]:
             case "hello":
                 return {"platform": "simulation", "why": "", "devices": [], "pin_limit": None}
-            case "start":
+            case "bound" | "start":
                 return {}
             case "open":
                 reply = self.sessions.open(request, fds)

@@ -43,6 +43,26 @@ async def test_users_alternate_however_many_steps_one_of_them_has() -> None:
     assert last_of_other <= 9, taken
 
 
+async def test_a_step_may_take_further_ones_of_its_user() -> None:
+    turns = Turns(Clock())
+    taken: list[int] = []
+
+    def step(number: int) -> None:
+        taken.append(number)
+        turns.end()
+        if number in (0, 1):
+            turns.take("user", functools.partial(step, 10 + number))
+
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    for number in range(2):
+        turns.take("user", functools.partial(step, number))
+    for _ in range(20):
+        await turn_of_the_loop()
+    assert not failed
+    assert sorted(taken) == [0, 1, 10, 11]
+
+
 async def test_the_step_that_ends_its_turn_is_its_last_one() -> None:
     turns = Turns(Clock())
     taken: list[int] = []

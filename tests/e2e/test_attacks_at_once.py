@@ -1,0 +1,58 @@
+"""All attacks at once, of one user: who is honest is served, and what the daemon held for the attackers comes back."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvsidecar.core.residency import MAX_NOTES_BYTES
+from kvsidecar.server.grpc_front import USER_BYTES
+from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
+from tests.attacks.support import attack
+from tests.e2e.test_attacks import lookup_seconds, port_of
+from tests.e2e.test_limits import rss_mib
+from tests.harness import DaemonProcess, Rank, done, eventually
+from tests.publisher.process import PublisherProcess
+
+ON_SOCKETS = ("headers_bomb", "half_sent_calls", "unfinished_hellos", "colliding_hashes", "publisher_memory")
+ATTACK_SECONDS = 20.0
+STATED_MIB = (USER_BYTES + MAX_PARTIAL_BYTES + MAX_NOTES_BYTES) / 2**20
+"""What docs/security.md allows one user of the memory of the daemon: gRPC connections, incomplete messages, notes."""
+
+
+def said(seconds: list[float]) -> str:
+    half, most, last = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100], seconds[-1]
+    return f"p50 {half * 1e3:.2f} ms, p99 {most * 1e3:.2f} ms, most {last * 1e3:.2f} ms"
+
+
+@pytest.mark.alone
+def test_all_attacks_at_once_leave_lookups_quick_and_give_the_memory_back(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--log-level", "info") as daemon, PublisherProcess(short_dir, daemon.socket):
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        done(rank.store("a"))
+        lookup_seconds(rank)
+        idle = lookup_seconds(rank, 1000)
+        start, most, busy = rss_mib(daemon), 0.0, list[float]()
+        with ExitStack() as stack:
+            running = [stack.enter_context(attack(name, short_dir, ATTACK_SECONDS)) for name in ON_SOCKETS]
+            running.append(stack.enter_context(attack("scrapers", port_of(daemon), ATTACK_SECONDS)))
+            began = time.monotonic()
+            eventually(lambda: daemon.refused("limit") > 0)
+            while any(each.process.poll() is None for each in running) and time.monotonic() < began + ATTACK_SECONDS:
+                busy += lookup_seconds(rank, 100)
+                most = max(most, rss_mib(daemon) - start)
+        busy.sort()
+        print(f"idle: {said(idle)}; attacked: {said(busy)}; {most:.0f} MiB of {STATED_MIB:.0f} were taken")
+        assert most < STATED_MIB
+        # The longest one is that of a scheduler with seven busy processes on the cores there are, not of the daemon.
+        assert busy[len(busy) // 2] < 10 * idle[len(idle) * 99 // 100]
+        kept = MAX_NOTES_BYTES / 2**20 + 32
+        eventually(lambda: rss_mib(daemon) - start < kept, lambda: f"{rss_mib(daemon) - start:.0f} MiB are kept")
+        print(f"{rss_mib(daemon) - start:.0f} MiB are kept after it")
+        assert daemon.get("/health")[0] == daemon.get("/ready")[0] == 200
+        rank.close()
+        assert daemon.terminate() == 0
