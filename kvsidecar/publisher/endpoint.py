@@ -8,10 +8,10 @@ by user.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
-import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -21,8 +21,11 @@ from typing import Any
 from kvsidecar.errors import AddressUnavailable, ConfigError, InvalidRequest
 from kvsidecar.publisher import zmtp
 from kvsidecar.support import log
+from kvsidecar.support import peer as peers
+from kvsidecar.support.accepting import accept
 
-_log = log.get("publish")
+_caused = log.limited("publish")
+"""For lines that routers cause."""
 
 MAX_CONNECTIONS = 256
 """Of one endpoint. Beyond it, whoever has most loses one."""
@@ -113,7 +116,7 @@ class Endpoint:
             self._sock = self._listen(endpoint)
         except OSError as error:
             text = f"--{option} {endpoint}: {error.strerror or error}"
-            if error.errno in (98, 99):  # EADDRINUSE, EADDRNOTAVAIL
+            if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 raise AddressUnavailable(text) from error
             raise ConfigError(text) from error
         except (ValueError, OverflowError) as error:
@@ -159,15 +162,9 @@ class Endpoint:
         return len(self._connections)
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while True:
-                try:
-                    sock, address = await loop.sock_accept(self._sock)
-                except OSError:  # it has gone, or there is no descriptor
-                    await asyncio.sleep(0.1)
-                    continue
-                self._admit(sock, address)
+                self._admit(*await accept(self._sock, _caused))
         finally:
             tasks = [each.task for each in self._connections if each.task is not None]
             for task in tasks:
@@ -175,9 +172,8 @@ class Endpoint:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _admit(self, sock: socket.socket, address: object) -> None:
-        sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
-            who: object = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            who: object = peers.credentials(sock).uid
         else:
             who = address[0]  # type: ignore[index]
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -203,11 +199,11 @@ class Endpoint:
                 await connection.send([zmtp.GREETING, zmtp.ready(self._socket_type)], GREETING_SECONDS)
             await self._handler(connection)
         except InvalidRequest as error:
-            _log.warning("a router is disconnected", error=str(error))
+            _caused.warning("a router is disconnected", error=str(error))
         except (OSError, TimeoutError):  # it has gone, or does not read
             pass
         except Exception as error:  # noqa: BLE001 - it costs this router its connection
-            _log.warning("a router is disconnected", error=repr(error))
+            _caused.warning("a router is disconnected", error=repr(error))
         finally:
             self._connections.pop(connection, None)
             connection.sock.close()

@@ -20,6 +20,7 @@ from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.arrivals import Arrival, Arrivals, close_all
 from kvsidecar.server.handler import REASONS, check_protocol
 from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import fence, log
 from kvsidecar.support import peer as peers
@@ -58,7 +59,6 @@ class AttachSocket:
         tasks: TaskSet,
         pidfds: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
-        self._socket_files = socket_files
         self._epoch = epoch
         self._instances = instances
         self._on_gone = on_gone
@@ -67,35 +67,19 @@ class AttachSocket:
         self._tasks = tasks
         self._pidfds = pidfds
         self._arrivals = Arrivals()
-        self._listener: socket.socket | None = None
+        self._listener = PathListener(socket_files, socket_files.attach_path, self._accepted, tasks, _caused)
         self._connections: dict[socket.socket, LocalConnection | None] = {}
-        self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Bind and accept. The caller holds the daemon's lock. Called again, because the socket was removed, it binds
-        another one; the connections that there are stay.
-
-        Raises:
-            SocketInUse: it cannot be bound.
-        """
-        listener = self._socket_files.listen(self._socket_files.attach_path)
-        self._stop_listening()
-        self._listener = listener
-        self._accepting = self._tasks.spawn(self._accept(listener), name="attach-socket")
+        """See `PathListener.start`."""
+        self._listener.start()
 
     async def start_again(self) -> None:
         """As `start`."""
         self.start()
 
-    def _stop_listening(self) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-        if self._listener is not None:
-            self._listener.close()
-
     async def stop(self) -> None:
-        self._stop_listening()
-        self._socket_files.withdraw(self._socket_files.attach_path)
+        self._listener.stop()
         for connection, local in tuple(self._connections.items()):
             # The reader sees the end of the stream and cleans up as for a client that has gone.
             if local is not None:
@@ -104,26 +88,16 @@ class AttachSocket:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                # EMFILE and similar errors pass when others close; retrying in a busy loop would starve the daemon.
-                _caused.warning("accept failed", error=str(error))
-                await asyncio.sleep(0.1)
-                continue
-            connection.setblocking(False)
-            who = peers.credentials(connection)
-            try:
-                arrival = self._arrivals.begin(connection, who.uid)
-            except LimitExceeded as error:
-                with connection:
-                    self._reject(connection, error)
-                continue
-            self._connections[connection] = None
-            self._tasks.spawn(self._serve(arrival, who), name="attach-connection")
+    def _accepted(self, connection: socket.socket) -> None:
+        who = peers.credentials(connection)
+        try:
+            arrival = self._arrivals.begin(connection, who.uid)
+        except LimitExceeded as error:
+            with connection:
+                self._reject(connection, error)
+            return
+        self._connections[connection] = None
+        self._tasks.spawn(self._serve(arrival, who), name="attach-connection")
 
     def _reject(self, connection: socket.socket, error: KVSidecarError) -> None:
         """Count a refusal and send the error, as far as the socket buffer takes it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable
 
 from kvsidecar.core.quota import Quota
@@ -18,6 +17,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server import http2_frames
 from kvsidecar.server.handler import REASONS
 from kvsidecar.server.http2_gate import CallQuotas, Gate, Passed
+from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import free_memory, log
 from kvsidecar.support import peer as peers
@@ -56,10 +56,9 @@ TRIM_BYTES = 8 << 20
 
 LINGER_SECONDS = 5
 """Time for a client whose connection is over to read why."""
-LOG_SECONDS = 1.0
-"""Refusals are logged at most once in this time."""
 
-_log = log.get("rpc")
+_caused = log.limited("rpc")
+"""For lines that clients cause."""
 
 
 class GrpcFront:
@@ -70,7 +69,7 @@ class GrpcFront:
     """
 
     def __init__(self, socket_files: SocketFiles, refuse: Callable[[Refusal], None], tasks: TaskSet) -> None:
-        self._socket_files, self._refuse, self._tasks = socket_files, refuse, tasks
+        self._refuse, self._tasks = refuse, tasks
         self.server = ""
         """Path at which gRPC's own server can be connected to."""
         self._connections_of = Quota(MAX_CONNECTIONS, "gRPC connections", MAX_ALL_CONNECTIONS)
@@ -82,13 +81,10 @@ class GrpcFront:
         )
         self.turns = Turns()
         self._relays: set[_Relay] = set()
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._listener = PathListener(socket_files, socket_files.grpc_path, self._accepted, tasks, _caused)
         self._seconds: asyncio.Task[None] | None = None
         self._most = 0
         """Bytes that were in use at most since memory was given back, at the bounds above."""
-        self._log_again = 0.0
-        self._unlogged = 0
 
     def start(self, server: str) -> None:
         """Bind and accept. The caller holds the daemon's lock.
@@ -104,20 +100,12 @@ class GrpcFront:
         self._seconds = self._tasks.spawn(self._each_second(), name="grpc-seconds")
 
     def listen(self) -> None:
-        """Bind and accept; after the socket was removed, at another one. The connections that there are stay.
-
-        Raises:
-            SocketInUse: it cannot be bound.
-        """
-        listener = self._socket_files.listen(self._socket_files.grpc_path)
-        self._stop_listening()
-        self._listener = listener
-        self._accepting = self._tasks.spawn(self._accept(listener), name="grpc-socket")
+        """See `PathListener.start`."""
+        self._listener.start()
 
     def stop_listening(self) -> None:
         """Take no more connections; those that there are go on."""
-        self._stop_listening()
-        self._socket_files.withdraw(self._socket_files.grpc_path)
+        self._listener.stop()
 
     def close(self) -> None:
         """End all connections."""
@@ -126,42 +114,21 @@ class GrpcFront:
         for relay in tuple(self._relays):
             relay.close()
 
-    def _stop_listening(self) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-        if self._listener is not None:
-            self._listener.close()
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                # EMFILE and similar errors pass when others close; retrying in a busy loop would starve the daemon.
-                _log.warning("accept failed", error=str(error))
-                await asyncio.sleep(0.1)
-                continue
-            connection.setblocking(False)
-            uid = peers.credentials(connection).uid
-            try:
-                self._connections_of.take(uid)
-            except LimitExceeded as error:
-                self.refused(uid, error)
-                with connection, contextlib.suppress(OSError):
-                    connection.send(http2_frames.turned_away(error))
-                continue
-            self._relays.add(_Relay(self, connection, uid))
+    def _accepted(self, connection: socket.socket) -> None:
+        uid = peers.credentials(connection).uid
+        try:
+            self._connections_of.take(uid)
+        except LimitExceeded as error:
+            self.refused(uid, error)
+            with connection, contextlib.suppress(OSError):
+                connection.send(http2_frames.turned_away(error))
+            return
+        self._relays.add(_Relay(self, connection, uid))
 
     def refused(self, uid: int, error: KVSidecarError) -> None:
         """Count a refusal, and log it if none was logged just now."""
         self._refuse(REASONS[type(error)])
-        now = time.monotonic()
-        if now < self._log_again:
-            self._unlogged += 1
-            return
-        _log.warning("gRPC refused", uid=uid, reason=str(error), refusals_not_logged=self._unlogged)
-        self._log_again, self._unlogged = now + LOG_SECONDS, 0
+        _caused.warning("gRPC refused", uid=uid, reason=str(error))
 
     def ended(self, relay: _Relay) -> None:
         self._relays.discard(relay)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvsidecar.server.turns import Turns
 from kvsidecar.support import log
+from kvsidecar.support.accepting import accept
 from kvsidecar.support.tasks import TaskSet
 
 BACKLOG = 1024
@@ -53,13 +54,7 @@ class HttpListener:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                # EMFILE and similar errors pass when others close; retrying in a busy loop would starve the daemon.
-                _caused.warning("accept failed", error=str(error))
-                await asyncio.sleep(0.1)
-                continue
+            connection, _ = await accept(listener, _caused)
             try:
                 await self._turns.wait(connection=True)
                 await loop.connect_accepted_socket(self._make, connection)
