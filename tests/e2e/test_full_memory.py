@@ -68,6 +68,15 @@ def declined(daemon: DaemonProcess) -> float:
     return daemon.metric('kvsidecar_refusals_total{reason="table_full"}')
 
 
+def leave_a_block(short_dir: Path, small: Path) -> None:
+    """A daemon has stored "a", and was killed."""
+    with started(short_dir, *flags(small)) as daemon:
+        rank = Rank(daemon)
+        done(rank.store("a"))
+        rank.close()
+        kill(daemon)
+
+
 def test_a_store_whose_records_find_no_room_is_declined_until_there_is_some(short_dir: Path, small: Path) -> None:
     with started(short_dir, *flags(small)) as daemon:
         filler = fill(small)
@@ -94,11 +103,7 @@ def test_a_store_whose_records_find_no_room_is_declined_until_there_is_some(shor
 
 
 def test_a_start_without_room_for_a_sparse_table_is_cold_and_says_why(short_dir: Path, small: Path) -> None:
-    with started(short_dir, *flags(small)) as daemon:
-        rank = Rank(daemon)
-        done(rank.store("a"))
-        rank.close()
-        kill(daemon)
+    leave_a_block(short_dir, small)
     make_sparse(small / TABLE)
     filler = fill(small)
     with started(short_dir, *flags(small)) as daemon:
@@ -121,11 +126,7 @@ def test_a_start_without_room_for_a_sparse_table_is_cold_and_says_why(short_dir:
 def test_a_sparse_table_with_room_is_taken_over_and_then_has_memory(
     short_dir: Path, small: Path, sparse_pool: bool
 ) -> None:
-    with started(short_dir, *flags(small)) as daemon:
-        rank = Rank(daemon)
-        done(rank.store("a"))
-        rank.close()
-        kill(daemon)
+    leave_a_block(short_dir, small)
     make_sparse(small / TABLE)
     if sparse_pool:
         make_sparse(small / POOL)
