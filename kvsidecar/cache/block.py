@@ -104,6 +104,8 @@ class SpaceBlocks:
         """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
         """Whether the block has left the index. It exists until its last pin ends."""
+        self.superseded: set[int] = set()
+        """Detached because they had expired when they were stored again: loads under a lease still find them."""
         self.tiers = np.zeros(1, np.uint8)
         """One bit per slower tier: whether it has the block, or is being given it."""
         self._freed_rows = np.zeros(1, np.int64)
@@ -185,6 +187,8 @@ class SpaceBlocks:
         """Make the rows of deleted blocks available again."""
         self.evictable[rows] = False
         self.detached[rows] = False
+        if self.superseded:
+            self.superseded.difference_update(rows.tolist())
         self._freed_rows[self._num_freed : self._num_freed + len(rows)] = rows
         self._num_freed += len(rows)
 

@@ -293,13 +293,15 @@ class BlockCache:
         """
         for space, shard, _ in parts:
             _check_shard(space, shard)
-        leases = self._leases
-        if lease_id is not None and leases.get(lease_id, now) is None and not leases.was_released(lease_id):
+        lease = None if lease_id is None else self._leases.get(lease_id, now)
+        if lease is None and lease_id is not None and not self._leases.was_released(lease_id):
             return Refusal.STALE_LEASE
-        found = [space.blocks.index.find(space.blocks.index.keys(hashes)) for space, _, hashes in parts]
-        for (space, _, _), rows in zip(parts, found, strict=True):
+        found = []
+        for space, _, hashes in parts:
+            rows = self._find_leased(space, hashes, lease)
             if not all_true(self._readable(space, rows, leased=True)):
                 return Refusal.NOT_FOUND
+            found.append(rows)
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
         if not self._room.may_pin(chains):
             return Refusal.QUOTA
@@ -451,6 +453,11 @@ class BlockCache:
         """Delete these blocks. Returns how many are no longer readable. Slots in use are freed when that ends."""
         before = self._table.readable_blocks
         blocks, rows = space.blocks, self.chain(space, hashes).rows
+        if blocks.superseded:
+            words = {bytes(each) for each in blocks.index.keys(hashes).words}
+            blocks.superseded = {
+                row for row in blocks.superseded if bytes(blocks.index.words_of(np.array([row]))) not in words
+            }
         for row in rows[(blocks.pins[rows] > 0) & (blocks.missing[rows] == 0)].tolist():
             self._table.forget(blocks, row)
         self._table.evict(Chain(blocks, rows[blocks.evictable[rows]]))
@@ -534,6 +541,18 @@ class BlockCache:
         space.hits += num_hits
         space.misses += len(hits) - num_hits
         return rows, hits
+
+    def _find_leased(self, space: Space, hashes: Hashes, lease: Lease | None) -> Ints:
+        """The row of each hash, or -1: what the lease holds, where it has expired and was stored again."""
+        blocks = space.blocks
+        keys = blocks.index.keys(hashes)
+        rows = blocks.index.find(keys)
+        if lease is not None and blocks.superseded:
+            held = {row for chain in lease.chains if chain.blocks is blocks for row in chain.rows.tolist()}
+            old = {bytes(blocks.index.words_of(np.array([row]))): row for row in held & blocks.superseded}
+            for i, words in enumerate(keys.words if old else ()):
+                rows[i] = old.get(bytes(words), rows[i])
+        return rows
 
     def _readable(self, space: Space, rows: Ints, *, leased: bool = False) -> Bools:
         """Whether these blocks are readable, have not expired, and lie below `readable_below`; row -1 is not.

@@ -301,7 +301,8 @@ class BlockTable:
         self.forget(blocks, row)
 
     def forget(self, blocks: SpaceBlocks, row: int) -> None:
-        """Detach a pinned block."""
+        """Detach a pinned block, or one that is detached: nothing may load it any more."""
+        blocks.superseded.discard(row)
         if self.records is not None:
             self.records.unseal(self.slots.places(blocks.held_slots(np.array([row]))))
         if not blocks.cleared and not blocks.detached[row]:

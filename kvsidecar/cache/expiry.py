@@ -162,6 +162,7 @@ class Expiry:
         gone = np.unique(rows[self.expired(blocks, rows)])
         for row in gone[(blocks.pins[gone] > 0) & (blocks.missing[gone] == 0)].tolist():
             self._table.forget(blocks, row)
+            blocks.superseded.add(row)
         self._evict(blocks, gone)
 
     def collect(self, limit: int) -> bool:

@@ -215,6 +215,55 @@ def test_an_expired_block_is_stored_again_also_while_a_lease_holds_the_old_one()
     assert cache.stats().blocks == 2
 
 
+def leased_and_stored_again() -> tuple[BlockCache, Space, int, list[int]]:
+    """Two leased blocks expired, were stored again, and expired again, unpinned."""
+    cache = new_cache(8)
+    space = open_space(cache)
+    cache.expire(0.0)
+    store_for(cache, space, 5, "a", "b")
+    held = lease(cache, space, "a", "b", ttl=100.0)
+    old = space.blocks.slots[0, space.blocks.index.find(space.blocks.index.keys(keys("a", "b")))].tolist()
+    cache.expire(6.0)
+    store_for(cache, space, 5, "a", "b")
+    cache.expire(12.0)
+    return cache, space, held, old
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_lease_holds_a_block_whose_second_copy_has_expired_too(swept: bool) -> None:
+    cache, space, held, old = leased_and_stored_again()
+    if swept:
+        sweep(cache)
+    loading = cache.begin_load([(space, 0, keys("b", "a", "b"))], held, 12.0)
+    assert isinstance(loading, LoadGrant), "what a lease holds can be loaded"
+    assert loading.slots[0].tolist() == [old[1], old[0], old[1]]
+    assert cache.begin_load([(space, 0, keys("a"))], None, 12.0) is Refusal.NOT_FOUND, "no lease was named"
+    assert cache.begin_load([(space, 0, keys("a", "c"))], held, 12.0) is Refusal.NOT_FOUND
+    cache.end_load(loading)
+    cache.release(held)
+    sweep(cache)
+    check_integrity(cache)
+    assert cache.stats().blocks == 0
+
+
+@pytest.mark.parametrize("end", ["corrupt", "forgotten", "cleared", "cleared by hash"])
+def test_a_lease_does_not_bring_back_what_must_not_be_loaded(end: str) -> None:
+    cache, space, held, _ = leased_and_stored_again()
+    loading = cache.begin_load([(space, 0, keys("a"))], held, 12.0)
+    assert isinstance(loading, LoadGrant)
+    if end == "corrupt":
+        cache.mark_corrupt(loading, 0, 0)
+    elif end == "forgotten":
+        cache.forget(loading, 0, 0)
+    elif end == "cleared":
+        cache.clear()
+    else:
+        cache.clear_blocks(space, keys("a"))
+    cache.end_load(loading)
+    assert cache.begin_load([(space, 0, keys("a"))], held, 12.0) is Refusal.NOT_FOUND
+    check_integrity(cache)
+
+
 def test_expired_blocks_go_before_older_ones() -> None:
     cache = new_cache(4)
     space = open_space(cache)

@@ -39,11 +39,6 @@ class SimLink(NoProcessLink):
         self._steps.called()
         self._at = process
 
-    async def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        if request["do"] == "bound":
-            return {}  # of the start of a real process, which this is not: nothing here depends on it
-        return await super().ask(request, fds)
-
     def submit(
         self,
         session: int,
@@ -97,7 +92,7 @@ class SimProcess:
         match request["do"]:
             case "hello":
                 return {"platform": "simulation", "why": "", "devices": [], "pin_limit": None}
-            case "start":
+            case "bound" | "start":
                 return {}
             case "open":
                 reply = self.sessions.open(request, fds)
