@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsidecar.cache.arrays import FEW, NO_INTS, Bytes, Ints, Words, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
-from kvsidecar.cache.eviction_policy import LruPolicy
+from kvsidecar.cache.eviction_policy import EvictionQueues
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.slots import size_class
 from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
@@ -76,10 +76,10 @@ class SpaceBlocks:
 
     def _start_empty(self) -> None:
         # One row though there is no block: a lookup of many hashes also reads the columns at row -1.
-        self.policy = LruPolicy(1)
-        """The evictable blocks of normal priority."""
-        self._ranked: dict[Priority, LruPolicy] = {}
-        """Those of all priorities, once a block had another one than normal: until then they cost nothing."""
+        self.queues = EvictionQueues(1)
+        """The evictable blocks, by priority."""
+        self._ranked = False
+        """Whether a block had another priority than normal: until then priorities cost nothing."""
         self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
         """The blocks that can be found, readable or not."""
         self.slots = np.zeros((self.space.num_shards, 1), np.int64)
@@ -142,10 +142,7 @@ class SpaceBlocks:
 
     def set_priority(self, rows: Ints, priority: Priority | Bytes) -> None:
         """Set the priorities of blocks that are not evictable yet."""
-        if not self._ranked and np.any(priority):
-            capacity = len(self.pins)
-            self._ranked = {each: LruPolicy(capacity) for each in (Priority.LOW, Priority.HIGH)}
-            self._ranked[Priority.NORMAL] = self.policy
+        self._ranked = self._ranked or bool(np.any(priority))
         self.priority[rows] = priority
 
     @property
@@ -158,30 +155,24 @@ class SpaceBlocks:
         return self.priority[rows] if self._ranked else None
 
     def insert(self, rows: Ints) -> None:
-        """Add blocks to the eviction order, as `LruPolicy.insert`."""
+        """Add blocks to the eviction order, as `EvictionQueues.insert`."""
         if not self._ranked:
-            self.policy.insert(rows)
+            self.queues.insert(rows)
             return
-        for priority, policy in self._ranked.items():
-            mine = rows[self.priority[rows] == priority]
+        priorities = self.priority[rows]
+        for priority in EVICTION_ORDER:
+            mine = rows[priorities == priority]
             if len(mine):
-                policy.insert(mine)
+                self.queues.insert(mine, priority)
                 self.space.share.orders[priority].add(self)
 
     def remove(self, rows: Ints) -> None:
         """Remove blocks from the eviction order."""
-        if not self._ranked:
-            self.policy.remove(rows)
-            return
-        for priority, policy in self._ranked.items():
-            mine = rows[self.priority[rows] == priority]
-            if len(mine):
-                policy.remove(mine)
+        self.queues.remove(rows)
 
     def candidates(self, priority: Priority = Priority.NORMAL) -> Iterator[Ints]:
         """The evictable blocks of one priority, least recently used first, in pieces."""
-        policy = self._ranked.get(priority) if self._ranked else self.policy if not priority else None
-        return iter(()) if policy is None else policy.candidates()
+        return self.queues.candidates(priority)
 
     def recycle(self, rows: Ints) -> None:
         """Make the rows of deleted blocks available again."""
@@ -243,8 +234,7 @@ class SpaceBlocks:
             # With many shards, a huge page for each would be mostly empty.
             setattr(self, name, extended(column, length, huge=column.ndim == 1 or len(column) == 1))
         self.index.reserve(length)
-        for policy in self._ranked.values() or (self.policy,):
-            policy.reserve(length)
+        self.queues.reserve(length)
 
     def unpin(self, rows: Ints) -> Ints:
         """Remove one pin of each of these blocks. Returns the blocks that are no longer pinned."""

@@ -1,4 +1,4 @@
-"""The eviction order of blocks. `kvsidecar.cache.eviction` chooses the victims."""
+"""The eviction order of the blocks of a table. `kvsidecar.cache.eviction` chooses the victims."""
 
 from __future__ import annotations
 
@@ -16,53 +16,68 @@ WINDOW = 32
 """Entries of the log to read first; then twice as many, and so on."""
 
 
-class LruPolicy:
-    """The evictable blocks of one space, least recently used first.
+class _Queue:
+    """The log of one queue."""
 
-    It is a log of uses in which only the last entry of a block is live. A removed block leaves its entry behind, so a
-    use takes one write and no search. Segments without a live entry are dropped. Neighbours that fit into one segment
-    are merged, two pairs for every new segment, so the log stays within about twice the number of blocks.
+    def __init__(self) -> None:
+        self.segments: dict[int, npt.NDArray[np.int32]] = {}
+        """Segment -> its rows; the oldest segment first."""
+        self.newest = -1
+        """The segment that is being filled; -1: there is none yet."""
+        self.filled = SEGMENT
+        """Entries of the newest segment."""
+        self.oldest = 0
+        """No entry before this one is live, so that successive evictions need not search for the first."""
+        self.to_merge: Iterator[tuple[int, int]] = iter(())
+
+
+class EvictionQueues:
+    """The evictable blocks of one table in queues, in each of them the least recently used first.
+
+    A queue is a log of uses in which only the last entry of a block is live. A removed block leaves its entry behind,
+    so a use takes one write and no search. Segments without a live entry are dropped. Neighbours that fit into one
+    segment are merged, two pairs for every new segment, so the log stays within about twice the number of blocks.
+
+    Segments are numbered over all queues, so that a block takes no more memory however many queues there are.
     """
 
     def __init__(self, capacity: int) -> None:
         self._place: Ints = zeros((capacity,), np.int64)
-        """Per row the number of its live entry in the log plus one; 0 for a row without one."""
-        self._end = 0
-        """Number of the next entry."""
-        self._segments: dict[int, npt.NDArray[np.int32]] = {}
-        """Segment -> its rows; the oldest segment first."""
+        """Per row the number of its live entry plus one; 0 for a row without one."""
         self._live: dict[int, int] = {}
         """Segment -> number of its live entries."""
-        self._oldest = 0
-        """No entry before this one is live, so that successive evictions need not search for the first."""
-        self._to_merge: Iterator[tuple[int, int]] = iter(())
+        self._queue_of: dict[int, _Queue] = {}
+        """Segment -> its queue."""
+        self._queues: dict[int, _Queue] = {}
+        self._num_segments = 0
+        """How many there have been."""
 
-    def insert(self, rows: Ints) -> None:
+    def insert(self, rows: Ints, queue: int = 0) -> None:
         """Add distinct blocks that have just been used.
 
         The blocks of one request are given deepest first: a prefix is useless without its head, so the first block of
         a request is evicted last.
         """
-        start = self._end & SEGMENT - 1
-        if len(rows) == 1 <= FEW and start:
-            row, segment = rows.item(), self._end >> SEGMENT_BITS
-            self._end += 1
-            self._place[row] = self._end
-            self._segments[segment][start] = row
+        log = self._queues.get(queue)
+        if log is None:
+            log = self._queues[queue] = _Queue()
+        if len(rows) == 1 <= FEW and log.filled < SEGMENT:
+            row, segment = rows.item(), log.newest
+            log.segments[segment][log.filled] = row
+            log.filled += 1
+            self._place[row] = (segment << SEGMENT_BITS) + log.filled
             self._live[segment] += 1
             return
-        self._place[rows] = np.arange(self._end + 1, self._end + 1 + len(rows))
         while len(rows):
-            segment, start = self._end >> SEGMENT_BITS, self._end & SEGMENT - 1
-            if segment not in self._segments:
-                self._drop_if_empty(segment - 1)
-                self._segments[segment] = np.zeros(SEGMENT, np.int32)
-                self._live[segment] = 0
-                self._merge_some()
+            if log.filled == SEGMENT:
+                self._begin_segment(log)
+            segment, start = log.newest, log.filled
             piece, rows = rows[: SEGMENT - start], rows[SEGMENT - start :]
-            self._segments[segment][start : start + len(piece)] = piece
+            log.filled += len(piece)
+            log.segments[segment][start : log.filled] = piece
+            first = (segment << SEGMENT_BITS) + 1
+            self._place[piece] = np.arange(first + start, first + log.filled)
             self._live[segment] += len(piece)
-            self._end += len(piece)
 
     def remove(self, rows: Ints) -> None:
         """Remove blocks that are no longer evictable, or that were just used and are inserted again."""
@@ -77,19 +92,21 @@ class LruPolicy:
         for segment, count in zip(*(each.tolist() for each in unique_counts(segments)), strict=True):
             self._forget(segment, count)
 
-    def candidates(self) -> Iterator[Ints]:
-        """All blocks in eviction order, in pieces. Nothing may change while the iterator is in use."""
+    def candidates(self, queue: int = 0) -> Iterator[Ints]:
+        """All blocks of a queue in eviction order, in pieces. Nothing may change while the iterator is in use."""
+        log = self._queues.get(queue)
         nothing_yet = True
         window = WINDOW
-        for segment, rows in self._segments.items():
+        for segment, rows in () if log is None else log.segments.items():
+            assert log is not None
             first = segment << SEGMENT_BITS
-            start = max(first, self._oldest)
+            start = max(first, log.oldest)
             while start < first + SEGMENT:
                 piece = rows[start - first : start - first + window]
                 live = (self._place[piece] == np.arange(start + 1, start + 1 + len(piece))).nonzero()[0]
                 if len(live):
                     if nothing_yet:
-                        nothing_yet, self._oldest = False, start + int(live[0])
+                        nothing_yet, log.oldest = False, start + int(live[0])
                     yield piece[live].astype(np.int64)
                 start += window
                 window = min(2 * window, SEGMENT)
@@ -97,36 +114,47 @@ class LruPolicy:
     def reserve(self, capacity: int) -> None:
         self._place = extended(self._place, capacity)
 
+    def _begin_segment(self, log: _Queue) -> None:
+        full, log.newest, log.filled = log.newest, self._num_segments, 0
+        self._num_segments += 1
+        self._drop_if_empty(full)
+        log.segments[log.newest] = np.zeros(SEGMENT, np.int32)
+        self._live[log.newest] = 0
+        self._queue_of[log.newest] = log
+        self._merge_some(log)
+
     def _live_rows(self, segment: int) -> Ints:
-        rows = self._segments[segment]
+        rows = self._queue_of[segment].segments[segment]
         first = (segment << SEGMENT_BITS) + 1
         live: Ints = rows[self._place[rows] == np.arange(first, first + SEGMENT)].astype(np.int64)
         return live
 
     def _forget(self, segment: int, count: int) -> None:
         self._live[segment] -= count
-        if segment != self._end >> SEGMENT_BITS:  # the last segment is still being filled
-            self._drop_if_empty(segment)
+        self._drop_if_empty(segment)
 
     def _drop_if_empty(self, segment: int) -> None:
-        if self._live.get(segment) == 0:
-            del self._segments[segment], self._live[segment]
+        if self._live.get(segment) == 0 and segment != self._queue_of[segment].newest:
+            self._drop(segment)
 
-    def _merge_some(self) -> None:
+    def _drop(self, segment: int) -> None:
+        del self._live[segment], self._queue_of.pop(segment).segments[segment]
+
+    def _merge_some(self, log: _Queue) -> None:
         for _ in range(2):
-            older, newer = next(self._to_merge, (-1, -1))
+            older, newer = next(log.to_merge, (-1, -1))
             if older < 0:
-                self._to_merge = pairwise(list(self._segments)[:-1])
+                log.to_merge = pairwise(list(log.segments)[:-1])
             elif older in self._live and newer in self._live:
-                self._merge(older, newer)
+                self._merge(log, older, newer)
 
-    def _merge(self, older: int, newer: int) -> None:
+    def _merge(self, log: _Queue, older: int, newer: int) -> None:
         """Move the live entries of two neighbours into the newer one, if they fit."""
         if self._live[older] + self._live[newer] > SEGMENT:
             return
         rows = np.concatenate((self._live_rows(older), self._live_rows(newer)))
         first = (newer << SEGMENT_BITS) + 1
         self._place[rows] = np.arange(first, first + len(rows))
-        self._segments[newer][: len(rows)] = rows
+        log.segments[newer][: len(rows)] = rows
         self._live[newer] = len(rows)
-        del self._segments[older], self._live[older]
+        self._drop(older)

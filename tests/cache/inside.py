@@ -37,6 +37,7 @@ def hashes_of(index: BlockIndex, rows: Ints) -> list[bytes]:
 
 def nbytes_of(blocks: SpaceBlocks) -> int:
     """Bytes of address space of a table. A page that was never written to costs no memory."""
-    index, policy = blocks.index, blocks.policy
-    arrays = [index._words, index._tags, index._rows, index._overflows, policy._place, *policy._segments.values()]
+    index, queues = blocks.index, blocks.queues
+    segments = [segment for log in queues._queues.values() for segment in log.segments.values()]
+    arrays = [index._words, index._tags, index._rows, index._overflows, queues._place, *segments]
     return sum(array.nbytes for array in (*arrays, *(getattr(blocks, name) for name in COLUMNS)))

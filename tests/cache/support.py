@@ -76,7 +76,7 @@ def slot_of(space: Space, block_hash: bytes, shard: int) -> int:
 
 def eviction_order(space: Space) -> list[bytes]:
     """Hashes of the evictable blocks, the next to go first."""
-    return [name for rows in space.blocks.policy.candidates() for name in hashes_of(space.blocks.index, rows)]
+    return [name for rows in space.blocks.queues.candidates() for name in hashes_of(space.blocks.index, rows)]
 
 
 def refused(cache: BlockCache, space: Space, *names: int | str) -> bool:

@@ -314,15 +314,15 @@ def test_many_evicting_stores_look_at_few_blocks() -> None:
     space = open_space(cache)
     store(cache, space, *range(size))
     taken = 0
-    candidates = space.blocks.policy.candidates
+    candidates = space.blocks.queues.candidates
 
-    def counting() -> Iterator[Ints]:
+    def counting(queue: int = 0) -> Iterator[Ints]:
         nonlocal taken
-        for rows in candidates():
+        for rows in candidates(queue):
             taken += len(rows)
             yield rows
 
-    space.blocks.policy.candidates = counting  # type: ignore[method-assign]
+    space.blocks.queues.candidates = counting  # type: ignore[method-assign]
     for name in range(size, size + 100):
         store(cache, space, name)
     assert 0 < taken <= 100 * SEGMENT

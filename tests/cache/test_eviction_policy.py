@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -7,22 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.cache.eviction_policy import SEGMENT, LruPolicy
+from kvsidecar.cache.eviction_policy import SEGMENT, EvictionQueues
 
 
 def rows(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def order(policy: LruPolicy) -> list[int]:
+def order(policy: EvictionQueues, queue: int = 0) -> list[int]:
     for segment, living in policy._live.items():
         assert living == len(policy._live_rows(segment)), f"segment {segment} does not have {living} entries"
-    assert policy._live.keys() == policy._segments.keys()
-    return [row for piece in policy.candidates() for row in piece.tolist()]
+    segments = {segment for log in policy._queues.values() for segment in log.segments}
+    assert policy._live.keys() == policy._queue_of.keys() == segments
+    return [row for piece in policy.candidates(queue) for row in piece.tolist()]
 
 
 def test_the_oldest_comes_first() -> None:
-    policy = LruPolicy(10)
+    policy = EvictionQueues(10)
     policy.insert(rows(3, 1))
     policy.insert(rows(2))
     assert order(policy) == [3, 1, 2]
@@ -30,14 +32,14 @@ def test_the_oldest_comes_first() -> None:
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_removed_block_is_no_candidate_wherever_it_was(gone: int) -> None:
-    policy = LruPolicy(10)
+    policy = EvictionQueues(10)
     policy.insert(rows(0, 1, 2))
     policy.remove(rows(gone))
     assert order(policy) == [row for row in range(3) if row != gone]
 
 
 def test_a_block_that_comes_back_is_the_newest() -> None:
-    policy = LruPolicy(10)
+    policy = EvictionQueues(10)
     policy.insert(rows(0, 1))
     policy.remove(rows(0))
     policy.insert(rows(0))
@@ -45,7 +47,7 @@ def test_a_block_that_comes_back_is_the_newest() -> None:
 
 
 def test_an_emptied_policy_can_be_filled_again() -> None:
-    policy = LruPolicy(10)
+    policy = EvictionQueues(10)
     policy.insert(rows(0))
     policy.remove(rows(0))
     assert order(policy) == []
@@ -54,7 +56,7 @@ def test_an_emptied_policy_can_be_filled_again() -> None:
 
 
 def test_more_rows_than_foreseen_can_be_reserved() -> None:
-    policy = LruPolicy(1)
+    policy = EvictionQueues(1)
     policy.insert(rows(0))
     policy.reserve(5)
     policy.insert(rows(4))
@@ -62,26 +64,28 @@ def test_more_rows_than_foreseen_can_be_reserved() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_the_order_is_that_of_a_list_over_many_segments(seed: int) -> None:
+@given(seed=st.integers(0, 2**32), queues=st.integers(1, 3))
+def test_the_order_is_that_of_a_list_for_each_queue_over_many_segments(seed: int, queues: int) -> None:
     rng = random.Random(seed)
-    policy, model = LruPolicy(3 * SEGMENT), list[int]()
+    policy, models = EvictionQueues(3 * SEGMENT), [list[int]() for _ in range(queues)]
     for _ in range(rng.randrange(1, 20)):
         used = rng.sample(range(3 * SEGMENT), rng.choice((1, 7, SEGMENT // 3, SEGMENT, 2 * SEGMENT)))
         gone = set(used)
-        policy.remove(rows(*gone.intersection(model)))
-        model = [row for row in model if row not in gone]
+        policy.remove(rows(*gone.intersection(itertools.chain(*models))))
+        models = [[row for row in model if row not in gone] for model in models]
         if rng.random() < 0.8:
-            policy.insert(rows(*used))
-            model += used
-    assert order(policy) == model
+            queue = rng.randrange(queues)
+            policy.insert(rows(*used), queue)
+            models[queue] += used
+    for queue, model in enumerate(models):
+        assert order(policy, queue) == model
 
 
 def test_the_log_stays_in_proportion_to_the_blocks_whatever_is_used() -> None:
     """One block of each segment stays where it is, and all others are used again and again: nothing but a merge of
     neighbours keeps these segments from staying for ever."""
     count = 40 * SEGMENT
-    policy = LruPolicy(count)
+    policy = EvictionQueues(count)
     every = np.arange(count)
     policy.insert(every)
     for stays in range(1, 20):
@@ -89,5 +93,5 @@ def test_the_log_stays_in_proportion_to_the_blocks_whatever_is_used() -> None:
         for part in np.array_split(hot, 50):
             policy.remove(part)
             policy.insert(part)
-        assert len(policy._segments) <= 2 * 40 + 2
+        assert len(policy._live) <= 2 * 40 + 2
     assert sorted(order(policy)) == every.tolist()
