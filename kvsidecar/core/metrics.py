@@ -231,6 +231,8 @@ class Metrics:
         for result in ("hit", "miss"):
             self.lookup_blocks.labels(result)
         self.warm_started(WarmStart())
+        self._by_events = frozenset(family.name for family in self.registry.collect())
+        """Families that events update. Their samples may have a suffix, such as ``_total``."""
         self.registry.register(self)
 
     def read_gauges_from(self, source: Callable[[], Gauges]) -> None:
@@ -257,13 +259,14 @@ class Metrics:
         }
 
     def value(self, name: str, **labels: str) -> float:
-        """Current value of one series; 0 if it has none."""
+        """Current value of one series; 0 if it has none. A gauge that is read at a scrape costs as much as all."""
         # Not `get_sample_value`, which collects everything for it: a Status needs many values.
-        for family in self.registry.restricted_registry([name]).collect():
+        by_events = name.rpartition("_")[0] in self._by_events or name in self._by_events
+        for family in self.registry.restricted_registry([name]).collect() if by_events else self.collect():
             for sample in family.samples:
                 if sample.name == name and sample.labels == labels:
                     return sample.value
-        return self.registry.get_sample_value(name, labels) or 0.0
+        return 0.0
 
     def render(self) -> bytes:
         """The text exposition format."""

@@ -83,3 +83,21 @@ def test_refusal_counts_list_what_happened_only() -> None:
     metrics = Metrics("host")
     metrics.refuse(Refusal.POOL_FULL, 3)
     assert metrics.refusal_counts() == {"pool_full": 3}
+
+
+def test_a_series_that_has_not_begun_is_zero_without_a_scrape() -> None:
+    scrapes = []
+
+    def source() -> Gauges:
+        scrapes.append(1)
+        return gauges()
+
+    metrics = Metrics("host")
+    metrics.read_gauges_from(source)
+    assert metrics.value("kvsidecar_copier_deaths_total", device="GPU-1") == 0
+    assert metrics.value("kvsidecar_refusals_total", reason="no such") == 0
+    assert not scrapes, "a Status with a few of them costs as many scrapes"
+    metrics.copier_deaths.labels("GPU-1").inc()
+    assert metrics.value("kvsidecar_copier_deaths_total", device="GPU-1") == 1
+    assert metrics.value("kvsidecar_pool_used_bytes") == 40
+    assert metrics.value("kvsidecar_no_such_thing") == 0
