@@ -200,6 +200,12 @@ class Metrics:
         self.residency_blocks = counter(
             "kvsidecar_residency_blocks", "Blocks in messages to watchers, by what they were told.", ["change"]
         )
+        self.residency_dropped_notes = counter(
+            "kvsidecar_residency_dropped_notes",
+            "Blocks whose notes were given up, because those of all users together took too much: the oldest of the "
+            "user who had most. Watchers to come do not learn the tokens of these blocks, and announce none of them to "
+            "routers.",
+        )
         self.residency_resets = counter(
             "kvsidecar_residency_resets",
             "Snapshots that watchers were sent, by reason: new (it has begun to watch), unread (it did not read), "

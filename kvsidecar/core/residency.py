@@ -8,8 +8,7 @@ twice, but the last word on each block is right.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Protocol
@@ -19,6 +18,7 @@ import numpy as np
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.metrics import Metrics, ResetReason
+from kvsidecar.core.notes import Notes
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.engine import ShardSpace
 from kvsidecar.tiers.telling import Told
@@ -35,7 +35,7 @@ SNAPSHOT_ROWS = 1024
 PIECES = 4
 """Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
 MAX_NOTES_BYTES = 64 * 1024 * 1024
-"""Notes that are kept for watchers to come, in all namespaces. The one that has most gives up its oldest."""
+"""Notes that are kept for watchers to come, of all users. The one who has most gives up the oldest: see `Notes`."""
 LISTING_TURNS = int(30 / INTERVAL) * PIECES * 32
 """A snapshot does not wait for a tier for longer than half a minute: each turn of `flush` asks so often at most."""
 MAX_COMPARED = 8192
@@ -159,48 +159,6 @@ _OF_TIER: Final = {
 }
 
 
-class _Notes:
-    """The latest notes of each namespace, for snapshots."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Namespace, OrderedDict[int, Change]] = {}
-        """By namespace: numbered, the oldest first. Not a dict: to find the first key of one takes the longer, the more
-        keys before it have been deleted."""
-        self._bytes: dict[Namespace, int] = {}
-        self.total_bytes = 0
-        self._number = 0
-
-    def add(self, namespace: Namespace, change: Change) -> None:
-        self._number += 1
-        self._kept.setdefault(namespace, OrderedDict())[self._number] = change
-        self._count(namespace, change, 1)
-        while self.total_bytes > MAX_NOTES_BYTES:
-            most = max(self._bytes, key=self._bytes.__getitem__)
-            kept = self._kept[most]
-            self._count(most, kept.popitem(last=False)[1], -1)
-            if not kept:
-                del self._kept[most], self._bytes[most]
-
-    def _count(self, namespace: Namespace, change: Change, sign: int) -> None:
-        nbytes = sign * (len(change.hashes) + len(change.notes) + 200)
-        self._bytes[namespace] = self._bytes.get(namespace, 0) + nbytes
-        self.total_bytes += nbytes
-
-    def forget(self, namespace: Namespace) -> None:
-        self._kept.pop(namespace, None)
-        self.total_bytes -= self._bytes.pop(namespace, 0)
-
-    def keep_only(self, namespaces: Container[Namespace]) -> None:
-        for each in [each for each in self._kept if each not in namespaces]:
-            self.forget(each)
-
-    def of(self, namespace: Namespace) -> Iterator[Change]:
-        """Those that there are now, as far as they are still there when they are asked for."""
-        for number in list(self._kept.get(namespace, ())):
-            if (change := self._kept.get(namespace, OrderedDict()).get(number)) is not None:
-                yield change
-
-
 class Watch:
     """One watcher. `Watches.end` ends it."""
 
@@ -242,7 +200,7 @@ class Watches:
         self._cache, self._metrics, self._later, self._is_ready = cache, metrics, later, is_ready
         self._slower = slower
         self._feeds: dict[Namespace, _Feed] = {}
-        self._notes = _Notes()
+        self._notes: Notes[Change] = Notes(MAX_NOTES_BYTES)
         self._armed = False
         self._counts = {kind: metrics.residency_blocks.labels(kind.value) for kind in Residency if kind.is_change}
 
@@ -274,8 +232,11 @@ class Watches:
                 for each in feed.behind.values():
                     self._look_away(each)
 
-    def note(self, namespace: Namespace, group: int, hashes: bytes, notes: bytes) -> None:
+    def note(self, namespace: Namespace, group: int, hashes: bytes, notes: bytes, *, user: int) -> None:
         """Keep what a client notes about blocks that it stores, for the watchers.
+
+        Args:
+            user: uid of the client.
 
         Raises:
             InvalidRequest: there are not as many bytes for each hash, or too many.
@@ -287,14 +248,16 @@ class Watches:
             )
         feed = self._feeds.get(namespace)
         for change in split(Change(Residency.NOTES, group, hashes, notes), namespace.hash_bytes):
-            self._notes.add(namespace, change)
+            nbytes = len(change.hashes) + len(change.notes)
+            for other, lost in self._notes.add(namespace, user, change, nbytes):
+                self._metrics.residency_dropped_notes.inc(len(lost.hashes) // other.hash_bytes)
             if feed is not None:
                 feed.add(change.kind, group, change.hashes, change.notes)
 
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all: its notes, too."""
         if namespace is None:
-            self._notes = _Notes()
+            self._notes.clear()
         else:
             self._notes.forget(namespace)
 

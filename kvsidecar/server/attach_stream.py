@@ -121,7 +121,8 @@ class AttachStream:
             order = self._order(message.event) if message.event else None
             for each in message.blocks:
                 if each.notes and self._watches is not None:
-                    self._watches.note(self._session.registration.namespace, each.group, each.hashes, each.notes)
+                    namespace, user = self._session.registration.namespace, self._session.peer.uid
+                    self._watches.note(namespace, each.group, each.hashes, each.notes, user=user)
         elif message.lease:
             mine = self._instances.may_use_lease(message.lease, self._session.peer.uid)
             lease = message.lease if mine else NO_LEASE

@@ -250,7 +250,7 @@ def test_notes_come_before_the_blocks_also_for_those_who_come_later() -> None:
     space = open_space(daemon.cache)
     daemon.watch(first)
     daemon.settle()
-    daemon.watches.note(namespace(), 0, b"".join(keys("a", "b")), b"AAABBB")
+    daemon.watches.note(namespace(), 0, b"".join(keys("a", "b")), b"AAABBB", user=0)
     store(daemon.cache, space, "a", "b")
     daemon.settle()
     kinds = [change.kind for update in first.updates for change in update.changes]
@@ -267,7 +267,7 @@ def test_many_small_notes_fill_few_messages() -> None:
     """Else a snapshot of the notes on many small stores would take minutes."""
     daemon, reader = Daemon(), Reader()
     for name in range(4000):
-        daemon.watches.note(namespace(), 0, keys(name)[0], b"n" * 100)
+        daemon.watches.note(namespace(), 0, keys(name)[0], b"n" * 100, user=0)
     daemon.watch(reader)
     daemon.settle()
     assert len(reader.notes) == 4000
@@ -360,12 +360,12 @@ def test_joined_changes_leave_the_same_behind(seed: int, width: int) -> None:
     assert state(joined(log, width)) == state(log)
 
 
-def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_have_a_limit_and_the_namespace_with_most_gives_up_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "MAX_NOTES_BYTES", 4000)
     daemon, reader = Daemon(), Reader()
-    daemon.watches.note(namespace("small"), 0, keys("s")[0], b"small")
+    daemon.watches.note(namespace("small"), 0, keys("s")[0], b"small", user=0)
     for name in range(100):
-        daemon.watches.note(namespace(), 0, keys(name)[0], b"n")
+        daemon.watches.note(namespace(), 0, keys(name)[0], b"n", user=0)
         assert daemon.watches.notes_bytes <= 4000
     daemon.watch(reader)
     daemon.settle()
@@ -377,11 +377,31 @@ def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatc
     assert set(other.notes) == set(keys("s"))
 
 
+def test_no_user_takes_the_notes_of_another_in_any_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "MAX_NOTES_BYTES", 4000)
+    daemon, reader = Daemon(), Reader()
+    for name in ("a", "b", "c"):
+        daemon.watches.note(namespace(), 0, keys(name)[0], b"honest", user=1)
+    for number in range(100):  # in the same namespace, and in many small ones
+        daemon.watches.note(namespace(), 0, keys(number)[0], b"n" * 10, user=2)
+        daemon.watches.note(namespace(f"m{number}"), 0, keys(number)[0], b"n" * 10, user=2)
+        assert daemon.watches.notes_bytes <= 4000
+    daemon.watch(reader)
+    daemon.settle()
+    assert set(keys("a", "b", "c")) <= set(reader.notes)
+    dropped = daemon.metrics.value("kvsidecar_residency_dropped_notes_total")
+    assert dropped > 180, "what is given up is not counted"
+    daemon.watches.note(namespace(), 0, keys("d")[0], b"h" * 3000, user=1)
+    assert daemon.watches.notes_bytes <= 4000, "who has most gives up"
+    daemon.watches.forget(None)
+    assert daemon.watches.notes_bytes == 0
+
+
 def test_notes_go_with_their_namespace() -> None:
     daemon = Daemon()
     spaces = [open_space(daemon.cache, name) for name in ("stays", "goes")]
     for name, _ in zip(("stays", "goes"), spaces, strict=True):
-        daemon.watches.note(namespace(name), 0, keys("a")[0], b"n" * 1000)
+        daemon.watches.note(namespace(name), 0, keys("a")[0], b"n" * 1000, user=0)
     daemon.watches.look()
     both = daemon.watches.notes_bytes
     daemon.cache.close_space(spaces[1])
@@ -392,7 +412,7 @@ def test_notes_go_with_their_namespace() -> None:
 @pytest.mark.parametrize("notes", [b"x", b"x" * (2 * residency.MAX_NOTE_BYTES + 2)])
 def test_notes_that_fit_no_block_are_refused(notes: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        Daemon().watches.note(namespace(), 0, b"".join(keys("a", "b")), notes)
+        Daemon().watches.note(namespace(), 0, b"".join(keys("a", "b")), notes, user=0)
 
 
 def test_no_update_is_longer_than_one_may_be() -> None:

@@ -43,6 +43,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_residency_blocks": "of engines with KV events alone",
     "kvsidecar_residency_resets": "of engines with KV events alone; operating.md says when to look at it",
     "kvsidecar_residency_notes_bytes": "of engines with KV events alone",
+    "kvsidecar_residency_dropped_notes": "of engines with KV events alone",
     "kvsidecar_share_pinned_bytes": "status says it",
     "kvsidecar_share_borrowed_bytes": "used and guaranteed bytes are on a panel",
     "kvsidecar_device_copies": "the bytes are on a panel",

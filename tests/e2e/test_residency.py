@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import grpc
@@ -9,10 +10,13 @@ import pytest
 
 from kvsidecar.client import Blocks, Residency, ResidencyChange
 from kvsidecar.client import inbox as client_inbox
+from kvsidecar.core.residency import MAX_NOTES_BYTES
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import PROTOCOL, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.attacks.support import attack
 from tests.e2e.test_local_protocol import RawClient
+from tests.e2e.test_policy import daemon_for_others
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, done, eventually, hashes
 from tests.marks import both_protocols
 
@@ -106,6 +110,28 @@ def test_watchers_are_told_what_others_store_lose_and_clear(short_dir: Path, loc
         rank.client.clear(NAMESPACE)
         watcher.wait_for()
         assert daemon.metric("kvsidecar_residency_notes_bytes") == 0
+        watcher.close()
+        rank.close()
+
+
+def test_one_user_cannot_take_the_notes_of_another(short_dir: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    with daemon_for_others(short_dir, "--pool-size", "1MiB") as daemon:
+        rank = Rank(daemon)
+        done(rank.finish(rank.client.store([Blocks(0, hashes("a"), [0], notes=b"what a is")])))
+        with attack("note_flood", short_dir, SECONDS) as flood:
+            eventually(
+                lambda: (
+                    flood.process.poll() is not None
+                    or daemon.metric("kvsidecar_residency_dropped_notes_total") > NUM_BLOCKS
+                ),
+                lambda: f"{daemon.metric('kvsidecar_residency_notes_bytes')} bytes of notes",
+            )
+            assert flood.process.poll() is None
+        assert daemon.metric("kvsidecar_residency_notes_bytes") <= MAX_NOTES_BYTES
+        watcher = Watcher(daemon)
+        eventually(lambda: watcher.read() is None or watcher.notes.get(hashes("a")[0]) == b"what a is")
         watcher.close()
         rank.close()
 

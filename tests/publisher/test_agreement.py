@@ -55,7 +55,7 @@ class Node:
 
     def store(self, name: str, hashes: list[bytes], *, notes: bool = True) -> None:
         if notes:
-            self.watches.note(namespace(name), 0, b"".join(hashes), KNOWN.notes(0, hashes))
+            self.watches.note(namespace(name), 0, b"".join(hashes), KNOWN.notes(0, hashes), user=0)
             self.noted[name] |= set(hashes)
         grant = self.cache.begin_store([(self.spaces[name], 0, hashes)])
         if isinstance(grant, StoreGrant):
