@@ -50,9 +50,11 @@ class Follower:
         return self._watch.has_residency or any(part.pending for part in self._parts.values())
 
     def step(self) -> None:
-        """Make some of what was told events of the topic."""
-        for change in self._watch.take_residency(STEP_BYTES):
-            self._take(change)
+        """Make some of what was told events of the topic. Nothing more is taken from the daemon until its parts have
+        looked at all that they were told, so that no step is longer for it."""
+        if not any(part.has_residency for part in self._parts.values()):
+            for change in self._watch.take_residency(STEP_BYTES):
+                self._take(change)
         for part in self._parts.values():
             part.step()
 
@@ -159,8 +161,6 @@ class _Part(Watch):
         return self._residents.pending or self._announcements.pending
 
     def step(self) -> None:
-        while self._told:  # or it would grow while the daemon tells more than a step takes
-            self._residents.step()
         if self._residents.pending:
             self._residents.step()
         self._announcements.step()

@@ -104,6 +104,8 @@ class Topic:
         """The walk is not over."""
         self._queue: deque[_Entry] = deque()
         """What is to be said before that."""
+        self._released: deque[dict[_Entry, None]] = deque()
+        """And before that: those whose parent was said. Clients choose how many have one parent."""
         self._waiting: dict[tuple[int, int], dict[_Entry, None]] = {}
         """By group and number of a block that is not said: those that have it as their parent."""
         # An earlier publisher may have said what has gone since.
@@ -115,12 +117,12 @@ class Topic:
 
     @property
     def backlog(self) -> int:
-        """How many blocks are to be said, besides those that are said again."""
-        return len(self._queue)
+        """How many blocks are to be said at least, besides those that are said again."""
+        return len(self._queue) + len(self._released)
 
     @property
     def pending(self) -> bool:
-        return bool(self._events or self._queue or self.repeats)
+        return bool(self._events or self._released or self._queue or self.repeats)
 
     @property
     def unused(self) -> bool:
@@ -173,6 +175,7 @@ class Topic:
         self._events = [_CLEARED.copy()]
         self._round += 1
         self._queue.clear()
+        self._released.clear()
         self._waiting = {}
         self._walk, self.repeats = self._everything(), True
 
@@ -190,8 +193,10 @@ class Topic:
             most: blocks that are looked at, about: fewer if they have more than `COUNTED_TOKENS`.
         """
         left = most
-        while left > 0 and (self._queue or self.repeats):
-            if self._queue:
+        while left > 0 and (self._released or self._queue or self.repeats):
+            if self._released:
+                left -= self._say_released()
+            elif self._queue:
                 left -= self._say_if_known(self._queue.popleft())
             elif (entry := next(self._walk, None)) is not None:
                 left -= self._say_if_known(entry)
@@ -199,6 +204,14 @@ class Topic:
                 self.repeats = False
         events, self._events = self._events, []
         return events
+
+    def _say_released(self) -> int:
+        """As `_say_if_known`, of one of them."""
+        entries = self._released[-1]  # a chain is said as one
+        entry, _ = entries.popitem()
+        if not entries:
+            self._released.pop()
+        return self._say_if_known(entry)
 
     def _say_if_known(self, entry: _Entry) -> int:
         """Say a block if routers know its parent: they ignore others. Returns what this counts of `take`'s ``most``."""
@@ -215,7 +228,8 @@ class Topic:
         name.round = self._round
         tokens = info.tokens
         self._say(holder, key, info, tokens)
-        self._queue.extendleft(reversed(self._waiting.pop(key[1:], {})))
+        if waiting := self._waiting.pop(key[1:], None):
+            self._released.append(waiting)
         return max(1, len(tokens) // COUNTED_TOKENS)
 
     def _is_said(self, holder: Holder, number: int) -> bool:

@@ -310,6 +310,34 @@ def test_a_step_looks_at_some_blocks_only(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(node.events) == len(CHAIN)
 
 
+def test_no_step_announces_all_children_of_a_block_at_once() -> None:
+    """Clients choose how many there are."""
+    node, most = Node(), residents.STEP_BLOCKS
+    children = [hashlib.sha256(str(i).encode()).digest() for i in range(3 * most)]
+    for each in children:
+        node.known.add(0, each, BlockInfo(info(0).packed, CHAIN[0], own=False))
+    node.snapshot(children)
+    node.known.add(0, CHAIN[0], info(0))
+    node.tell(Residency.STORED, CHAIN[:1])
+    node.settle()
+    assert set(node.announced[0]) == {CHAIN[0], *children}
+    node = Node()
+    for each in children:
+        node.known.add(0, each, BlockInfo(info(0).packed, CHAIN[0], own=False))
+    node.snapshot([*children, CHAIN[0]])
+    node.known.add(0, CHAIN[0], info(0))
+    node.residents.announce(0, CHAIN[0])
+    assert node.residents.pending
+    lengths = []
+    while node.residents.pending:
+        before = len(node.events)
+        node.residents.step()
+        lengths.append(len(node.events) - before)
+    assert max(lengths) <= most, "a step announces as many as wait"
+    assert set(node.announced[0]) == {CHAIN[0], *children}
+    assert node.residents._num_orphans == 0
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_is_told_a_router_believes_in_what_is_there_and_known(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.residency import known_blocks
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.notes import NoteFormat
+from kvsidecar.integrations.residency.residents import STEP_BLOCKS
 from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.weights_version import WeightsVersion
 from kvsidecar.publisher.follower import Follower, keep_below
@@ -223,3 +224,48 @@ def test_blocks_that_wait_for_parents_again_and_again_are_forgotten(daemon: Daem
         daemon.settle()
         (part,) = daemon.follower._parts.values()
         assert part._residents._orphans == {}
+
+
+def test_no_step_is_as_long_as_clients_make_it(daemon: Daemon) -> None:
+    """Many blocks have one parent, which comes last; more is told meanwhile."""
+    children = [hashlib.sha256(str(i).encode()).digest() for i in range(20 * STEP_BLOCKS)]
+    form = NoteFormat(WIDTH, 4, chained=True)
+    notes = b"".join(form.pack(each, CHAIN[0], bytes(16)) for each in children)
+    daemon.store(children, notes)
+    daemon.settle()
+    daemon.store(CHAIN[:1], notes_on(CHAIN[:1]))
+    for number in range(1, 5):
+        daemon.store(CHAIN[number : number + 1], notes_on(CHAIN[number : number + 1]))
+    taken = []
+    while daemon.follower.pending or daemon.topic.pending:
+        daemon.follower.step()
+        waiting = daemon.topic.backlog
+        events = daemon.topic.take(STEP_BLOCKS)
+        taken.append(waiting)
+        for event in events:
+            daemon.view.take(event)
+        assert sum(len(each.get("block_hashes", ())) for each in events) <= STEP_BLOCKS
+    assert max(taken) <= 2 * STEP_BLOCKS, "a step announces all of them"
+    assert set(daemon.view.of("CPU")) == numbers([*children, *CHAIN])
+    assert daemon.view.ignored == []
+
+
+def test_blocks_that_wait_in_a_topic_are_said_some_at_a_time() -> None:
+    topic = Topic("t")
+    holder = topic.hold(VLLM, 0)
+    topic.take()
+    children = [hashlib.sha256(str(i).encode()).digest() for i in range(5000)]
+    for each in children:
+        topic.stored(holder, "CPU", each, BlockInfo(bytes(16), CHAIN[0]))
+    while topic.pending:
+        assert not topic.take(), "their parent is not said"
+    topic.stored(holder, "CPU", CHAIN[0], BlockInfo(bytes(16), None))
+    topic.take(1)
+    assert topic.pending
+    assert topic.backlog <= 1, "all that wait were taken in hand at once"
+    said = 0
+    while topic.pending:
+        events = topic.take(100)
+        said += (now := sum(len(each["block_hashes"]) for each in events))
+        assert now <= 100
+    assert said == len(children)

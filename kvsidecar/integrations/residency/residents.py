@@ -107,6 +107,8 @@ class Residents:
         self._orphans: dict[tuple[int, bytes], dict[bytes, None]] = {}
         """By group and parent: blocks that wait for its announcement."""
         self._num_orphans = 0
+        self._released: deque[tuple[int, dict[bytes, None]]] = deque()
+        """By group: blocks whose parent was announced. Clients choose how many have one parent: a step takes some."""
         self._removed: dict[tuple[int, bytes], None] = {}
         """Group and key, the oldest first."""
         self._changes: deque[ResidencyChange] = deque()
@@ -115,7 +117,7 @@ class Residents:
 
     @property
     def pending(self) -> bool:
-        return bool(self._rest or self._changes) or self._watch.has_residency
+        return bool(self._released or self._rest or self._changes) or self._watch.has_residency
 
     def is_held(self, index: int, block_hash: bytes) -> bool:
         """Whether the daemon has told so."""
@@ -128,6 +130,7 @@ class Residents:
     def reconsider(self) -> None:
         """Look at all that the daemon holds again: nothing of it is announced any more, or under other names."""
         self._rest.clear()
+        self._released.clear()
         self._orphans, self._num_orphans = {}, 0
         for index, told in self._told.items():
             self._rest.extend((index, each) for each in self._split(self._keys(b"".join(told))))
@@ -136,7 +139,10 @@ class Residents:
         """Look at some of what the daemon has told."""
         left = STEP_BLOCKS
         while left > 0:
-            if self._rest:
+            if self._released:
+                left -= 1
+                self._announce_released()
+            elif self._rest:
                 left -= 1
                 self.announce(*self._rest.popleft())
             elif self._changes:
@@ -147,21 +153,26 @@ class Residents:
                 return
 
     def announce(self, index: int, block_hash: bytes) -> None:
-        """Announce a block, and those that wait for it, if all that is needed has come together."""
-        waiting = [(index, block_hash)]
-        while waiting:
-            index, each = waiting.pop()
-            if not self.is_held(index, each):
-                continue
-            if not self._announcer.confirm(index, each) and self._may_announce(index, each):
-                info = self._known.get(group_of(index), each)
-                assert info is not None
-                self._announcer.announce(index, each, info)
-            if self._announcer.is_announced(index, each):
-                for medium in (index, index ^ DISK):
-                    orphans = self._orphans.pop((medium, each), {})
+        """Announce a block if all that is needed has come together; those that wait for it follow in the next steps."""
+        if not self.is_held(index, block_hash):
+            return
+        if not self._announcer.confirm(index, block_hash) and self._may_announce(index, block_hash):
+            info = self._known.get(group_of(index), block_hash)
+            assert info is not None
+            self._announcer.announce(index, block_hash, info)
+        if self._announcer.is_announced(index, block_hash):
+            for medium in (index, index ^ DISK):
+                if orphans := self._orphans.pop((medium, block_hash), None):
                     self._num_orphans -= len(orphans)
-                    waiting += ((medium, orphan) for orphan in orphans)
+                    self._released.append((medium, orphans))
+
+    def _announce_released(self) -> None:
+        """One of them."""
+        index, orphans = self._released[0]
+        each, _ = orphans.popitem()
+        if not orphans:
+            self._released.popleft()
+        self.announce(index, each)
 
     def _may_announce(self, index: int, block_hash: bytes) -> bool:
         info = self._known.get(group_of(index), block_hash)
@@ -251,6 +262,7 @@ class Residents:
         self._told = {index: {} for index in self._groups}
         self._orphans, self._num_orphans = {}, 0
         self._removed = {}
+        self._released.clear()
         self._rest.clear()
 
     def _split(self, hashes: bytes) -> list[bytes]:
