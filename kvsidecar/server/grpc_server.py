@@ -30,9 +30,6 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 STREAMS_PER_CONNECTION = 512
 """Open calls of one connection. A client keeps further calls back until others have ended."""
 
-MAX_KINDS = 64
-"""Limit of the kinds of records that are told apart: gRPC has few."""
-
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -65,8 +62,8 @@ class ClientsGone(logging.Filter):
     def __init__(self, refuse: Callable[[Refusal], None]) -> None:
         super().__init__()
         self._refuse = refuse
-        self._passed: dict[str, float] = {}
-        """When each kind of record was passed, by its text without the arguments."""
+        self._rate = log.Rate()
+        """By the text of a record without its arguments."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = record.exc_info[0] if record.exc_info else None
@@ -78,12 +75,7 @@ class ClientsGone(logging.Filter):
             self._refuse(Refusal.INVALID_REQUEST)
             _caused.debug("a message does not parse", call=record.getMessage())
             return False
-        if record.created - self._passed.get(str(record.msg), 0.0) < log.LIMITED_SECONDS:
-            return False
-        if len(self._passed) >= MAX_KINDS:
-            self._passed.clear()
-        self._passed[str(record.msg)] = record.created
-        return True
+        return self._rate.passes(str(record.msg)) is not None
 
 
 class RpcServer:

@@ -16,17 +16,9 @@ from typing import TYPE_CHECKING, Any
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import web
-from kvsidecar.server.http_connection import (
-    CLIENT_SECONDS,
-    Connections,
-    HttpConnection,
-    before_response,
-    take_turn,
-)
-from kvsidecar.server.http_listener import HttpListener
+from kvsidecar.server.http_connection import CLIENT_SECONDS, HttpConnection
+from kvsidecar.server.http_server import HttpServer
 from kvsidecar.server.renderings import Rendering, Steps
-from kvsidecar.server.turns import Turns
-from kvsidecar.support.addresses import cannot_listen
 from kvsidecar.support.tasks import TaskSet
 
 if TYPE_CHECKING:
@@ -78,8 +70,7 @@ class Probes:
         self._tasks = tasks
         self._refused: Counter[Refusal] = Counter()
         """Refusals before there were metrics to count them."""
-        application = web.Application(middlewares=[take_turn])
-        application.on_response_prepare.append(before_response)
+        application = web.Application()
         application.router.add_get("/health", self._health)
         application.router.add_get("/ready", self._ready)
         application.router.add_get("/metrics", self._scrape)
@@ -92,10 +83,7 @@ class Probes:
                 ("/page.js", "page.js", "text/javascript"),
             ):
                 application.router.add_get(path, _file(name, kind))
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
-        self._turns = Turns()
-        self._connections = Connections(self._refuse, self._turns)
-        self._listener: HttpListener | None = None
+        self._server = HttpServer(application, self._refuse, tasks)
 
     async def start(self, host: str, port: int) -> int:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.
@@ -103,14 +91,7 @@ class Probes:
         Raises:
             AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
         """
-        await self._runner.setup()
-        server = self._runner.server
-        assert server is not None
-        try:
-            self._listener = HttpListener(lambda: HttpConnection(server, self._connections), self._turns, self._tasks)
-            return await self._listener.start(host, port)
-        except OSError as error:
-            raise cannot_listen("HTTP", f"{host}:{port}", "http_host and http_port", error) from error
+        return await self._server.start(host, port, "http_host and http_port")
 
     def answer_from(self, sources: Sources) -> None:
         """Answer from these sources from now on."""
@@ -123,10 +104,7 @@ class Probes:
         self._refused.clear()
 
     async def stop(self) -> None:
-        await self._tasks.cancel()
-        if self._listener is not None:
-            self._listener.close()
-        await self._runner.cleanup()
+        await self._server.stop()
 
     async def _health(self, _request: web.Request) -> web.Response:
         stuck = None if self._sources is None else self._sources.stuck()

@@ -25,6 +25,8 @@ FLUSH_SECONDS: Final = 1.0
 """Longest wait for the reader of the log when the process ends."""
 LIMITED_SECONDS: Final = 1.0
 """Shortest time between two lines of one kind that clients cause."""
+MAX_KINDS: Final = 256
+"""Kinds of lines that are told apart: the code has fewer, and gRPC's few."""
 _WIDE: Final = 120
 """Columns from which a terminal has room to align the events."""
 
@@ -147,18 +149,43 @@ def get(name: str) -> structlog.typing.FilteringBoundLogger:
     return logger
 
 
+class Rate:
+    """Passes one line of each kind in `LIMITED_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        """When each kind was passed."""
+        self._left_out: dict[str, int] = {}
+
+    def passes(self, kind: str) -> int | None:
+        """How many were left out since the one before; None: this one is, too.
+
+        Args:
+            kind: a text without what clients choose. Of more than `MAX_KINDS`, all are new.
+        """
+        now, last = time.monotonic(), self._last.get(kind)
+        if last is not None and now - last < LIMITED_SECONDS:
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return None
+        if last is None and len(self._last) >= MAX_KINDS:
+            self._last.clear()
+            self._left_out.clear()
+        self._last[kind] = now
+        return self._left_out.pop(kind, 0)
+
+
 class Limited:
     """Logs what clients cause: at most one line of each event in `LIMITED_SECONDS`, which says with ``left_out`` how
     many there were since the one before. Else a client could fill the disk, and hide what others have done."""
 
     def __init__(self, logger: structlog.typing.FilteringBoundLogger) -> None:
-        self._logger = logger
-        self._last: dict[str, float] = {}
-        """When each event was logged. Events are constants of the code, so there are few."""
-        self._left_out: dict[str, int] = {}
+        self._logger, self._rate = logger, Rate()
 
     def debug(self, event: str, **values: Any) -> None:
         self._log(logging.DEBUG, event, values)
+
+    def info(self, event: str, **values: Any) -> None:
+        self._log(logging.INFO, event, values)
 
     def warning(self, event: str, **values: Any) -> None:
         self._log(logging.WARNING, event, values)
@@ -167,14 +194,8 @@ class Limited:
         self._log(logging.ERROR, event, values)
 
     def _log(self, level: int, event: str, values: dict[str, Any]) -> None:
-        now, last = time.monotonic(), self._last.get(event)
-        if last is not None and now - last < LIMITED_SECONDS:
-            self._left_out[event] = self._left_out.get(event, 0) + 1
-            return
-        self._last[event] = now
-        if left_out := self._left_out.pop(event, 0):
-            values["left_out"] = left_out
-        self._logger.log(level, event, **values)
+        if (left_out := self._rate.passes(event)) is not None:
+            self._logger.log(level, event, **values, **({"left_out": left_out} if left_out else {}))
 
 
 def limited(name: str) -> Limited:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 
+import pytest
 from grpc._cython import cygrpc
 from structlog.testing import capture_logs
 
 from kvsidecar.errors import Refusal
 from kvsidecar.server.grpc_server import ClientsGone
+from kvsidecar.support import log
 
 
 def record(error: Exception) -> logging.LogRecord:
@@ -43,3 +45,11 @@ def test_grpc_logs_there() -> None:
 
     assert server._GRPC_LOG.name in logging.root.manager.loggerDict
     assert cygrpc.ExecuteBatchError.__module__.startswith(server._GRPC_LOG.name)
+
+
+def test_grpcs_own_records_are_one_of_a_kind_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients_gone = ClientsGone(lambda _: None)
+    monkeypatch.setattr(log, "LIMITED_SECONDS", 3600.0)
+    assert [clients_gone.filter(record(ValueError("ours"))) for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(log, "LIMITED_SECONDS", 0.0)
+    assert clients_gone.filter(record(ValueError("ours")))

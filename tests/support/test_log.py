@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.daemon.serve import bar
+from kvsidecar.support import log
 from kvsidecar.support.log import Text
 from kvsidecar.support.log_writer import LogWriter, Loss
 from kvsidecar.types import State
@@ -162,3 +164,30 @@ def test_lines_beyond_what_may_wait_are_lost_and_said() -> None:
     writer.write(b"b\n")
     assert os.read(read, 65536) == b"lost {<Loss.BEHIND: 'behind'>: 5}\nb\n"
     os.close(read)
+
+
+def test_what_clients_cause_is_one_line_of_a_kind_at_a_time_and_says_how_many_there_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log, "LIMITED_SECONDS", 3600.0)
+    with capture_logs() as lines:
+        caused = log.limited("part")
+        for number in range(100):
+            caused.warning("one", number=number)
+            caused.info("two")
+        monkeypatch.setattr(log, "LIMITED_SECONDS", 0.0)
+        caused.warning("one", number=100)
+    assert [(line["event"], line["log_level"], line.get("left_out")) for line in lines] == [
+        ("one", "warning", None),
+        ("two", "info", None),
+        ("one", "warning", 99),
+    ]
+
+
+def test_kinds_of_lines_take_no_more_and_more_memory() -> None:
+    rate = log.Rate()
+    for number in range(10 * log.MAX_KINDS):
+        assert rate.passes(str(number)) == 0
+        assert rate.passes(str(number)) is None
+    assert len(rate._last) <= log.MAX_KINDS
+    assert len(rate._left_out) <= log.MAX_KINDS
