@@ -8,8 +8,10 @@ import pty
 import re
 import select
 import struct
+import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 
 from kvsidecar.support import child_process
 from tests.harness import environment, eventually
@@ -21,21 +23,26 @@ class Terminal:
     Args:
         arguments: of `kvsidecar`.
         columns: its width; it has 24 lines.
+        under: a command that runs the other one.
+        stdin: whether standard input is the terminal; otherwise it is empty.
         variables: of the environment.
     """
 
-    def __init__(self, *arguments: str, columns: int = 80, **variables: str) -> None:
+    def __init__(
+        self, *arguments: str, columns: int = 80, under: Sequence[str] = (), stdin: bool = True, **variables: str
+    ) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         self.before = termios.tcgetattr(slave)
         self._slave = slave
-        command = [sys.executable, "-m", "kvsidecar", *arguments]
+        command = [*under, sys.executable, "-m", "kvsidecar", *arguments]
         ours = ("COLUMNS", "LINES", "NO_COLOR")
         inherited = {name: value for name, value in environment().items() if name not in ours}
         self.process = child_process.start(
-            command, stdin=slave, stdout=slave, stderr=slave, env={**inherited, "TERM": "xterm", **variables},
+            command, stdin=slave if stdin else subprocess.DEVNULL, stdout=slave, stderr=slave,
+            env={**inherited, "TERM": "xterm", **variables},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+            preexec_fn=lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0) and None,
         )  # fmt: skip
 
     def until(self, wanted: str, *, raw: bool = False) -> str:
@@ -68,14 +75,20 @@ class Terminal:
         eventually(has_ended, "the process has ended", pause=0.0)
         return int(self.process.returncode)
 
+    def hang_up(self) -> None:
+        """Close it, as a window or a connection is closed: the kernel sends SIGHUP to who leads its session."""
+        os.close(self._slave)
+        os.close(self._master)
+        self._slave = self._master = -1
+
     def restored(self) -> bool:
         return termios.tcgetattr(self._slave) == self.before
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._master)
-        os.close(self._slave)
+        for fd in {self._master, self._slave} - {-1}:
+            os.close(fd)
 
     def __enter__(self) -> Terminal:
         return self

@@ -67,7 +67,8 @@ def _serve(**flags: str | None) -> None:
     Every option can also be set by an environment variable (KVSIDECAR_POOL_SIZE) or in the TOML file
     (pool_size = "64GiB"). A flag overrides a variable, a variable overrides the file. SIGHUP reloads the file:
     log_level, store_chunk, drain_timeout, stuck_after, policy and share take effect, and the log names changed
-    options that need a restart.
+    options that need a restart. Where standard input or the log is a terminal, SIGHUP means that it was closed, and
+    stops the daemon as SIGTERM does; under nohup it reloads.
 
     Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket or
     the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not return), 75

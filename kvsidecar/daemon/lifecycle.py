@@ -31,15 +31,15 @@ class Lifecycle:
         settings: validated.
         pool_bytes: size of the pool to pin.
         notifier: notifies the service manager.
-        reloads: handle SIGHUP, which sets `hung_up`; otherwise the signal keeps its default.
+        at_terminal: SIGHUP means that the terminal is gone, and stops the daemon; otherwise it sets `hung_up`.
 
     Raises:
         ConfigError: the group of the sockets does not exist on this machine.
     """
 
-    def __init__(self, settings: Settings, pool_bytes: int, *, notifier: Notifier, reloads: bool = False) -> None:
+    def __init__(self, settings: Settings, pool_bytes: int, *, notifier: Notifier, at_terminal: bool = False) -> None:
         self._settings = settings
-        self._reloads = reloads
+        self._at_terminal = at_terminal
         self._stopping = False
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
@@ -57,8 +57,7 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        if self._reloads:
-            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         self.notifier.changed(self.readiness.now)
         return self
 
@@ -103,7 +102,13 @@ class Lifecycle:
         self.stop.set()
 
     def _hung_up(self) -> None:
-        if not self.stop.is_set():
+        # Never a second signal that ends the daemon at once: a shell and the kernel may both send it for one terminal.
+        if self.stop.is_set():
+            return
+        if self._at_terminal:
+            _log.info("stopping", signal="SIGHUP", reason="the terminal was closed")
+            self.stop.set()
+        else:
             self.hung_up.set()
 
 

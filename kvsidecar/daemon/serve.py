@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import resource
 import sys
 import threading
@@ -65,15 +64,14 @@ def serve(flags: Mapping[str, str | None]) -> int:
     kernel_calls.check()
     geometry = pool_geometry(settings)
     _raise_descriptor_limit()
-    # At a terminal SIGHUP means that the terminal is gone, and the daemon must end too.
-    read_settings = None if os.isatty(0) else lambda: load_settings(flags)
+    read_settings = None if terminal.sighup_is_its_end() else lambda: load_settings(flags)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(settings, geometry, read_settings))
 
 
 async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> int:
     notifier = Notifier.from_environment()
-    async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, reloads=read_settings is not None) as life:
+    async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, at_terminal=read_settings is None) as life:
         if terminal.can_redraw(sys.stderr) and settings.log_format != "json":
             # One column less than the terminal has, for the cursor: else the line would wrap.
             life.readiness.listen(lambda now: log.show(bar(now, terminal.width(sys.stderr) - 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import signal
 import sys
 from typing import Final, Protocol
 
@@ -57,3 +58,12 @@ def colors(stream: TextStream) -> bool:
 def can_redraw(stream: TextStream) -> bool:
     """Whether this is a terminal on which a line can be redrawn."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+def sighup_is_its_end() -> bool:
+    """Whether SIGHUP tells this process that its terminal is gone.
+
+    It does if the process reads from a terminal or logs to one, and was not started with the signal ignored, as by
+    nohup(1). A controlling terminal alone is no sign: a daemon in the background has one, too.
+    """
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and (os.isatty(0) or os.isatty(2))
