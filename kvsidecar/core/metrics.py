@@ -16,7 +16,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    ProcessCollector,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,6 +25,7 @@ from kvsidecar import __version__
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.labels import DeviceCounts, ModelCounts
+from kvsidecar.core.process_metrics import ProcessMetrics
 from kvsidecar.core.readiness import Snapshot, WarmStart
 from kvsidecar.core.shares import REST
 from kvsidecar.errors import Refusal
@@ -122,7 +122,7 @@ class Metrics:
         self._backend = backend
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
-        ProcessCollector(registry=self.registry)
+        self.registry.register(ProcessMetrics())
         self.refusals = counter("kvsidecar_refusals", "Requests and jobs that were refused, by reason.", ["reason"])
         self.copied_bytes = counter("kvsidecar_copied_bytes", "Bytes moved by successful copies.", ["direction"])
         self.copy_seconds = histogram(
