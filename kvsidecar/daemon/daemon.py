@@ -234,9 +234,12 @@ class Daemon:
             else None,
             refuse=self._metrics.refuse,
             tasks=self._tasks,
+            turns=life.turns,
             pidfds=copiers.pidfds,
         )
-        self._rpc = RpcServer(endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse)
+        self._rpc = RpcServer(
+            endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse, life.turns
+        )
         self._socket_watch = SocketWatch(
             endpoint,
             {endpoint.grpc_path: self._rpc.start_again, endpoint.attach_path: self._attach.start_again},

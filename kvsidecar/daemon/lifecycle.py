@@ -20,6 +20,7 @@ from kvsidecar.server.http import Probes
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.turns import Turns
 
 _log = log.get("daemon")
 
@@ -44,6 +45,8 @@ class Lifecycle:
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
+        self.turns = Turns()
+        """Of the users on the event loop: all that they cause, but for the local protocol."""
         self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page)
         self.stop = asyncio.Event()
         """Set when the daemon must end."""

@@ -30,7 +30,7 @@ _UNLIMITED = 1 << 20
 class Arrival:
     """One connection, and what it holds. Made by `Arrivals.begin`."""
 
-    __slots__ = ("connection", "ended", "fds", "held", "refused", "uid")
+    __slots__ = ("connection", "ended", "fds", "held", "refused", "uid", "waits")
 
     def __init__(self, connection: socket.socket, uid: int) -> None:
         self.connection = connection
@@ -39,9 +39,12 @@ class Arrival:
         """Received, and not taken over yet."""
         self.held = 0
         """How many descriptors are counted for it beside `CONNECTION_FDS`."""
-        self.refused: KVSidecarError | None = None
-        """Why its Hello is not waited for any more."""
+        self.refused = ""
+        """Why its Hello is not waited for any more. Not the error: one that is raised refers to this, by its traceback,
+        and only the garbage collector would free both."""
         self.ended = False
+        self.waits = False
+        """Whether a Hello has come, perhaps a whole one, and is going to be read when it is its user's turn."""
 
     def take_fds(self) -> tuple[int, ...]:
         """The descriptors, which the caller closes from now on. They are counted until `Arrivals.end`."""
@@ -53,8 +56,10 @@ class Arrivals:
     """Admits connections and their descriptors.
 
     A user that is over a limit loses its oldest connection without a Hello first, so that its unfinished Hellos keep
-    out neither others nor its own engines, whose Hello arrives whole. All users together may have `TABLE_SHARE` of the
-    table, and one user no more of that than it leaves free: so there is room for the next user, whoever came before.
+    out neither others nor its own engines, whose Hello arrives whole: one that waits for its turn is not closed.
+
+    All users together may have `TABLE_SHARE` of the table, and one user no more of that than it leaves free: so there
+    is room for the next user, whoever came before.
 
     Args:
         table: size of the descriptor table; None: the process's limit.
@@ -84,8 +89,8 @@ class Arrivals:
         """
         fds = tuple(fds)
         try:
-            if arrival.refused is not None:
-                raise arrival.refused
+            if arrival.refused:
+                raise LimitExceeded(arrival.refused)
             if len(arrival.fds) + len(fds) > peers.MAX_FDS:
                 raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors with one Hello")
             self._take(arrival, self._memfds, len(fds), len(fds))
@@ -126,7 +131,8 @@ class Arrivals:
                 quota.take(uid, count)
                 break
             except LimitExceeded as error:
-                oldest = next((each for each in self._unfinished.get(uid, ()) if each is not arrival), None)
+                others = self._unfinished.get(uid, ())
+                oldest = next((each for each in others if each is not arrival and not each.waits), None)
                 if oldest is None:
                     raise
                 self._give_up(oldest, error)
@@ -134,7 +140,7 @@ class Arrivals:
         self._total += fds
 
     def _give_up(self, arrival: Arrival, why: LimitExceeded) -> None:
-        arrival.refused = LimitExceeded(f"{why}: the oldest without a complete Hello is closed")
+        arrival.refused = f"{why}: the oldest without a complete Hello is closed"
         with contextlib.suppress(OSError):
             arrival.connection.shutdown(socket.SHUT_RD)  # wakes whoever waits for the Hello
         self.end(arrival)

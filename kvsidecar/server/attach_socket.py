@@ -25,11 +25,14 @@ from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import fence, log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.turns import Turns
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_HELLO_BYTES = 4096
 HELLO_SECONDS = 5.0
 """Time limit for the Hello: silent connections would hold descriptors."""
+TURNS = "attach"
+"""With a user id, whose turns the steps of the connections take."""
 
 _log = log.get("attach")
 _caused = log.limited("attach")
@@ -43,6 +46,8 @@ class AttachSocket:
         on_gone: called with a peer whose connection has ended.
         local_connection: serves the local protocol to a peer; None if the protocol is off.
         refuse: counts a refusal.
+        turns: of the users, for the steps of their connections until the Welcome, and for the last one. What comes
+            between them is `local_connection`'s.
         pidfds: returns the copiers' processes and a pidfd of each. A client gets them and the daemon's own with its
             Welcome: its memory may be in use until all of these processes have ended.
     """
@@ -57,6 +62,7 @@ class AttachSocket:
         local_connection: Callable[[Peer], LocalConnection] | None,
         refuse: Callable[[Refusal], None],
         tasks: TaskSet,
+        turns: Turns,
         pidfds: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._epoch = epoch
@@ -64,11 +70,14 @@ class AttachSocket:
         self._on_gone = on_gone
         self._local_connection = local_connection
         self._refuse = refuse
-        self._tasks = tasks
+        self.tasks, self.turns = tasks, turns
         self._pidfds = pidfds
-        self._arrivals = Arrivals()
-        self._listener = PathListener(socket_files, socket_files.attach_path, self._accepted, tasks, _caused)
-        self._connections: dict[socket.socket, LocalConnection | None] = {}
+        self.arrivals = Arrivals()
+        # In turn with what follows: else connections would come faster than their Hellos are read.
+        self._listener = PathListener(
+            socket_files, socket_files.attach_path, self._accepted, tasks, _caused, turns, TURNS
+        )
+        self._connections: set[_Connection] = set()
 
     def start(self) -> None:
         """See `PathListener.start`."""
@@ -80,171 +89,238 @@ class AttachSocket:
 
     async def stop(self) -> None:
         self._listener.stop()
-        for connection, local in tuple(self._connections.items()):
-            # The reader sees the end of the stream and cleans up as for a client that has gone.
-            if local is not None:
-                local.shut_down()
-                continue
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for connection in tuple(self._connections):
+            connection.shut_down()
 
-    def _accepted(self, connection: socket.socket) -> None:
-        who = peers.credentials(connection)
+    def _accepted(self, connection: socket.socket, who: peers.Credentials) -> None:
         try:
-            arrival = self._arrivals.begin(connection, who.uid)
+            arrival = self.arrivals.begin(connection, who.uid)
         except LimitExceeded as error:
             with connection:
-                self._reject(connection, error)
+                self.reject(connection, error)
             return
-        self._connections[connection] = None
-        self._tasks.spawn(self._serve(arrival, who), name="attach-connection")
+        self._connections.add(_Connection(self, arrival, who))
 
-    def _reject(self, connection: socket.socket, error: KVSidecarError) -> None:
+    def reject(self, connection: socket.socket, error: KVSidecarError) -> None:
         """Count a refusal and send the error, as far as the socket buffer takes it."""
         self._refuse(REASONS.get(type(error), Refusal.REGISTER_REFUSED))
         _caused.warning("attach connection refused", error=str(error))
         with contextlib.suppress(OSError):
             connection.send(frame(pb.Welcome(epoch=self._epoch, error=str(error)).SerializeToString()))
 
-    async def _serve(self, arrival: Arrival, who: peers.Credentials) -> None:
-        connection = arrival.connection
-        peer: Peer | None = None
+    def welcome(self, arrival: Arrival, who: peers.Credentials, hello: pb.Hello) -> tuple[Peer, LocalConnection | None]:
+        """Add the client and answer its Hello. Returns what serves the rest of its connection, if the local protocol is
+        on.
+
+        Raises:
+            OSError: the connection is broken, or the process has no descriptors.
+        """
+        pidfds = self._pidfds()
+        shared = fence.create() if hello.fence else None
+        peer = self._instances.add_peer(
+            **who._asdict(),
+            client=hello.client,
+            fds=arrival.take_fds(),
+            groups=peers.groups(arrival.connection),
+            copiers=frozenset(pidfds),
+            fence=shared,
+        )
+        _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=hello.num_fds)
+        local = self._local_connection(peer) if self._local_connection is not None else None
+        welcome = pb.Welcome(
+            token=peer.token,
+            epoch=self._epoch,
+            local_protocol=local is not None,
+            num_pidfds=1 + len(pidfds),
+            fence=hello.fence,
+        )
         try:
-            try:
-                hello = await asyncio.wait_for(_receive_hello(arrival, self._arrivals), HELLO_SECONDS)
-                check_protocol(hello.protocol)
-            except TimeoutError:
-                self._reject(connection, Unfinished(f"no Hello was complete within {HELLO_SECONDS:g} s"))
-                return
-            except KVSidecarError as error:
-                self._reject(connection, error)
-                return
-            groups = peers.groups(connection)
-            pidfds = self._pidfds()
-            shared = fence.create() if hello.fence else None
-            peer = self._instances.add_peer(
-                **who._asdict(),
-                client=hello.client,
-                fds=arrival.take_fds(),
-                groups=groups,
-                copiers=frozenset(pidfds),
-                fence=shared,
-            )
-            _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=hello.num_fds)
-            local = self._local_connection(peer) if self._local_connection is not None else None
-            welcome = pb.Welcome(
-                token=peer.token,
-                epoch=self._epoch,
-                local_protocol=local is not None,
-                num_pidfds=1 + len(pidfds),
-                fence=hello.fence,
-            )
             own = os.pidfd_open(os.getpid())
             try:
                 # In one call, which never waits: nothing was sent on this connection before.
                 sent = [own, *pidfds.values(), *(() if shared is None else (shared,))]
-                socket.send_fds(connection, [frame(welcome.SerializeToString())], sent)
+                socket.send_fds(arrival.connection, [frame(welcome.SerializeToString())], sent)
             finally:
                 os.close(own)
-            if local is not None:
-                await self._serve_local_protocol(connection, local)
-            else:
-                await _wait_until_gone(connection, asyncio.ensure_future(_wait_until_closed(connection)))
+        except OSError:
+            self._on_gone(peer)
+            raise
+        return peer, local
+
+    def ended(self, connection: _Connection, arrival: Arrival, peer: Peer | None) -> None:
+        self._connections.discard(connection)
+        self.arrivals.end(arrival)
+        if peer is not None:
+            self._on_gone(peer)
+
+
+class _Connection:
+    """One connection, from its acceptance to its end.
+
+    What it does before its client is welcome, and at its end, are steps in its user's turns: a client may begin as many
+    connections as it can, and all those of a process end at once.
+    """
+
+    def __init__(self, owner: AttachSocket, arrival: Arrival, who: peers.Credentials) -> None:
+        self._owner, self._arrival, self._who = owner, arrival, who
+        self._connection = arrival.connection
+        self._loop = asyncio.get_running_loop()
+        self._frames = FrameReader(MAX_HELLO_BYTES)
+        self._peer: Peer | None = None
+        """None before its Welcome."""
+        self._local: LocalConnection | None = None
+        self._transport: asyncio.BaseTransport | None = None
+        self._pidfd: int | None = None
+        self._ending = self._ended = False
+        self._late = self._loop.call_later(HELLO_SECONDS, self._take, self._refuse_late)
+        self._loop.add_reader(self._connection.fileno(), self._readable)
+
+    def shut_down(self) -> None:
+        """The daemon exits. The end of the stream is seen, and cleaned up as for a client that has gone."""
+        if self._local is not None and self._transport is not None:
+            self._local.shut_down()
+            return
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _take(self, step: Callable[[], None]) -> None:
+        self._owner.turns.take((TURNS, self._who.uid), step)
+
+    # -- until the Welcome -----------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        self._loop.remove_reader(self._connection.fileno())
+        self._arrival.waits = not self._frames.buffered  # else it has come in pieces
+        self._take(self._read)
+
+    def _read(self) -> None:
+        self._arrival.waits = False
+        if self._ended:
+            return
+        try:
+            hello = self._receive()
+            if hello is None:
+                self._loop.add_reader(self._connection.fileno(), self._readable)
+                return
+            check_protocol(hello.protocol)
+            self._owner.arrivals.complete(self._arrival)
+            self._late.cancel()
+            self._peer, self._local = self._owner.welcome(self._arrival, self._who, hello)
+            self._wait_until_gone()
+        except KVSidecarError as error:
+            self._refuse(error)
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
-        finally:
-            self._connections.pop(connection)
-            connection.close()
-            self._arrivals.end(arrival)
-            if peer is not None:
-                self._on_gone(peer)
+            self._end()
 
-    async def _serve_local_protocol(self, connection: socket.socket, local: LocalConnection) -> None:
-        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: local, connection)
-        self._connections[connection] = local
-        try:
-            await _wait_until_gone(connection, local.closed)
-        finally:
-            transport.abort()
+    def _receive(self) -> pb.Hello | None:
+        """Receive what has arrived, which is most often all. Returns the Hello when it is complete; its descriptors are
+        the arrival's.
 
-
-async def _wait_until_gone(connection: socket.socket, closed: asyncio.Future[None]) -> None:
-    """Wait until the process has gone: until the connection is ``closed`` or the pidfd reports its exit.
-
-    Neither is enough alone: a forked child that outlives the engine keeps the connection open, and a process in a PID
-    namespace that is not visible here may have no pidfd.
-    """
-    loop = asyncio.get_running_loop()
-    events = {closed}
-    pidfd = peers.pidfd(connection)
-    if pidfd is not None:
-        exited = loop.create_future()
-        loop.add_reader(pidfd, _set, exited)
-        events.add(exited)
-    try:
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for event in events:
-            event.cancel()
-        if pidfd is not None:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-
-
-async def _wait_until_closed(connection: socket.socket) -> None:
-    """Wait for the end of the stream: it comes when every copy of the client's descriptor is closed."""
-    with contextlib.suppress(OSError):
-        while await asyncio.get_running_loop().sock_recv(connection, 1024):
-            pass
-
-
-async def _receive_hello(arrival: Arrival, arrivals: Arrivals) -> pb.Hello:
-    """One Hello; its descriptors are in ``arrival``.
-
-    Raises:
-        InvalidRequest: it does not parse, or they do not match.
-        LimitExceeded: its user has too many.
-    """
-    frames = FrameReader(MAX_HELLO_BYTES)
-    try:
-        while (payload := frames.next()) is None:
-            chunk, fds = await _recvmsg(arrival.connection, frames.missing)
-            arrivals.received(arrival, fds)
+        Raises:
+            InvalidRequest: it does not parse, or they do not match.
+            LimitExceeded: its user has too many.
+        """
+        frames, arrival = self._frames, self._arrival
+        payload = None
+        for _ in ("length", "payload"):
+            try:
+                chunk, fds, truncated = peers.recv_fds(self._connection, frames.missing)
+            except BlockingIOError:
+                return None
+            if truncated:
+                close_all(fds)
+                raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors in one message")
+            self._owner.arrivals.received(arrival, fds)
             if not chunk:
                 raise InvalidRequest("the client closed the connection before its Hello was complete")
             frames.feed(chunk)
-    except FrameTooLong as error:
-        raise InvalidRequest(f"a Hello of {error.length} bytes is over the limit of {MAX_HELLO_BYTES}") from error
-    try:
-        hello = pb.Hello.FromString(payload)
-    except Exception as error:  # protobuf's DecodeError is not part of its typed interface
-        raise InvalidRequest(f"the Hello does not parse: {error}") from error
-    if hello.num_fds != len(arrival.fds):
-        raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, but {len(arrival.fds)} arrived")
-    arrivals.complete(arrival)
-    return hello
-
-
-async def _recvmsg(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
-    """recvmsg on the event loop. (asyncio has no call that returns ancillary data.)"""
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            data, fds, truncated = peers.recv_fds(connection, nbytes)
-        except BlockingIOError:
-            readable = loop.create_future()
-            loop.add_reader(connection.fileno(), _set, readable)
             try:
-                await readable
-            finally:
-                loop.remove_reader(connection.fileno())
-            continue
-        if truncated:
-            close_all(fds)
-            raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors in one message")
-        return data, fds
+                payload = frames.next()
+            except FrameTooLong as error:
+                text = f"a Hello of {error.length} bytes is over the limit of {MAX_HELLO_BYTES}"
+                raise InvalidRequest(text) from error
+        if payload is None:
+            return None
+        try:
+            hello = pb.Hello.FromString(payload)
+        except Exception as error:  # protobuf's DecodeError is not part of its typed interface
+            raise InvalidRequest(f"the Hello does not parse: {error}") from error
+        if hello.num_fds != len(arrival.fds):
+            raise InvalidRequest(f"the Hello announces {hello.num_fds} descriptors, but {len(arrival.fds)} arrived")
+        return hello
 
+    def _refuse_late(self) -> None:
+        if self._peer is None:
+            self._refuse(Unfinished(f"no Hello was complete within {HELLO_SECONDS:g} s"))
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+    def _refuse(self, error: KVSidecarError) -> None:
+        if not self._ended:
+            self._owner.reject(self._connection, error)
+            self._end()
+
+    # -- after it --------------------------------------------------------------------------------------------------
+
+    def _wait_until_gone(self) -> None:
+        """Wait until the process has gone: until the connection is closed or its pidfd reports its exit.
+
+        Neither is enough alone: a forked child that outlives the engine keeps the connection open, and a process in a
+        PID namespace that is not visible here may have no pidfd.
+        """
+        self._pidfd = peers.pidfd(self._connection)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._gone)
+        if self._local is not None:
+            self._local.closed.add_done_callback(lambda _: self._gone())
+            self._owner.tasks.spawn(self._serve(self._local), name="attach-connection")
+        else:
+            self._loop.add_reader(self._connection.fileno(), self._drain)
+
+    async def _serve(self, local: LocalConnection) -> None:
+        try:
+            self._transport, _ = await self._loop.connect_accepted_socket(lambda: local, self._connection)
+        except OSError as error:
+            _log.debug("attach connection broke", error=str(error))
+            self._gone()
+        if self._ended:
+            self._abort()
+
+    def _drain(self) -> None:
+        """The end of the stream comes when every copy of the client's descriptor is closed."""
+        try:
+            if self._connection.recv(1024):
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _log.debug("attach connection broke", error=str(error))
+        self._gone()
+
+    def _gone(self) -> None:
+        if not self._ending:
+            self._ending = True
+            self._stop_listening()
+            self._take(self._end)
+
+    def _stop_listening(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+        if self._local is None:
+            self._loop.remove_reader(self._connection.fileno())
+
+    def _abort(self) -> None:
+        if isinstance(self._transport, asyncio.Transport):
+            self._transport.abort()
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        if not self._ending:
+            self._stop_listening()
+        self._ending = self._ended = True
+        self._late.cancel()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._abort()
+        self._connection.close()
+        self._owner.ended(self, self._arrival, self._peer)

@@ -20,7 +20,7 @@ from kvsidecar.server.http2_gate import CallQuotas, Gate, Passed
 from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import free_memory, log
-from kvsidecar.support import peer as peers
+from kvsidecar.support.peer import Credentials
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 
@@ -66,9 +66,12 @@ class GrpcFront:
 
     Args:
         refuse: counts a refusal.
+        turns: of the users, for all that is relayed.
     """
 
-    def __init__(self, socket_files: SocketFiles, refuse: Callable[[Refusal], None], tasks: TaskSet) -> None:
+    def __init__(
+        self, socket_files: SocketFiles, refuse: Callable[[Refusal], None], tasks: TaskSet, turns: Turns
+    ) -> None:
         self._refuse, self._tasks = refuse, tasks
         self.server = ""
         """Path at which gRPC's own server can be connected to."""
@@ -79,9 +82,12 @@ class GrpcFront:
                 MAX_MESSAGES_BYTES, "bytes of gRPC messages that are unfinished or unanswered", MAX_ALL_MESSAGES_BYTES
             ),
         )
-        self.turns = Turns()
+        self.turns = turns
         self._relays: set[_Relay] = set()
-        self._listener = PathListener(socket_files, socket_files.grpc_path, self._accepted, tasks, _caused)
+        # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.
+        self._listener = PathListener(
+            socket_files, socket_files.grpc_path, self._accepted, tasks, _caused, turns, "grpc-accept"
+        )
         self._seconds: asyncio.Task[None] | None = None
         self._most = 0
         """Bytes that were in use at most since memory was given back, at the bounds above."""
@@ -114,8 +120,8 @@ class GrpcFront:
         for relay in tuple(self._relays):
             relay.close()
 
-    def _accepted(self, connection: socket.socket) -> None:
-        uid = peers.credentials(connection).uid
+    def _accepted(self, connection: socket.socket, who: Credentials) -> None:
+        uid = who.uid
         try:
             self._connections_of.take(uid)
         except LimitExceeded as error:

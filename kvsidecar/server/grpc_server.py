@@ -21,6 +21,7 @@ from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.turns import Turns
 from kvsidecar.types import State
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
@@ -92,6 +93,7 @@ class RpcServer:
         readiness: DaemonReadiness,
         tasks: TaskSet,
         refuse: Callable[[Refusal], None],
+        turns: Turns,
     ) -> None:
         self._socket_files = socket_files
         self._readiness = readiness
@@ -105,7 +107,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self._front = GrpcFront(socket_files, refuse, tasks)
+        self._front = GrpcFront(socket_files, refuse, tasks, turns)
 
     async def start(self) -> None:
         """Bind and serve. The caller holds the lock of the socket files.

@@ -5,33 +5,50 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from kvsidecar.server.socket_files import SocketFiles
+from kvsidecar.support import peer as peers
 from kvsidecar.support.accepting import accept
 from kvsidecar.support.log import Limited
+from kvsidecar.support.peer import Credentials
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.turns import Turns
+
+ACCEPT_SECONDS: Final = 0.0001
+"""About what it takes to accept a connection, without what becomes of it."""
+MAX_WAITING: Final = 64
+"""Connections that were accepted to learn whose they are, and whose turn has not come. The next ones stay in the
+kernel's queue."""
 
 
 class PathListener:
     """Used from the event loop.
 
     Args:
-        accepted: called with each connection, which does not block and is then the callee's.
+        accepted: called with each connection, which does not block and is then the callee's, and its client.
         tasks: own the accepting.
         caused: logs what fails.
+        turns: of the users who connect.
+        what: with the user id, whose turns to accept takes: what follows in the same turns holds up what is accepted.
     """
 
     def __init__(
         self,
         socket_files: SocketFiles,
         path: Path,
-        accepted: Callable[[socket.socket], None],
+        accepted: Callable[[socket.socket, Credentials], None],
         tasks: TaskSet,
         caused: Limited,
+        turns: Turns,
+        what: str,
     ) -> None:
         self._socket_files, self._path = socket_files, path
-        self._accepted, self._tasks, self._caused = accepted, tasks, caused
+        self._accepted, self._tasks, self._caused, self._turns = accepted, tasks, caused, turns
+        self._what = what
+        self._room = asyncio.Semaphore(MAX_WAITING)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -60,5 +77,15 @@ class PathListener:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = await accept(listener, self._caused)
-            self._accepted(connection)
+            await self._room.acquire()
+            try:
+                connection, _ = await accept(listener, self._caused)
+            except BaseException:
+                self._room.release()
+                raise
+            who = peers.credentials(connection)
+            self._turns.take((self._what, who.uid), partial(self._begin, connection, who), ACCEPT_SECONDS)
+
+    def _begin(self, connection: socket.socket, who: Credentials) -> None:
+        self._room.release()
+        self._accepted(connection, who)

@@ -18,11 +18,15 @@ BURST_SECONDS: Final = 0.05
 """Time that a user's steps may take before `SHARE` holds."""
 
 
+_Step = tuple[Callable[[], None], float]
+"""With the seconds of what it causes."""
+
+
 @dataclass(slots=True)
 class _User:
     used: float = 0.0
     """When what it has taken is paid for, in monotonic seconds."""
-    waiting: deque[Callable[[], None]] = field(default_factory=deque)
+    waiting: deque[_Step] = field(default_factory=deque)
     resting: bool = False
     lined_up: bool = False
     """It is among `Turns._next`. A step may take further ones of its user, and must not line it up twice."""
@@ -46,27 +50,38 @@ class Turns:
         self._until = 0.0
         """When this turn begins no more steps."""
 
-    def take(self, user: Hashable, step: Callable[[], None]) -> None:
-        """Take a step: now, if nobody waits and this turn of the loop has time, or in one of the next ones."""
+    def take(self, user: Hashable, step: Callable[[], None], seconds: float = 0.0) -> None:
+        """Take a step: now, if nobody waits and this turn of the loop has time, or in one of the next ones.
+
+        Args:
+            seconds: about how long that takes which the step causes and does not do itself, such as a task that it
+                wakes. The user is charged for it; and if it is not 0, the step is the last one of its turn of the loop.
+        """
         now = self._clock()
         queue = self._users.get(user)
         if queue is None:
             queue = self._users[user] = _User()
         elif queue.waiting or queue.used > now + BURST_SECONDS:
-            self._wait(user, queue, step, now)
+            self._wait(user, queue, (step, seconds), now)
             return
         if self._next or (self._scheduled and now >= self._until):
-            self._wait(user, queue, step, now)
+            self._wait(user, queue, (step, seconds), now)
             return
         if not self._scheduled:
             self._begin(now)
-        self._run(queue, step, now)
+        self._run(queue, (step, seconds), now)
+
+    async def wait(self, user: Hashable, seconds: float) -> None:
+        """Wait until it is the user's turn to do something that takes about so long."""
+        turn = asyncio.get_running_loop().create_future()
+        self.take(user, lambda: None if turn.done() else turn.set_result(None), seconds)
+        await turn
 
     def end(self) -> None:
         """The step that runs is the last one of this turn of the loop: it has made work for somebody else."""
         self._until = 0.0
 
-    def _wait(self, user: Hashable, queue: _User, step: Callable[[], None], now: float) -> None:
+    def _wait(self, user: Hashable, queue: _User, step: _Step, now: float) -> None:
         queue.waiting.append(step)
         if len(queue.waiting) == 1:
             self._line_up(user, queue, now)
@@ -93,12 +108,15 @@ class Turns:
         self._scheduled, self._until = True, now + SECONDS
         asyncio.get_running_loop().call_soon(self._turn)
 
-    def _run(self, queue: _User, step: Callable[[], None], began: float) -> float:
+    def _run(self, queue: _User, step: _Step, began: float) -> float:
+        call, seconds = step
+        if seconds:
+            self.end()
         try:
-            step()
+            call()
         finally:
             now = self._clock()
-            queue.used = max(queue.used, began) + (now - began) / SHARE
+            queue.used = max(queue.used, began) + (now - began + seconds) / SHARE
         return now
 
     def _turn(self) -> None:

@@ -117,3 +117,30 @@ async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
     while not taken:
         await turn_of_the_loop()
     assert isinstance(errors[0], ZeroDivisionError)
+
+
+async def test_what_a_step_causes_is_charged_to_its_user_and_ends_the_turn() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    taken: list[str] = []
+    turns.take("greedy", lambda: taken.append("greedy"), BURST_SECONDS)
+    turns.take("other", lambda: taken.append("other"), SECONDS)
+    assert taken == ["greedy"], "the first has ended the turn"
+    await turns.wait("other", SECONDS)
+    turns.take("greedy", lambda: taken.append("greedy"))
+    for _ in range(5):
+        await turn_of_the_loop()
+    assert taken == ["greedy", "other"], "the burst is used up"
+    clock.now += BURST_SECONDS / SHARE
+    async with asyncio.timeout(60):
+        while len(taken) < 3:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.001)
+
+
+async def test_who_does_not_wait_any_more_is_passed_over() -> None:
+    turns = Turns(Clock())
+    turns.take("user", turns.end)
+    gone = asyncio.ensure_future(turns.wait("user", SECONDS))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await turns.wait("user", SECONDS)

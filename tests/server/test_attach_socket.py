@@ -1,0 +1,119 @@
+"""The attach socket: what many connections cause at once is spread over the turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvsidecar.core.sessions import Instances
+from kvsidecar.errors import Refusal
+from kvsidecar.protocol.framing import frame
+from kvsidecar.server import attach_socket
+from kvsidecar.server.attach_socket import AttachSocket
+from kvsidecar.server.socket_files import SocketFiles
+from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.turns import SECONDS, Turns
+from kvsidecar.types import PROTOCOL
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.harness import eventually_in_loop
+
+CLIENTS = 60
+STEPS = 4
+"""In one turn of the loop, with the clock of these tests."""
+
+
+class Peers:
+    """Instead of `Instances`."""
+
+    def add_peer(self, **_: Any) -> Any:
+        class Peer:
+            token = b"token"
+
+        return Peer()
+
+
+class Bench:
+    def __init__(self, directory: Path) -> None:
+        ticks = itertools.count()
+        # Each step takes a part of a turn, however long it takes.
+        self.turns = Turns(lambda: next(ticks) * SECONDS / STEPS)
+        self.in_iteration: Counter[int] = Counter()
+        """Refusals and ends, by the iteration of the loop."""
+        self.iteration = 0
+        self.refused: Counter[Refusal] = Counter()
+        self.tasks = TaskSet(lambda name, error: None)
+        self.socket = AttachSocket(
+            SocketFiles(directory / "kvs.sock", mode=0o600, group=None),
+            epoch=1,
+            instances=cast(Instances, Peers()),
+            on_gone=lambda _: self.count(),
+            local_connection=None,
+            refuse=self.refuse,
+            tasks=self.tasks,
+            turns=self.turns,
+        )
+        self.path = f"{directory}/kvs.sock.attach"
+        self.socket.start()
+        self._tick()
+
+    def _tick(self) -> None:
+        self.iteration += 1
+        asyncio.get_running_loop().call_soon(self._tick)
+
+    def count(self) -> None:
+        self.in_iteration[self.iteration] += 1
+
+    def refuse(self, reason: Refusal) -> None:
+        self.refused[reason] += 1
+        self.count()
+
+    def connect(self, data: bytes) -> list[socket.socket]:
+        clients = []
+        for _ in range(CLIENTS):
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(self.path)
+            client.send(data)
+            clients.append(client)
+        return clients
+
+    async def close(self) -> None:
+        await self.socket.stop()
+        await self.tasks.cancel()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    await eventually_in_loop(condition)
+
+
+async def test_hellos_that_are_late_at_once_are_refused_in_turns(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach_socket, "HELLO_SECONDS", 0.5)
+    bench = Bench(short_dir)
+    clients = bench.connect(b"\x01")
+    await until(lambda: bench.refused[Refusal.UNFINISHED] == CLIENTS)
+    assert max(bench.in_iteration.values()) <= STEPS, "several turns in one iteration of the loop"
+    for client in clients:
+        assert b"no Hello was complete" in client.recv(1000)
+        client.close()
+    await bench.close()
+
+
+async def test_connections_that_end_at_once_are_cleaned_up_in_turns(short_dir: Path) -> None:
+    bench = Bench(short_dir)
+    clients = bench.connect(frame(pb.Hello(protocol=PROTOCOL).SerializeToString()))
+    for client in clients:
+        assert await asyncio.get_running_loop().run_in_executor(None, client.recv, 1000)
+    for client in clients:
+        client.close()
+    await until(lambda: bench.in_iteration.total() == CLIENTS)
+    assert not bench.refused
+    assert max(bench.in_iteration.values()) <= STEPS, "several turns in one iteration of the loop"
+    await bench.close()
