@@ -6,8 +6,8 @@
 >>> for done in client.poll(): ...
 
 Imports `protocol`, `types`, `errors`, the generated messages, and the parts of `support` that both ends need; no daemon
-code, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls; the docstring of `supervisor`
-describes the states, threads and locks behind them.
+code, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls; the docstring of `states` draws the
+states behind them, that of `supervisor` describes the threads and locks.
 """
 
 from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
@@ -22,6 +23,9 @@ from kvsidecar.support.fence import Fence
 from kvsidecar.support.peer import recv_fds
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvsidecar.client.session import Session
 
 _MAX_WELCOME_BYTES = 64 * 1024
 _QUEUE_FULL_SECONDS = 0.005
@@ -72,9 +76,11 @@ class LostDaemon:
 
     Args:
         process: closed by this object.
+        session: the one that ended.
     """
 
-    def __init__(self, process: DaemonProcess) -> None:
+    def __init__(self, process: DaemonProcess, session: Session | None = None) -> None:
+        self.session = session
         self._process = process
         self._gone = False
 

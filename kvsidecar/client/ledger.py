@@ -132,9 +132,9 @@ class Ledger:
             if job.phase is not Phase.SENT:
                 self.finish(JobDone(job.number, Outcome.DECLINED, reason))
 
-    def end_waiting(self, reason: str) -> None:
+    def end_waiting(self, reason: str, error: str = "") -> None:
         """Report the jobs whose events did not complete in time."""
-        self._end(reason, "", lambda job: job.phase is Phase.WAITING)
+        self._end(reason, error, lambda job: job.phase is Phase.WAITING)
 
     def end_unsent(self, reason: str, error: str) -> None:
         """Report the jobs that were not sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.session import Session
@@ -15,21 +16,27 @@ QUERY_SECONDS = 1.0
 LOOKS = 50
 """How often to look at the fence during a query: no event tells that it is quiet."""
 
-WaitUntil = Callable[[Callable[[], bool], float], bool]
-"""``wait_until(is_done, seconds)``: wait until the function returns True, checking after every event."""
+
+class SessionEnd(Protocol):
+    """What ends a session: it waits, and reports the jobs."""
+
+    def wait_until(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Wait until the function returns True, checking after every event. False: the time has passed."""
+
+    def wake(self) -> None:
+        """Make `wait_until` check again. Called from other threads."""
+
+    def is_too_late(self) -> bool:
+        """Whether to stop waiting."""
+
+    def going_down(self) -> None:
+        """The daemon announces that it goes down with its pool, which is never served again. Called again and again."""
+
+    def fenced(self) -> bool:
+        """There is the third proof. Called once. Returns whether to go on and wait until the memory is unmapped."""
 
 
-def quiesce(
-    transport: Transport,
-    session: Session,
-    *,
-    given_up: bool,
-    wait_until: WaitUntil,
-    going_down: Callable[[], None],
-    fenced: Callable[[], bool],
-    give_up: Callable[[], bool],
-    wake: Callable[[], None],
-) -> bool:
+def quiesce(transport: Transport, session: Session, end: SessionEnd, *, given_up: bool) -> bool:
     """Wait for proof that no copy of this session runs or will run. Returns whether its memory is unmapped, too.
 
     There are three kinds of proof:
@@ -46,60 +53,50 @@ def quiesce(
     Args:
         session: its stream has ended.
         given_up: this client has given up a daemon that hangs.
-        going_down: called once, if the daemon announces that it goes down with its pool, which is never served again.
-        fenced: called once, with the third proof. Returns whether to go on and wait until the memory is unmapped.
-        give_up: whether to stop waiting.
-        wake: makes ``wait_until`` check again; called from other threads.
     """
     process, fence = transport.connection.process, transport.connection.fence
     delays = Backoff(0.02, 1.0)
-    reported = quiet = enough = False
+    is_enough: bool | None = None
+    """Whether the third proof is; None: there is none yet."""
 
     def is_over() -> bool:
-        nonlocal reported, quiet, enough
-        if not reported and transport.going_down():
-            reported = True
-            going_down()
-        if not quiet and fence is not None and fence.is_quiet():
-            quiet = True
-            enough = not fenced()
-        return enough or process.gone() or give_up()
-
-    def watch(is_done: Callable[[], bool], seconds: float) -> bool:
-        if quiet or fence is None or not fence.is_shut:
-            return wait_until(is_done, seconds)
-        return any(wait_until(is_done, seconds / LOOKS) for _ in range(LOOKS))
+        nonlocal is_enough
+        if transport.going_down():
+            end.going_down()
+        if is_enough is None and fence is not None and fence.is_quiet():
+            is_enough = not end.fenced()
+        return bool(is_enough) or process.gone() or end.is_too_late()
 
     if given_up and fence is not None:
         fence.shut()
     while not is_over():
-        if has_ended(transport, session, wait_until=watch, is_over=is_over, wake=wake):
+        if has_ended(transport, session, end, is_over):
             return True
         if fence is not None:
             fence.shut()
-        watch(is_over, delays.next())
+        _watch(transport, end, is_over, delays.next())
     return process.gone()
 
 
-def has_ended(
-    transport: Transport,
-    session: Session,
-    *,
-    wait_until: WaitUntil,
-    is_over: Callable[[], bool],
-    wake: Callable[[], None],
-) -> bool:
+def has_ended(transport: Transport, session: Session, end: SessionEnd, is_over: Callable[[], bool]) -> bool:
     """Whether the daemon answers that this session has ended. Asked in the background: what makes the answer
     superfluous (``is_over``) is noticed while the daemon hangs."""
     answers: list[pb.StatusReply | TransportError] = []
 
     def on_answer(answer: pb.StatusReply | TransportError) -> None:
         answers.append(answer)
-        wake()
+        end.wake()
 
     cancel = transport.query(pb.StatusRequest(session=session.id), QUERY_SECONDS, on_answer)
-    wait_until(lambda: bool(answers) or is_over(), QUERY_SECONDS)
+    _watch(transport, end, lambda: bool(answers) or is_over(), QUERY_SECONDS)
     cancel()
     if not answers or isinstance(answer := answers[0], TransportError):
         return False
     return answer.epoch == session.epoch and answer.session_ended
+
+
+def _watch(transport: Transport, end: SessionEnd, is_done: Callable[[], bool], seconds: float) -> None:
+    """Wait, and look at a fence that is shut and not quiet yet."""
+    fence = transport.connection.fence
+    looks = LOOKS if fence is not None and fence.is_shut and not fence.is_quiet() else 1
+    any(end.wait_until(is_done, seconds / looks) for _ in range(looks))

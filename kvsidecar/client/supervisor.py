@@ -4,23 +4,14 @@ How the client works
 ====================
 
 A client has one `Supervisor` and one `Ledger` for its whole life, and one `Transport` with one `Session` for each run
-of the daemon that it connects to::
+of the daemon that it connects to. `states` draws the states of the connection.
 
-    idle --start--> CONNECTING --connected, registered--> ATTACHED --lost, or closing--> QUIESCING --proof--> CONNECTING
-                    ^        |                                                           |                  or closed
-                    '--delay-'  refused, or no daemon                                    '--no proof in time: closed
-
-- CONNECTING: no session is published. `store` and `load` are declined, lookups miss. Attempts repeat with a backoff.
-- ATTACHED: `transport` and `session` are published. The supervisor waits for the end of the daemon's process, of the
-  attach socket or of the stream, whichever is first, and makes the circuit breaker's probes. (A client that only looks
-  up has a transport and no session.)
-- QUIESCING: neither is published any more. Each outstanding job ends when nothing can touch its blocks any more, not
-  before: a job that was not sent ends at once; a store, when its daemon has said that it goes down; the others, when
-  there is proof (`quiescing`) that no copy of the session runs. For a daemon that hangs, and was given up, the fence
-  gives it. There is no new session with that run of the daemon before the memory of the last one is unmapped.
-
-Only the supervisor's thread changes the state. There is no new session before every job of the last one has ended, so
-all outstanding jobs belong to one session.
+- While it connects, attempts repeat with a backoff.
+- While it is connected, the supervisor waits for the end of the daemon's process, of the attach socket or of the
+  stream, whichever is first, and makes the circuit breaker's probes.
+- While a session ends, a job that was not sent ends at once; a store, when its daemon has said that it goes down; the
+  others, when there is proof (`quiescing`) that no copy of the session runs. There is no new session with that run of
+  the daemon before the memory of the last one is unmapped.
 
 A store goes down through these layers; no layer calls back up::
 
@@ -65,6 +56,7 @@ In the order in which they are taken:
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +71,7 @@ from kvsidecar.client.local_transport import LocalTransport
 from kvsidecar.client.messages import Registration, TransportError, Watching
 from kvsidecar.client.quiescing import has_ended, quiesce
 from kvsidecar.client.session import Session
+from kvsidecar.client.states import CLOSING, CONNECTING, HUNG, PUBLISHED, Event, State, after
 from kvsidecar.client.transport import Transport
 from kvsidecar.client.types import CLOSED, DAEMON_LOST
 from kvsidecar.client.waiting import DaemonPoller, Monitor, Waker
@@ -134,19 +127,15 @@ class Supervisor:
         self._breaker = breaker
         self._backoff = backoff
         self._registration: Registration | Watching | None = None
-        self._once = False
-        self._closing = False
-        self._close_at = 0.0
-        self._given_up = ""
-        """Why the daemon of this session is given up; empty if it is not."""
+        self._state = State.IDLE
+        self._close_at = math.inf
         self._wake = Waker()
+        self._poller = DaemonPoller(self._wake)
         self._cancel = Waker()
         """Stays readable from `close` on."""
         self._thread: threading.Thread | None = None
-        self._lost_session: Session | None = None
-        """The one that `lost_daemon` may still have mapped."""
-        self._lost_before = ""
-        """How the last daemon was lost, until another one answers: retries are not logged."""
+        self._lost = ""
+        """How the last daemon was lost, until another one answers: why jobs end, and retries are not logged."""
         self._refused_before = ""
         self.transport: Transport | None = None
         """Set while connected; may be read without the lock."""
@@ -172,9 +161,8 @@ class Supervisor:
             once: end the thread if the first attempt fails.
         """
         with self._changed:
-            self._registration = registration
-            self._once = once
-            self.error = None
+            self._enter(Event.TRY if once else Event.START)
+            self._registration, self.error = registration, None
             self._start_thread()
         self._wake.set()
 
@@ -185,39 +173,44 @@ class Supervisor:
     def start_without_registration(self) -> None:
         """Begin to connect, unless it has begun."""
         with self._changed:
+            self._enter(Event.DIAL)
             self._start_thread()
 
     def _start_thread(self) -> None:
-        if self._thread is None and not self._closing:
+        if self._state in CONNECTING and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvsidecar-keep", daemon=True)
             self._thread.start()
+
+    def _enter(self, event: Event) -> State:
+        """The only place where the state changes. With the lock held."""
+        self._state = after(self._state, event)
+        if self._state not in PUBLISHED:
+            self.transport = self.session = None
+        self._changed.notify_all()
+        return self._state
 
     def wait_attempt(self, before: int, timeout: float) -> bool:
         """Wait until more than ``before`` attempts have ended. False after ``timeout`` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.attempts > before or self._closing, timeout)
+            return self._changed.wait_for(lambda: self.attempts > before or self._state in CLOSING, timeout)
 
     def wake(self) -> None:
-        """Check the breaker again: it has opened."""
+        """Check again what the thread waits for, such as the breaker: it has opened. May be called from any thread."""
         self._wake.set()
 
     def give_up(self, reason: str) -> None:
         """End the session with a daemon that hangs: no job is taken from now on. Never waits."""
         with self._changed:
             if self.session is not None:
-                self._given_up = reason
-                self.session, self.error = None, DaemonUnreachable(reason)
-                self._changed.notify_all()
+                self.error = DaemonUnreachable(reason)
+            self._enter(Event.GIVE_UP)
         self._wake.set()
 
     def close(self, timeout: float) -> None:
         """End the session in order, or break it off after ``timeout`` seconds. Joins the thread. Cannot be undone."""
         with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            self._close_at = time.monotonic() + timeout
-            self._changed.notify_all()
+            self._close_at = min(self._close_at, time.monotonic() + timeout)
+            self._enter(Event.CLOSE)
         self._cancel.set()
         self._wake.set()
         if self._thread is not None:
@@ -225,60 +218,65 @@ class Supervisor:
         self._wake.close()
         self._cancel.close()
 
-    # -- CONNECTING --------------------------------------------------------------------------------------------------
+    # -- connecting --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing:
-            registration = self._registration
+        while self._state in CONNECTING:
+            with self._changed:
+                begun, registration = self._state, self._registration
             try:
-                transport = open_transport(
-                    self._socket,
-                    fds=registration.fds if registration else [],
-                    name=self._name,
-                    timeout=self._timeout,
-                    cancel=self._cancel.fd,
-                    local=self._local,
-                    fenced=isinstance(registration, Registration),
-                )
-                poller = DaemonPoller(self._wake, transport.connection)
-                self._wait_until_unmapped(transport, poller)
-                session = None if registration is None else self._attach(transport, poller, registration)
+                transport, session = self._connect(registration)
             except ClientError as error:
                 with self._changed:
                     self.error = error
                     self.attempts += 1
-                    self._changed.notify_all()
-                    if self._once:
-                        return
+                    self._enter(Event.FAILED)
                 self._log_failure(error)
-                self._pause(registration)
+                self._pause(begun)
                 continue
             self._publish(transport, session)
-            lost = self._wait_until_lost(transport, session, poller, registration)
-            self._withdraw(lost)
-            if session is not None and not self._end_session(transport, session, poller, lost):
-                self.lost_daemon = LostDaemon(transport.connection.process.duplicate())
-                self._lost_session = session
+            self._lost = self._wait_until_lost(transport, session)
+            if self._lost:
+                _log.warning("the daemon at %s is lost, going on without it: %s", self._socket, self._lost)
+            if session is not None:
+                if not self._end_session(transport, session):
+                    self.lost_daemon = LostDaemon(transport.connection.process.duplicate(), session)
+                with self._changed:
+                    self._enter(Event.ENDED)
             transport.close()
 
-    def _wait_until_unmapped(self, transport: Transport, poller: DaemonPoller) -> None:
+    def _connect(self, registration: Registration | Watching | None) -> tuple[Transport, Session | None]:
+        transport = open_transport(
+            self._socket,
+            fds=registration.fds if registration else [],
+            name=self._name,
+            timeout=self._timeout,
+            cancel=self._cancel.fd,
+            local=self._local,
+            fenced=isinstance(registration, Registration),
+        )
+        self._poller = DaemonPoller(self._wake, transport.connection)
+        self._wait_until_unmapped(transport)
+        return transport, None if registration is None else self._attach(transport, registration)
+
+    def _wait_until_unmapped(self, transport: Transport) -> None:
         """Before this run of the daemon maps the memory again. On DaemonUnreachable the transport is closed."""
-        session = self._lost_session
+        session = None if self.lost_daemon is None else self.lost_daemon.session
         if session is None or session.epoch != transport.connection.epoch:
             return
 
         def is_over() -> bool:
-            return self._closing or bool(_how_lost(transport, None))
+            return self._state is State.CLOSED or bool(_how_lost(transport, None))
 
-        delays, wait_until = Backoff(0.02, 1.0), partial(self._wait_until, poller)
-        while not has_ended(transport, session, wait_until=wait_until, is_over=is_over, wake=self._wake.set):
+        delays = Backoff(0.02, 1.0)
+        while not has_ended(transport, session, self, is_over):
             if is_over():
                 transport.close()
                 raise DaemonUnreachable(f"the daemon at {self._socket} has not unmapped the memory of the last session")
-            wait_until(is_over, delays.next())
-        self.lost_daemon = self._lost_session = None
+            self.wait_until(is_over, delays.next())
+        self.lost_daemon = None
 
-    def _attach(self, transport: Transport, poller: DaemonPoller, registration: Registration | Watching) -> Session:
+    def _attach(self, transport: Transport, registration: Registration | Watching) -> Session:
         """Register, and wait for the answer. On DaemonUnreachable and AttachRefused the transport is closed."""
         session = Session(
             transport,
@@ -290,13 +288,13 @@ class Supervisor:
             inbox=registration.inbox if isinstance(registration, Watching) else None,
         )
         with self._changed:
-            self._changed.wait_for(lambda: session.id or session.ended or self._closing, self._timeout)
+            self._changed.wait_for(lambda: session.id or session.ended or self._state is State.CLOSED, self._timeout)
             if session.id and not session.ended:
                 return session
             error = session.error
         # Look before this end closes the connection.
         unavailable = error is not None and error.code is grpc.StatusCode.UNAVAILABLE
-        going_down = unavailable and self._is_going_down(transport, poller)
+        going_down = unavailable and self._is_going_down(transport)
         # No job was sent on it. A daemon that hangs in the registration unmaps the memory when the stream breaks.
         session.cancel()
         session.join()
@@ -309,12 +307,14 @@ class Supervisor:
             raise DaemonUnreachable(f"the daemon at {self._socket} went away: {error.text}")
         raise AttachRefused(error.text)
 
-    def _is_going_down(self, transport: Transport, poller: DaemonPoller) -> bool:
+    def _is_going_down(self, transport: Transport) -> bool:
         """Whether the daemon also closes the attach socket. A daemon that is draining or has lost the device refuses
         with the same status code, and keeps the socket open."""
-        return self._wait_until(poller, transport.connection.ended, STREAM_END_SECONDS / 5)
+        return self.wait_until(transport.connection.ended, STREAM_END_SECONDS / 5)
 
     def _log_failure(self, error: ClientError) -> None:
+        if self._state is State.CLOSED:
+            return
         if isinstance(error, AttachRefused) and str(error) != self._refused_before:
             self._refused_before = str(error)
             _log.warning(
@@ -322,57 +322,53 @@ class Supervisor:
                 self._socket,
                 self._refused_before,
             )
-        elif not self._lost_before and not self._closing:
-            self._lost_before = str(error)
-            _log.warning("going on without a daemon, still trying to connect: %s", self._lost_before)
+        elif not self._lost:
+            self._lost = str(error)
+            _log.warning("going on without a daemon, still trying to connect: %s", self._lost)
 
-    def _pause(self, registration: Registration | Watching | None) -> None:
+    def _pause(self, begun: State) -> None:
         """Wait for the next attempt."""
-        poller = DaemonPoller(self._wake)
-        self._wait_until(poller, lambda: self._closing or self._registration is not registration, self._backoff.next())
+        self._poller = DaemonPoller(self._wake)
+        self.wait_until(lambda: self._state is not begun, self._backoff.next())
 
-    # -- ATTACHED ----------------------------------------------------------------------------------------------------
+    # -- connected ---------------------------------------------------------------------------------------------------
 
     def _publish(self, transport: Transport, session: Session | None) -> None:
         self._backoff.reset()
         self._breaker.reset()
-        if self._lost_before:
+        if self._lost:
             _log.info("the daemon at %s answers (epoch %x)", self._socket, transport.connection.epoch)
-        self._lost_before = self._refused_before = ""
+        self._lost = self._refused_before = ""
         with self._changed:
-            self._given_up = ""
-            self.transport, self.session, self.error, self._once = transport, session, None, False
+            self.attempts += 1
+            self.error = None
+            if self._enter(Event.CONNECTED if session is None else Event.ATTACHED) in PUBLISHED:
+                self.transport, self.session = transport, session
             if session is not None and self.idle:
                 session.set_idle(True)
                 session.send_unsent()
-            self.attempts += 1
-            self._changed.notify_all()
 
-    def _wait_until_lost(
-        self,
-        transport: Transport,
-        session: Session | None,
-        poller: DaemonPoller,
-        registration: Registration | Watching | None,
-    ) -> str:
+    def _wait_until_lost(self, transport: Transport, session: Session | None) -> str:
         """Returns how the daemon was lost; empty if this client disconnects first."""
-        while not self._closing and registration is self._registration:
-            if lost := _how_lost(transport, session) or self._how_hung(session):
-                return lost
+        while self._state in PUBLISHED:
+            if lost := _how_lost(transport, session):
+                with self._changed:
+                    if self._state in PUBLISHED:
+                        self.error = DaemonUnreachable(lost)
+                        self._enter(Event.LOST)
+                break
+            with self._changed:
+                if session is not None and self._ledger.is_overdue(time.monotonic() - HANG_SECONDS):
+                    self.give_up(f"it has not ended a job {HANG_SECONDS:g} s after its deadline")
+                    break
             self._probe(transport)
             late = LATE_SECONDS if self.late_answers else None
             if late is not None:
                 transport.collect()
             waits = (self._breaker.probe_in(), None if session is None else HANG_CHECK_SECONDS, late)
-            poller.wait(min((each for each in waits if each is not None), default=None))
-        return ""
-
-    def _how_hung(self, session: Session | None) -> str:
-        """Why the daemon is given up; empty if it is not."""
+            self._poller.wait(min((each for each in waits if each is not None), default=None))
         with self._changed:
-            if session is not None and self._ledger.is_overdue(time.monotonic() - HANG_SECONDS):
-                self._given_up = f"it has not ended a job {HANG_SECONDS:g} s after its deadline"
-            return self._given_up
+            return str(self.error or "")
 
     def _probe(self, transport: Transport) -> None:
         """Make a cheap call if the breaker needs a probe."""
@@ -389,83 +385,63 @@ class Supervisor:
         # There is no lease 0: the daemon answers no.
         transport.query(pb.ReleaseRequest(lease=0), self._probe_seconds, on_answer)
 
-    def _withdraw(self, lost: str) -> None:
-        """Stop publishing: no new jobs or calls."""
-        with self._changed:
-            self.transport, self.session = None, None
-            self.error = DaemonUnreachable(lost) if lost else None
-            self._changed.notify_all()
-        if lost:
-            self._lost_before = lost
-            _log.warning("the daemon at %s is lost, going on without it: %s", self._socket, lost)
+    # -- ending a session: `quiescing.SessionEnd` ----------------------------------------------------------------------
 
-    # -- QUIESCING ---------------------------------------------------------------------------------------------------
-
-    def _end_session(self, transport: Transport, session: Session, poller: DaemonPoller, lost: str) -> bool:
+    def _end_session(self, transport: Transport, session: Session) -> bool:
         """Receive a session's last replies and report its jobs. Returns whether the daemon has unmapped the memory.
 
         A job that was not sent ends at once. One that was sent may still move bytes: a load would overwrite blocks of
         another request, and a store would read another request's KV and make it readable under its own hashes. Only the
         store is harmless once its daemon goes down, because nothing is served from there again.
         """
-        reason = DAEMON_LOST if lost else CLOSED
-        if lost:
-            self._report(self._ledger.end_unsent, reason, lost)
+        if self._lost:
+            self._report(self._ledger.end_unsent)
         else:
-            self._report(self._ledger.end_waiting, reason)
+            self._report(self._ledger.end_waiting)
             session.half_close()
-        self._drain_stream(transport, session, poller, lost)
-        self._report(self._ledger.end_unsent, reason, lost)
-
-        def fenced() -> bool:
-            self._report(self._ledger.end_all, reason, lost)
-            return self._closing
-
-        unmapped = session.quiesced or quiesce(
-            transport,
-            session,
-            given_up=bool(self._given_up),
-            wait_until=partial(self._wait_until, poller),
-            going_down=lambda: self._report(self._ledger.end_stores, reason, lost),
-            fenced=fenced,
-            give_up=self._is_too_late,
-            wake=self._wake.set,
-        )
+        self._drain_stream(transport, session)
+        self._report(self._ledger.end_unsent)
+        unmapped = session.quiesced or quiesce(transport, session, self, given_up=self._state in HUNG)
         if unmapped:
-            self._report(self._ledger.end_all, reason, lost)
+            self._report(self._ledger.end_all)
         return unmapped
 
-    def _report(self, end: Callable[..., None], *args: str) -> None:
+    def going_down(self) -> None:
+        self._report(self._ledger.end_stores)
+
+    def fenced(self) -> bool:
+        self._report(self._ledger.end_all)
+        return self._state in CLOSING
+
+    def is_too_late(self) -> bool:
+        return time.monotonic() >= self._close_at
+
+    def _report(self, end: Callable[[str, str], None]) -> None:
         with self._changed:
-            end(*args)
+            end(DAEMON_LOST if self._lost else CLOSED, self._lost)
             self._changed.notify_all()
 
-    def _drain_stream(self, transport: Transport, session: Session, poller: DaemonPoller, lost: str) -> None:
+    def _drain_stream(self, transport: Transport, session: Session) -> None:
         """Wait until the stream has ended, or break it off. Every reply that has arrived is handled."""
         process = transport.connection.process
 
         def is_over() -> bool:
-            return session.ended or process.gone() or bool(self._given_up) or (bool(lost) and self._is_too_late())
+            return session.ended or process.gone() or self._state in HUNG
 
-        self._wait_until(poller, is_over, self._timeout if lost else self._close_at - time.monotonic())
+        self.wait_until(is_over, self._timeout if self._lost else math.inf)
         if process.gone():  # its last replies are still in the socket
-            self._wait_until(poller, lambda: session.ended, STREAM_END_SECONDS)
+            self.wait_until(lambda: session.ended, STREAM_END_SECONDS)
         session.cancel()
         session.join()
 
-    def _is_too_late(self) -> bool:
-        return self._closing and time.monotonic() >= self._close_at
-
-    # -- waiting -----------------------------------------------------------------------------------------------------
-
-    def _wait_until(self, poller: DaemonPoller, is_done: Callable[[], bool], seconds: float) -> bool:
+    def wait_until(self, is_done: Callable[[], bool], seconds: float) -> bool:
         """Wait until ``is_done``, checking after every event. False: the time has passed, or that given to `close`."""
         deadline = time.monotonic() + seconds
         while not is_done():
-            left = (min(deadline, self._close_at) if self._closing else deadline) - time.monotonic()
+            left = min(deadline, self._close_at) - time.monotonic()
             if left <= 0:
                 return False
-            poller.wait(left)
+            self._poller.wait(left)
         return True
 
 

@@ -180,11 +180,11 @@ def test_the_end_of_the_daemon_is_no_proof_while_a_copier_of_it_lives(short_dir:
             connection=SimpleNamespace(process=process, fence=None), going_down=lambda: True, query=query
         )  # fmt: skip
         session: Any = SimpleNamespace(id=11, epoch=3)
-        proven = quiesce(
-            transport, session, given_up=False, wait_until=wait_until, going_down=lambda: None, fenced=lambda: False,
-            give_up=lambda: False, wake=lambda: None,
+        end: Any = SimpleNamespace(
+            wait_until=wait_until, wake=lambda: None, is_too_late=lambda: False, going_down=lambda: None,
+            fenced=lambda: False,
         )  # fmt: skip
-        assert proven
+        assert quiesce(transport, session, end, given_up=False)
         assert not left, "a process still lives"
 
 

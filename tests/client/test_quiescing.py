@@ -49,11 +49,11 @@ def asked(
         connection=SimpleNamespace(process=process, fence=fence), going_down=lambda: link_ended, query=query
     )  # fmt: skip
     session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
-    unmapped = quiesce(
-        transport, session, given_up=given_up, wait_until=lambda is_done, _: is_done(), going_down=lambda: None,
-        fenced=fenced, give_up=lambda: not left, wake=lambda: None,
+    end: Any = SimpleNamespace(
+        wait_until=lambda is_done, _: is_done(), wake=lambda: None, is_too_late=lambda: not left,
+        going_down=lambda: None, fenced=fenced,
     )  # fmt: skip
-    return unmapped, questions
+    return quiesce(transport, session, end, given_up=given_up), questions
 
 
 def test_the_end_of_the_process_is_a_proof() -> None:
@@ -151,8 +151,9 @@ def test_a_fence_is_looked_at_again_and_again_during_a_question() -> None:
     connection = SimpleNamespace(process=SimpleNamespace(gone=lambda: False), fence=fence)
     silent: Any = SimpleNamespace(connection=connection, going_down=lambda: False, query=lambda *_: lambda: None)
     session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
-    quiesce(
-        silent, session, given_up=True, wait_until=wait_until, going_down=lambda: None, fenced=lambda: False,
-        give_up=lambda: looks > 2 * LOOKS, wake=lambda: None,
+    end: Any = SimpleNamespace(
+        wait_until=wait_until, wake=lambda: None, is_too_late=lambda: looks > 2 * LOOKS, going_down=lambda: None,
+        fenced=lambda: False,
     )  # fmt: skip
+    quiesce(silent, session, end, given_up=True)
     assert looks <= LOOKS

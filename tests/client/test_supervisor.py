@@ -16,6 +16,7 @@ from kvsidecar.client import supervisor as module
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.ledger import Job, Ledger
 from kvsidecar.client.messages import Registration, TransportError
+from kvsidecar.client.states import CLOSING
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
@@ -62,7 +63,8 @@ class Node:
         """Attach to a new daemon."""
         daemon = FakeTransport(fence=fence)
         self.daemons.put(daemon)
-        self.supervisor.start(REGISTRATION)
+        if not self.supervisor.has_registration:
+            self.supervisor.start(REGISTRATION)
         self.until(lambda: self.supervisor.session)
         assert daemon.stream.next().HasField("register")
         return daemon
@@ -117,6 +119,13 @@ def test_a_connection_without_a_registration_is_made_again_with_it(node: Node) -
     daemon = node.attached()
     assert first.closed.is_set()
     assert node.supervisor.transport is daemon
+
+
+def test_a_client_that_is_attached_is_not_attached_again(node: Node) -> None:
+    daemon = node.attached()
+    with pytest.raises(ClientError, match="cannot start while it is attached"):
+        node.supervisor.start(REGISTRATION)
+    assert (node.supervisor.transport, node.supervisor.session is not None) == (daemon, True)
 
 
 def test_a_daemon_that_refuses_the_registration_is_closed_and_tried_again(node: Node) -> None:
@@ -198,6 +207,29 @@ def test_the_jobs_of_a_daemon_that_is_given_up_end_behind_the_fence(node: Node) 
     assert node.ended() == {1: (Outcome.FAILED, "daemon_lost")}
     assert daemon.closed.wait(SECONDS)
     assert node.supervisor.lost_daemon is not None, "the memory is still mapped"
+
+
+def test_a_daemon_that_is_given_up_by_a_client_that_leaves_is_fenced_off(node: Node) -> None:
+    fence = Fence(fences.create())
+    daemon = node.attached(fence)
+    node.submit(1, Direction.LOAD)
+    looks, go_on = threading.Event(), threading.Event()
+    daemon.connection.ended = lambda: looks.set() or not go_on.wait(SECONDS)
+    node.supervisor.wake()
+    assert looks.wait(SECONDS)
+    node.supervisor.give_up("it is silent")
+    closing = threading.Thread(target=node.supervisor.close, args=(SECONDS,))
+    closing.start()
+    eventually(lambda: node.supervisor._state in CLOSING, "it closes")
+    go_on.set()
+    daemon.asked()
+    assert fence.is_shut
+    assert node.ended() == {1: (Outcome.FAILED, "daemon_lost")}
+    assert closing.is_alive(), "the memory is still mapped"
+    daemon.gone.set()
+    node.supervisor.wake()
+    closing.join(SECONDS)
+    assert (closing.is_alive(), node.supervisor.lost_daemon) == (False, None)
 
 
 def test_nothing_is_registered_again_before_the_memory_of_the_fenced_session_is_unmapped(node: Node) -> None:

@@ -1,0 +1,112 @@
+"""The states of a client's connection to the daemon: all that changes them is in one table.
+
+::
+
+    IDLE --dial--> DIALLING <--connected, lost--> CONNECTED         for lookups; attaching ends it
+      |              '------start, try----.----------'
+      '--start, try----------------> CONNECTING or TRYING --attached--> ATTACHED --lost-----> QUIESCING
+                                          ^                                |                    |
+                                          |                                '--give up--> GIVEN_UP
+                                          '------------------ended---------------------------'
+
+    close:  ATTACHED --> LEAVING,  QUIESCING --> ENDING,  GIVEN_UP --> ABANDONING,  each --ended--> CLOSED
+            every other state --> CLOSED
+
+The engine's threads may dial, give up and close at any time: where that means nothing, the state stays. An attempt that
+is under way ends in whatever state there is by then: one that has connected for lookups while the client began to
+attach is made again, and a session that began while the client was closed is left in order.
+
+No session begins before every job of the last one has ended: the only ways out of the states that end a session are
+``ended``, and ``close`` to others of them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvsidecar.errors import ClientError
+
+
+class State(Enum):
+    IDLE = "idle"
+    """There is no thread."""
+    DIALLING = "dialling"
+    """Connecting without a registration, again and again."""
+    CONNECTED = "connected"
+    """A transport is published, and no session."""
+    TRYING = "trying"
+    """Connecting and attaching, until it fails for the first time."""
+    CONNECTING = "connecting"
+    """Connecting and attaching, again and again. `store` and `load` are declined, lookups miss."""
+    ATTACHED = "attached"
+    """A transport and a session are published. In all other states neither is."""
+    QUIESCING = "quiescing"
+    """The daemon is lost. Each outstanding job ends when nothing can touch its blocks any more, not before."""
+    GIVEN_UP = "given up"
+    """The same for a daemon that hangs: the fence gives the proof, and no last words are waited for."""
+    LEAVING = "leaving"
+    """This client is being closed: the daemon finishes the jobs."""
+    ENDING = "ending"
+    """As QUIESCING; this client is being closed, and the memory should be unmapped, too."""
+    ABANDONING = "abandoning"
+    """As GIVEN_UP; this client is being closed, and the memory should be unmapped, too."""
+    CLOSED = "closed"
+    """Nothing is begun any more. The thread ends, if there is one."""
+
+
+class Event(Enum):
+    # Of the engine's threads.
+    DIAL = "dial"
+    START = "start"
+    TRY = "try"
+    """Start, and end with the first attempt if that fails."""
+    GIVE_UP = "give up"
+    CLOSE = "close"
+    # Of the supervisor's.
+    CONNECTED = "connected"
+    """Without a registration."""
+    ATTACHED = "attached"
+    FAILED = "failed"
+    LOST = "lost"
+    ENDED = "ended"
+    """The session is over."""
+
+
+CONNECTING = frozenset({State.DIALLING, State.TRYING, State.CONNECTING})
+PUBLISHED = frozenset({State.CONNECTED, State.ATTACHED})
+HUNG = frozenset({State.GIVEN_UP, State.ABANDONING})
+CLOSING = frozenset({State.LEAVING, State.ENDING, State.ABANDONING, State.CLOSED})
+
+_BEGIN = {Event.START: State.CONNECTING, Event.TRY: State.TRYING}
+_NEXT: dict[State, dict[Event, State]] = {
+    State.IDLE: {**_BEGIN, Event.DIAL: State.DIALLING, Event.CLOSE: State.CLOSED},
+    State.DIALLING: {
+        **_BEGIN, Event.CONNECTED: State.CONNECTED, Event.FAILED: State.DIALLING, Event.CLOSE: State.CLOSED,
+    },
+    State.CONNECTED: {**_BEGIN, Event.LOST: State.DIALLING, Event.CLOSE: State.CLOSED},
+    State.TRYING: {
+        Event.CONNECTED: State.TRYING, Event.ATTACHED: State.ATTACHED, Event.FAILED: State.CLOSED,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.CONNECTING: {
+        Event.CONNECTED: State.CONNECTING, Event.ATTACHED: State.ATTACHED, Event.FAILED: State.CONNECTING,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.ATTACHED: {Event.LOST: State.QUIESCING, Event.GIVE_UP: State.GIVEN_UP, Event.CLOSE: State.LEAVING},
+    State.QUIESCING: {Event.ENDED: State.CONNECTING, Event.CLOSE: State.ENDING},
+    State.GIVEN_UP: {Event.ENDED: State.CONNECTING, Event.CLOSE: State.ABANDONING},
+    State.LEAVING: {Event.ENDED: State.CLOSED},
+    State.ENDING: {Event.ENDED: State.CLOSED},
+    State.ABANDONING: {Event.ENDED: State.CLOSED},
+    State.CLOSED: {Event.CONNECTED: State.CLOSED, Event.ATTACHED: State.LEAVING, Event.FAILED: State.CLOSED},
+}  # fmt: skip
+
+
+def after(state: State, event: Event) -> State:
+    """The state that follows. Raises ClientError if this event cannot happen in this state."""
+    following = _NEXT[state].get(event)
+    if following is not None:
+        return following
+    if event in (Event.DIAL, Event.GIVE_UP) or (state in CLOSING and event in (Event.CLOSE, *_BEGIN)):
+        return state
+    raise ClientError(f"the connection cannot {event.value} while it is {state.value}")

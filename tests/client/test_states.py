@@ -1,0 +1,93 @@
+"""The table of the states of a client's connection: what it takes, what it refuses, and where it ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Set
+
+import pytest
+
+from kvsidecar.client import states
+from kvsidecar.client.states import CLOSING, CONNECTING, HUNG, PUBLISHED, Event, State, after
+from kvsidecar.errors import ClientError
+
+ENGINES = {Event.DIAL, Event.GIVE_UP, Event.CLOSE}
+"""What the engine's threads may do at any time."""
+SESSION_ENDS = {State.QUIESCING, State.LEAVING, State.ENDING, *HUNG}
+
+
+def taken(state: State) -> dict[Event, State]:
+    """The events that a state takes, and what follows."""
+    following = {}
+    for event in Event:
+        with contextlib.suppress(ClientError):
+            following[event] = after(state, event)
+    return following
+
+
+def reached(*begin: State, without: Set[Event] = frozenset()) -> set[State]:
+    found, left = set(begin), list(begin)
+    while left:
+        for event, state in taken(left.pop()).items():
+            if event not in without and state not in found:
+                found.add(state)
+                left.append(state)
+    return found
+
+
+def test_every_state_is_reached_and_leads_to_the_end() -> None:
+    assert reached(State.IDLE) == set(State)
+    for state in State:
+        assert State.CLOSED in reached(state), state
+
+
+@pytest.mark.parametrize("state", State)
+def test_what_is_not_drawn_raises(state: State) -> None:
+    for event in set(Event) - set(taken(state)):
+        with pytest.raises(ClientError, match=f"cannot {event.value} while it is {state.value}"):
+            after(state, event)
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_engine_may_dial_and_give_up_and_close_at_any_time(state: State) -> None:
+    assert set(taken(state)) >= ENGINES
+    assert after(state, Event.CLOSE) in CLOSING
+    assert (after(state, Event.GIVE_UP) is state) == (state is not State.ATTACHED)
+
+
+def test_a_client_is_attached_once() -> None:
+    again = {state for state in State if taken(state).keys() & {Event.START, Event.TRY}} - CLOSING
+    assert again == {State.IDLE, State.DIALLING, State.CONNECTED}
+
+
+def test_nothing_is_begun_after_close() -> None:
+    assert reached(*CLOSING) == CLOSING
+
+
+def test_no_session_begins_before_the_last_one_has_ended() -> None:
+    for state in SESSION_ENDS:
+        assert reached(state, without={Event.ENDED}) <= SESSION_ENDS, state
+
+
+def test_who_was_given_up_stays_it_until_the_session_has_ended() -> None:
+    assert reached(*HUNG, without={Event.ENDED}) == HUNG
+
+
+def test_an_attempt_ends_in_whatever_state_there_is_by_then() -> None:
+    """The supervisor reports what it has found; the engine's threads have changed the state meanwhile."""
+    for begun in (State.TRYING, State.CONNECTING):
+        during = reached(begun, without=set(Event) - ENGINES)
+        assert during == {begun, State.CLOSED}
+        assert all({Event.ATTACHED, Event.FAILED} <= set(taken(state)) for state in during)
+    dialling = reached(State.DIALLING, without=set(Event) - ENGINES - {Event.START, Event.TRY})
+    assert dialling == {*CONNECTING, State.CLOSED}
+    assert all({Event.CONNECTED, Event.FAILED} <= set(taken(state)) for state in dialling)
+
+
+def test_what_means_nothing_is_not_in_the_table() -> None:
+    for state, following in states._NEXT.items():
+        assert all(following[event] is not state for event in set(following) & ENGINES), state
+
+
+def test_a_published_state_is_neither_connecting_nor_closing() -> None:
+    assert PUBLISHED.isdisjoint(CONNECTING | CLOSING | HUNG)
