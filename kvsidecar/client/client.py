@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,18 +12,18 @@ from typing import Any, Final
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.jobs import Jobs
-from kvsidecar.client.ledger import Ledger
+from kvsidecar.client.ledger import Job, Ledger
 from kvsidecar.client.lookups import LeaseRenewal, Lookups, PendingLookup
-from kvsidecar.client.messages import LookupQuery, Registration, Watching
+from kvsidecar.client.messages import MAX_TTL_SECONDS, LookupQuery, Registration, Watching, whole_seconds
 from kvsidecar.client.operator import Operator, OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
-from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.types import Blocks, JobDone, LookupResult, Readiness, ResidencyChange
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
-from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Priority, State
+from kvsidecar.types import MAX_IDLE_SECONDS, Direction, GroupLayout, LookupMode, Namespace, Priority, State
 
 
 class Default(Enum):
@@ -75,18 +76,9 @@ class Client(OperatorCalls):
         self._ledger = Ledger(max_outstanding)
         self._monitor = Monitor()
         self._changed = self._monitor.changed
-        self._breaker = breaker or CircuitBreaker()
-        self._supervisor_options: dict[str, Any] = {
-            "name": name,
-            "local": local_protocol,
-            "timeout": timeout,
-            "probe_seconds": step_budget,
-            "ledger": self._ledger,
-            "monitor": self._monitor,
-            "breaker": self._breaker,
-            "backoff": reconnect or Backoff(),
-        }
-        self._step_budget = step_budget
+        self._dialling = Dialling(
+            self.socket, name, local_protocol, timeout, step_budget, breaker or CircuitBreaker(), reconnect or Backoff()
+        )
         self._idle = False
         self._new_supervisor()
         self._closed = False
@@ -94,10 +86,10 @@ class Client(OperatorCalls):
         self._operator = Operator(self.socket, timeout, name)
 
     def _new_supervisor(self) -> None:
-        self._supervisor = Supervisor(self.socket, **self._supervisor_options)
+        self._supervisor = Supervisor(self._dialling, self._ledger, self._monitor)
         self._supervisor.idle = self._idle
         self._jobs = Jobs(self._supervisor, self._ledger, self._monitor)
-        self._lookups = Lookups(self._supervisor, self._breaker, self._step_budget, self.socket)
+        self._lookups = Lookups(self._supervisor, self._dialling)
 
     # -- the rank --------------------------------------------------------------------------------------------------
 
@@ -239,7 +231,7 @@ class Client(OperatorCalls):
     @property
     def breaker_state(self) -> BreakerState:
         """Whether lookups are sent."""
-        return self._breaker.state
+        return self._dialling.breaker.state
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -275,8 +267,11 @@ class Client(OperatorCalls):
         """
         if after is Order.DEVICE and self._jobs.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
-        seconds = self._seconds(timeout)
-        return self._jobs.submit(Direction.STORE, blocks, after, 0, seconds, traceparent, ttl, priority, idle_ttl)
+        job = self._new_job(Direction.STORE, blocks, timeout, traceparent)
+        job.ttl_seconds = whole_seconds("ttl", ttl, MAX_TTL_SECONDS)
+        job.idle_ttl_seconds = whole_seconds("idle_ttl", idle_ttl, MAX_IDLE_SECONDS)
+        job.priority = Priority(priority)
+        return self._jobs.submit(job, after)
 
     def load(
         self,
@@ -295,10 +290,25 @@ class Client(OperatorCalls):
         Args:
             timeout, traceparent: as in `store`.
         """
-        return self._jobs.submit(Direction.LOAD, blocks, after, lease or 0, self._seconds(timeout), traceparent)
+        job = self._new_job(Direction.LOAD, blocks, timeout, traceparent)
+        job.lease = lease or 0
+        return self._jobs.submit(job, after)
 
-    def _seconds(self, timeout: float | Default | None) -> float | None:
-        return self._job_timeout if isinstance(timeout, Default) else timeout
+    def _new_job(
+        self,
+        direction: Direction,
+        blocks: Sequence[Blocks],
+        timeout: float | Default | None,
+        traceparent: str | None,
+    ) -> Job:
+        seconds = self._job_timeout if isinstance(timeout, Default) else timeout
+        if seconds is not None and math.isnan(seconds):
+            raise ValueError("timeout is nan: it must be a number of seconds, or None")
+        job = Job(
+            self._ledger.next_number(), direction, blocks, traceparent=(traceparent or "").encode(errors="replace")
+        )
+        job.deadline = None if seconds is None else time.monotonic() + seconds
+        return job
 
     def poll(self) -> list[JobDone]:
         """The jobs that have ended since the last call. Never waits. Beyond 65,536, the oldest results are dropped.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -12,9 +11,8 @@ from kvsidecar.client.ledger import Flush, Job, Ledger
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
-from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
+from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, JobDone
 from kvsidecar.client.waiting import Monitor
-from kvsidecar.types import MAX_IDLE_SECONDS, Direction, Priority
 
 
 class Jobs:
@@ -30,47 +28,17 @@ class Jobs:
         self.events: EventRing | None = None
         """For jobs that come after ``Order.DEVICE``."""
 
-    def submit(
-        self,
-        direction: Direction,
-        blocks: Sequence[Blocks],
-        after: Completion | Order | None,
-        lease: int,
-        seconds: float | None,
-        traceparent: str | None,
-        ttl: float | None = None,
-        priority: Priority = Priority.NORMAL,
-        idle_ttl: float | None = None,
-    ) -> int:
-        if seconds is not None and math.isnan(seconds):
-            raise ValueError("timeout is nan: it must be a number of seconds, or None")
-        if ttl is not None and not 0 < ttl < 1 << 32:
-            raise ValueError(f"ttl is {ttl}; it must be a positive number of seconds, or None")
-        if idle_ttl is not None and not 0 < idle_ttl <= MAX_IDLE_SECONDS:
-            raise ValueError(
-                f"idle_ttl is {idle_ttl}; it must be positive, at most {MAX_IDLE_SECONDS} seconds, or None"
-            )
-        priority = Priority(priority)
-        number = self._ledger.next_number()
+    def submit(self, job: Job, after: Completion | Order | None) -> int:
+        """Returns the job's number."""
         with self._monitor.lock:
             session = self._supervisor.session
             if session is None or self._closed or self._ledger.is_full:
-                self._decline(number, session)
-                return number
-            job = Job(number, direction, blocks, lease)
-            if seconds is not None:
-                job.deadline = time.monotonic() + seconds
-            if ttl is not None:
-                job.ttl_seconds = math.ceil(ttl)
-            if idle_ttl is not None:
-                job.idle_ttl_seconds = math.ceil(idle_ttl)
-            job.priority = priority
-            if traceparent:
-                job.traceparent = traceparent.encode(errors="replace")
+                self._decline(job.number, session)
+                return job.number
             self._ledger.add(job)
             if after is None:
                 session.send(job)
-                return number
+                return job.number
             entry = session.take_event(job) if isinstance(after, Order) else None
         if isinstance(after, Order):
             assert self.events is not None
@@ -81,12 +49,12 @@ class Jobs:
                 after = self.events.mark() if entry is None else None
             except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
                 session.fail(job, str(error))
-                return number
+                return job.number
         if after is None:
             session.send(job)
         else:
             self._host_order.add(session, job, after)
-        return number
+        return job.number
 
     def _decline(self, number: int, session: Session | None) -> None:
         error = str(self._supervisor.error or "")

@@ -12,11 +12,10 @@ import grpc
 
 from kvsidecar.client.lookup_parts import LookupParts
 from kvsidecar.client.messages import LookupQuery, TransportError, to_milliseconds
-from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.transport import OnAnswer, Transport
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
-from kvsidecar.support.breaker import CircuitBreaker
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")
@@ -37,23 +36,19 @@ class NoAnswer(Exception):
 
 
 class Lookups:
-    """Makes the calls unless the circuit breaker is open. See `Client` for each.
+    """Makes the calls unless the circuit breaker is open. See `Client` for each."""
 
-    Args:
-        budget: default time limit of a call, in seconds.
-    """
-
-    def __init__(self, supervisor: Supervisor, breaker: CircuitBreaker, budget: float, socket: str) -> None:
+    def __init__(self, supervisor: Supervisor, dialling: Dialling) -> None:
         self._supervisor = supervisor
-        self._breaker = breaker
-        self._budget = budget
-        self._socket = socket
+        self._breaker = dialling.breaker
+        self._budget = dialling.step_budget
+        self._socket = dialling.socket
         self._failing: tuple[Transport, float] | None = None
         """Calls fail although this transport's daemon is connected, since then."""
         self._said = False
 
     def lookup(self, query: LookupQuery, timeout: float | None) -> LookupResult:
-        deadline = time.monotonic() + (self._budget if timeout is None else timeout)
+        deadline = self._deadline(timeout)
         parts = LookupParts(query)
         try:
             while (part := parts.next()) is not None:

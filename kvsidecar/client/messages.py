@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,7 +33,7 @@ FIELDS_BYTES = 64
 """Upper bound of what the integers of a job, or of a group, take in a message."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Leaves room for what a transport adds. A larger message would end the stream, with every job on it."""
-MAX_MILLISECONDS = 2**32 - 1
+MAX_TTL_SECONDS = MAX_MILLISECONDS = 2**32 - 1
 """The longest time that a message can hold: 49 days."""
 
 
@@ -48,6 +49,13 @@ def to_milliseconds(name: str, seconds: float) -> int:
     if not seconds >= 0:
         raise ValueError(f"{name} is {seconds}: it must be a number of seconds, 0 or more")
     return int(min(seconds * 1000, MAX_MILLISECONDS))
+
+
+def whole_seconds(name: str, seconds: float | None, most: int) -> int:
+    """Round a time up; None becomes 0. Raises ValueError unless it is positive and at most ``most`` seconds."""
+    if seconds is not None and not 0 < seconds <= most:
+        raise ValueError(f"{name} is {seconds}; it must be positive, at most {most} seconds, or None")
+    return math.ceil(seconds or 0)
 
 
 class TransportError(Exception):

@@ -39,7 +39,7 @@ class State(Enum):
     CONNECTING = "connecting"
     """Connecting and attaching, again and again. `store` and `load` are declined, lookups miss."""
     ATTACHED = "attached"
-    """A transport and a session are published. In all other states neither is."""
+    """A transport and a session are published. In the other states, but CONNECTED, nothing is."""
     QUIESCING = "quiescing"
     """The daemon is lost. Each outstanding job ends when nothing can touch its blocks any more, not before."""
     GIVEN_UP = "given up"
@@ -109,4 +109,4 @@ def after(state: State, event: Event) -> State:
         return following
     if event in (Event.DIAL, Event.GIVE_UP) or (state in CLOSING and event in (Event.CLOSE, *_BEGIN)):
         return state
-    raise ClientError(f"the connection cannot {event.value} while it is {state.value}")
+    raise ClientError(f"{event.value!r} is impossible while the connection is {state.value}")

@@ -60,6 +60,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -91,41 +92,33 @@ STREAM_END_SECONDS = 1.0
 """How long to wait for the end of a dead daemon's stream, which takes milliseconds; then it is broken off."""
 
 
+@dataclass(frozen=True, slots=True)
+class Dialling:
+    """How a client connects."""
+
+    socket: str
+    """Path of the daemon's gRPC socket."""
+    name: str
+    """Free text for the daemon's log."""
+    local: bool
+    """Whether to use the local protocol if the daemon offers it."""
+    timeout: float
+    """Time limit of a connection and of a registration, in seconds."""
+    step_budget: float
+    """Default time limit of a lookup, and that of the breaker's probes, in seconds."""
+    breaker: CircuitBreaker
+    backoff: Backoff
+    """Delays between attempts to connect."""
+
+
 class Supervisor:
-    """Runs in one thread, from `start` to `close`. The client's lock guards what it publishes.
+    """Runs in one thread, from `start` to `close`. The client's lock guards what it publishes."""
 
-    Args:
-        socket: path of the daemon's gRPC socket.
-        name: free text for the daemon's log.
-        local: use the local protocol if the daemon offers it.
-        timeout: time limit of a connection and of a registration, in seconds.
-        probe_seconds: time limit of the breaker's probes.
-        backoff: delays between attempts to connect.
-    """
-
-    def __init__(
-        self,
-        socket: str,
-        *,
-        name: str,
-        local: bool,
-        timeout: float,
-        probe_seconds: float,
-        ledger: Ledger,
-        monitor: Monitor,
-        breaker: CircuitBreaker,
-        backoff: Backoff,
-    ) -> None:
-        self._socket = socket
-        self._name = name
-        self._local = local
-        self._timeout = timeout
-        self._probe_seconds = probe_seconds
+    def __init__(self, dialling: Dialling, ledger: Ledger, monitor: Monitor) -> None:
+        self._dialling = dialling
         self._ledger = ledger
         self._changed = monitor.changed
         self._monitor = monitor
-        self._breaker = breaker
-        self._backoff = backoff
         self._registration: Registration | Watching | None = None
         self._state = State.IDLE
         self._close_at = math.inf
@@ -237,7 +230,7 @@ class Supervisor:
             self._publish(transport, session)
             self._lost = self._wait_until_lost(transport, session)
             if self._lost:
-                _log.warning("the daemon at %s is lost, going on without it: %s", self._socket, self._lost)
+                _log.warning("the daemon at %s is lost, going on without it: %s", self._dialling.socket, self._lost)
             if session is not None:
                 if not self._end_session(transport, session):
                     self.lost_daemon = LostDaemon(transport.connection.process.duplicate(), session)
@@ -247,12 +240,12 @@ class Supervisor:
 
     def _connect(self, registration: Registration | Watching | None) -> tuple[Transport, Session | None]:
         transport = open_transport(
-            self._socket,
+            self._dialling.socket,
             fds=registration.fds if registration else [],
-            name=self._name,
-            timeout=self._timeout,
+            name=self._dialling.name,
+            timeout=self._dialling.timeout,
             cancel=self._cancel.fd,
-            local=self._local,
+            local=self._dialling.local,
             fenced=isinstance(registration, Registration),
         )
         self._poller = DaemonPoller(self._wake, transport.connection)
@@ -272,7 +265,9 @@ class Supervisor:
         while not has_ended(transport, session, self, is_over):
             if is_over():
                 transport.close()
-                raise DaemonUnreachable(f"the daemon at {self._socket} has not unmapped the memory of the last session")
+                raise DaemonUnreachable(
+                    f"the daemon at {self._dialling.socket} has not unmapped the memory of the last session"
+                )
             self.wait_until(is_over, delays.next())
         self.lost_daemon = None
 
@@ -288,7 +283,9 @@ class Supervisor:
             inbox=registration.inbox if isinstance(registration, Watching) else None,
         )
         with self._changed:
-            self._changed.wait_for(lambda: session.id or session.ended or self._state is State.CLOSED, self._timeout)
+            self._changed.wait_for(
+                lambda: session.id or session.ended or self._state is State.CLOSED, self._dialling.timeout
+            )
             if session.id and not session.ended:
                 return session
             error = session.error
@@ -301,10 +298,10 @@ class Supervisor:
         transport.close()
         if error is None:
             raise DaemonUnreachable(
-                f"the daemon at {self._socket} did not answer the registration in {self._timeout:g} s"
+                f"the daemon at {self._dialling.socket} did not answer the registration in {self._dialling.timeout:g} s"
             )
         if going_down:
-            raise DaemonUnreachable(f"the daemon at {self._socket} went away: {error.text}")
+            raise DaemonUnreachable(f"the daemon at {self._dialling.socket} went away: {error.text}")
         raise AttachRefused(error.text)
 
     def _is_going_down(self, transport: Transport) -> bool:
@@ -319,7 +316,7 @@ class Supervisor:
             self._refused_before = str(error)
             _log.warning(
                 "the daemon at %s refuses this rank; trying again until it accepts: %s",
-                self._socket,
+                self._dialling.socket,
                 self._refused_before,
             )
         elif not self._lost:
@@ -329,15 +326,15 @@ class Supervisor:
     def _pause(self, begun: State) -> None:
         """Wait for the next attempt."""
         self._poller = DaemonPoller(self._wake)
-        self.wait_until(lambda: self._state is not begun, self._backoff.next())
+        self.wait_until(lambda: self._state is not begun, self._dialling.backoff.next())
 
     # -- connected ---------------------------------------------------------------------------------------------------
 
     def _publish(self, transport: Transport, session: Session | None) -> None:
-        self._backoff.reset()
-        self._breaker.reset()
+        self._dialling.backoff.reset()
+        self._dialling.breaker.reset()
         if self._lost:
-            _log.info("the daemon at %s answers (epoch %x)", self._socket, transport.connection.epoch)
+            _log.info("the daemon at %s answers (epoch %x)", self._dialling.socket, transport.connection.epoch)
         self._lost = self._refused_before = ""
         with self._changed:
             self.attempts += 1
@@ -365,25 +362,25 @@ class Supervisor:
             late = LATE_SECONDS if self.late_answers else None
             if late is not None:
                 transport.collect()
-            waits = (self._breaker.probe_in(), None if session is None else HANG_CHECK_SECONDS, late)
+            waits = (self._dialling.breaker.probe_in(), None if session is None else HANG_CHECK_SECONDS, late)
             self._poller.wait(min((each for each in waits if each is not None), default=None))
         with self._changed:
             return str(self.error or "")
 
     def _probe(self, transport: Transport) -> None:
         """Make a cheap call if the breaker needs a probe."""
-        if not self._breaker.begin_probe():
+        if not self._dialling.breaker.begin_probe():
             return
 
         def on_answer(answer: pb.ReleaseReply | TransportError) -> None:
             if isinstance(answer, TransportError):
-                self._breaker.failed()
-            elif self._breaker.succeeded():
-                _log.info("the daemon at %s answers again", self._socket)
+                self._dialling.breaker.failed()
+            elif self._dialling.breaker.succeeded():
+                _log.info("the daemon at %s answers again", self._dialling.socket)
             self._wake.set()
 
         # There is no lease 0: the daemon answers no.
-        transport.query(pb.ReleaseRequest(lease=0), self._probe_seconds, on_answer)
+        transport.query(pb.ReleaseRequest(lease=0), self._dialling.step_budget, on_answer)
 
     # -- ending a session: `quiescing.SessionEnd` ----------------------------------------------------------------------
 
@@ -428,7 +425,7 @@ class Supervisor:
         def is_over() -> bool:
             return session.ended or process.gone() or self._state in HUNG
 
-        self.wait_until(is_over, self._timeout if self._lost else math.inf)
+        self.wait_until(is_over, self._dialling.timeout if self._lost else math.inf)
         if process.gone():  # its last replies are still in the socket
             self.wait_until(lambda: session.ended, STREAM_END_SECONDS)
         session.cancel()

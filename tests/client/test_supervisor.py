@@ -17,7 +17,7 @@ from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.ledger import Job, Ledger
 from kvsidecar.client.messages import Registration, TransportError
 from kvsidecar.client.states import CLOSING
-from kvsidecar.client.supervisor import Supervisor
+from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable
@@ -43,10 +43,8 @@ class Node:
         self.breaker = CircuitBreaker(failures=1, silence=0.0, backoff=Backoff(1e-3, 1e-3))
         monkeypatch.setattr(module, "open_transport", self._dial)
         monkeypatch.setattr(module, "STREAM_END_SECONDS", 0.05)
-        self.supervisor = Supervisor(
-            "kvs.sock", name="test", local=True, timeout=SECONDS, probe_seconds=SECONDS, ledger=self.ledger,
-            monitor=self.monitor, breaker=self.breaker, backoff=Backoff(1e-3, 1e-3),
-        )  # fmt: skip
+        dialling = Dialling("kvs.sock", "test", True, SECONDS, SECONDS, self.breaker, Backoff(1e-3, 1e-3))
+        self.supervisor = Supervisor(dialling, self.ledger, self.monitor)
 
     def _dial(self, _socket: str, **options: Any) -> FakeTransport:
         self.options.append(options)
@@ -123,7 +121,7 @@ def test_a_connection_without_a_registration_is_made_again_with_it(node: Node) -
 
 def test_a_client_that_is_attached_is_not_attached_again(node: Node) -> None:
     daemon = node.attached()
-    with pytest.raises(ClientError, match="cannot start while it is attached"):
+    with pytest.raises(ClientError, match="impossible while the connection is attached"):
         node.supervisor.start(REGISTRATION)
     assert (node.supervisor.transport, node.supervisor.session is not None) == (daemon, True)
 
