@@ -34,6 +34,7 @@ OF_OTHERS = {
     "--ipc": "docker",
     "--pre": "pip",
     "--limit": "benchmarks.warm_restart",
+    "--tp": "benchmarks.vllm.throughput",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",
     "--plot": "benchmarks.daemon.show",
