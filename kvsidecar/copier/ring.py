@@ -1,7 +1,7 @@
 """One direction of messages between two processes: records in shared memory, and a doorbell.
 
 A record costs its sender one system call and its receiver one, and is copied once on each side. A round trip takes 10
-us, over a Unix socket 26 (measured side by side: docs/benchmarks.md).
+us, over a Unix socket 26 (benchmarks/history.md, "Findings").
 
 The doorbell is an eventfd. Its value is the number of records that were written since it was last read; the receiver
 takes exactly that many. This also orders memory: a record is written before the system call that counts it, and read
