@@ -68,7 +68,7 @@ SAID = (
     ("docs/tiers.md", "its last use. {} each; a hole", "tiers.disk.directory.RECORD_BYTES"),
     ("docs/tiers.md", "with pauses of up to {} |", "tiers.tier.LONGEST_PAUSE_SECONDS"),
     ("docs/tiers.md", "swept at most every {}.", "tiers.files.sweep.EARLY_SECONDS"),
-    ("docs/vllm.md", "Lookups of more than {} have more", "integrations.proportion.BUDGETED_HASHES"),
+    ("docs/vllm.md", "Lookups of more than {} get proportionally", "integrations.proportion.BUDGETED_HASHES"),
     ("docs/vllm.md", "2, 4, and then every {})", "integrations.vllm.stores.MAX_RETRY_SECONDS"),
     ("docs/vllm.md", "has answered nothing for {} a circuit breaker", "support.breaker.SILENT_SECONDS"),
     ("docs/vllm.md", "a load or store some {} after its timeout", "client.supervisor.HANG_SECONDS"),

@@ -15,25 +15,25 @@ class Counters:
     """Totals of one rank since the start."""
 
     lookups: int = _counter("Lookups sent to the daemon.")
-    unanswered_lookups: int = _counter("Lookups without an answer in time, or not sent: the daemon is lost or hangs.")
-    refused_lookups: int = _counter("Lookups that failed with an error, which the log has; they miss.")
-    offered_pages: int = _counter("Pages of the longest prefix that each lookup has found.")
+    unanswered_lookups: int = _counter("Lookups not answered in time, or not sent because the daemon is lost or hangs.")
+    refused_lookups: int = _counter("Lookups that failed with an error, which is in the log; they miss.")
+    offered_pages: int = _counter("Pages of the longest prefixes found by lookups.")
     loads: int = _counter("Requests whose load was queued.")
-    loaded_pages: int = _counter("Pages of loads that have ended well.")
+    loaded_pages: int = _counter("Pages of loads that succeeded.")
     gone_leases: int = _counter("Loads that were not queued because the lease had ended; their requests are computed.")
     failed_loads: int = _counter("Requests whose load failed after it had started; SGLang aborts them.")
     overdue_loads: int = _counter("Batches whose load had not ended at its deadline.")
     offloads: int = _counter("Stores sent to the daemon.")
-    known_offloads: int = _counter("Stores of pages that the daemon has already, answered without asking it.")
+    known_offloads: int = _counter("Stores of pages that the daemon already has, answered without asking it.")
     failed_offloads: int = _counter("Stores that were declined or failed.")
     refused_jobs: int = _counter(
         "Loads and stores that the daemon refused as invalid or not permitted; the log says why."
     )
     held_back_offloads: int = _counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
-    unflushed_lookups: int = _counter("Lookups not sent: the weights were changed, and the cache not flushed since.")
-    unflushed_offloads: int = _counter("Stores not sent: the weights were changed, and the cache not flushed since.")
-    resets: int = _counter("Calls of flush_cache, also by weight updates.")
-    unnamed_weights: int = _counter("Changes of the weights without a new weight_version: blocks are not shared since.")
+    unflushed_lookups: int = _counter("Lookups not sent: the weights have changed, and the cache has not been flushed since.")
+    unflushed_offloads: int = _counter("Stores not sent: the weights have changed, and the cache has not been flushed since.")
+    resets: int = _counter("Calls of flush_cache, including those of weight updates.")
+    unnamed_weights: int = _counter("Changes of the weights without a new weight_version: blocks have not been shared since.")
 
 
 HELP: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters)}

@@ -27,13 +27,13 @@ class Options:
     load_chunks: int = option(
         2,
         read_count,
-        "parts, by layers, in which KV is loaded, each a job: the forward begins when the first one is there",
+        "number of jobs, by layers, in which KV is loaded: the forward begins when the first part is there",
     )
     lookup_budget: float = option(
         0.005,
         read_seconds,
         "longest time that a lookup of up to 2,048 hashes may keep the scheduler's thread waiting; then it misses. "
-        "Longer ones have more in proportion",
+        "Longer ones get proportionally more",
     )
     lease_seconds: float = option(
         30.0, read_seconds, "duration of the lease that protects the blocks of a queued load from eviction"
@@ -46,18 +46,18 @@ class Options:
     reset_timeout: float = option(
         30.0,
         read_seconds,
-        "longest time that flush_cache and a weight update wait for stores; then the daemon hangs, and is given up",
+        "longest time that flush_cache and a weight update wait for stores; then the daemon counts as hung and is given up",
     )
     residency: bool = option(
         True,
         read_flag,
-        "with KV events: announce what the daemon holds, whichever engine has stored it, and what it evicts",
+        "with KV events: announce the pages that the daemon holds, whichever engine stored them, and its evictions",
     )
     publisher: bool = option(
         False,
         read_flag,
-        "routers hear of the daemon's pages from `kvsidecar publish`: note tokens for it, which needs KV events, and "
-        "announce none of these pages in them",
+        "`kvsidecar publish` tells routers about the daemon's pages: send it the tokens as notes, which needs KV events, "
+        "and announce none of these pages in them",
     )
     local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
 

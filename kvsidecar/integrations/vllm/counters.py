@@ -59,9 +59,9 @@ class Counters:
         "Times that the content of an adapter changed while requests used it; nothing of the old content is offloaded "
         "from then on, until the prefix cache is reset."
     )
-    hints: int = _counter("KV hints of requests that were heeded: retain, demote, pin and prefetch.")
-    pin_hints: int = _counter("KV hints that ask for a pin. Only operators pin, so that they count as retain.")
-    ttl_requests: int = _counter("Requests whose kv_transfer_params bound how long their blocks are kept.")
+    hints: int = _counter("KV hints of requests that were followed: retain, demote, pin and prefetch.")
+    pin_hints: int = _counter("KV hints that ask for a pin. Only operators pin, so they count as retain.")
+    ttl_requests: int = _counter("Requests whose kv_transfer_params limit how long their blocks are kept.")
     bad_ttls: int = _counter(
         "Times in kv_transfer_params that cannot be read; their requests' blocks are kept for a second at most."
     )

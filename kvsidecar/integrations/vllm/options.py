@@ -56,7 +56,7 @@ class Options:
         0.1,
         read_seconds,
         "longest time that a request is held back while the daemon does not answer; then it runs without a hit. "
-        "Lookups of more than 2,048 hashes have more in proportion",
+        "Lookups of more than 2,048 hashes get proportionally more",
     )
     fetch_patience: float = option(
         1.0,
@@ -66,7 +66,8 @@ class Options:
     prefill_rate: int = option(
         0,
         read_count,
-        "tokens that this engine computes in a second, to tell which blocks are worth fetching; 0: the daemon's guess",
+        "tokens that this engine computes per second, to decide which blocks are worth fetching; 0: the daemon's "
+        "estimate",
     )
     lease_seconds: float = option(
         60.0,
@@ -83,13 +84,13 @@ class Options:
     residency: bool = option(
         True,
         read_flag,
-        "with KV events: announce what the daemon holds, whichever engine has stored it, and what it evicts",
+        "with KV events: announce the blocks that the daemon holds, whichever engine stored them, and its evictions",
     )
     publisher: bool = option(
         False,
         read_flag,
-        "routers hear of the daemon's blocks from `kvsidecar publish`: note tokens for it, and announce none of these "
-        "blocks in KV events of this engine",
+        "`kvsidecar publish` tells routers about the daemon's blocks: send it the tokens as notes, and announce none of "
+        "these blocks in this engine's own KV events",
     )
     local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
 
