@@ -14,6 +14,18 @@ HEAD = f"""\
 <!-- Made by `make docs` from kvsidecar/daemon/config.py: change that. -->
 # Configuration
 
+Most installations set only these options, in `{DEFAULT_FILE}`; the rest have defaults that rarely need a change:
+
+```toml
+pool_size = "64GiB"                  # how much host memory to pin
+pool_dir = "/dev/shm/kvsidecar"      # keep the cache over restarts; not needed with the shipped systemd unit
+http_host = "0.0.0.0"                # if probes or Prometheus connect from outside the host or container
+socket_mode = "0660"                 # if engines run as other users of a group:
+socket_group = "kvsidecar"
+disk_dir = "/var/cache/kvsidecar"    # a disk tier behind the pool
+disk_size = "1TiB"
+```
+
 Every option of `kvsidecar serve` can be set by a flag, an environment variable or a line of a TOML file. The first of
 these sources that sets it wins:
 

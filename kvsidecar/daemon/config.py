@@ -100,9 +100,9 @@ class Settings(BaseModel):
     )
     share: ShareRules = Field(
         (),
-        description="Shares of the pool for tenants: which namespaces or users, how many bytes are guaranteed to them, "
-        "and how many they may have, of the pool and of the disk tier, as [[share]] tables of the file "
-        "(docs/sharing.md). Without shares, whoever stores most has most.",
+        description="Shares of the pool for tenants: which namespaces or users, and how many bytes of the pool and of "
+        "the disk tier they are guaranteed and may have at most, as [[share]] tables of the file (docs/sharing.md). "
+        "Without shares, the tenant that stores most takes most of the pool.",
     )
     local_protocol: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
@@ -132,8 +132,8 @@ class Settings(BaseModel):
     )
     http_page: Annotated[bool, Shown("on|off", "on")] = Field(
         True,
-        description="Serve a page for people at /: state, pool, rates, hits, engines, tiers and GPUs, live, read-only. "
-        "It shows no more than /metrics and /status do.",
+        description="Serve a live, read-only web page at /: state, pool, rates, hits, engines, tiers and GPUs. It "
+        "shows no more than /metrics and /status do.",
     )
     device: Literal["auto", "cuda", "host"] = Field(
         "auto",
@@ -143,21 +143,21 @@ class Settings(BaseModel):
     devices: Devices = Field(
         (),
         description="Devices to serve, separated by commas: GPU UUIDs, or indices in the driver's order. Each gets a "
-        "copier process with a CUDA context of its own. all: every visible GPU.",
+        "copier process with its own CUDA context. all: every visible GPU.",
     )
     # 8 GiB: 64 Ki tokens of Llama-3.1-8B (128 KiB each), enough to see hits on the first day; pinned in a few seconds,
     # and every machine with a data-centre GPU can spare it.
     pool_size: PoolSize = Field(
         Size(nbytes=8 * GiB),
         description="Host memory to pin, as a size or as a percentage of the machine's memory or the container's "
-        "memory limit, whichever is less. Rounded down to whole memory pages. The default suits a first trial. Set "
-        "this in production.",
+        "memory limit, whichever is less. Rounded down to whole memory pages. The default suits a first trial; set it "
+        "in production.",
     )
     slab_size: SlabSize = Field(
         "auto",
-        description="Length of the usual slabs. Each slab of the pool holds slots of one size, and slabs are as long "
-        "as their slots need. So a shard of a block may be larger: up to an eighth of the pool. auto: about a 32nd of "
-        "the pool, at most 64 MiB.",
+        description="Length of a usual slab. A slab of the pool holds slots of one size, and is longer if its slots "
+        "need it, so a block's shard may be larger: up to an eighth of the pool. auto: about a 32nd of the pool, at "
+        "most 64 MiB.",
     )
     chunk_size: ChunkSize = Field(
         GiB,
@@ -171,18 +171,18 @@ class Settings(BaseModel):
     )
     pool_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
         None,
-        description="Directory on tmpfs or hugetlbfs that holds the pool, so that the cache outlives the daemon. Made "
-        "if only its last part is missing. Without it, the cache outlives the daemon where systemd's descriptor store "
-        "holds the pool.",
+        description="Directory on tmpfs or hugetlbfs that holds the pool, so that the cache outlives the daemon. "
+        "Created if only its last component is missing. Without it, the cache outlives the daemon only if systemd's "
+        "descriptor store holds the pool.",
     )
     table_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "--pool-dir")] = Field(
         None,
-        description="Directory on tmpfs that holds the table of what the pool contains. Needed where --pool-dir is on "
+        description="Directory on tmpfs that holds the table of what the pool contains. Needed if --pool-dir is on "
         "hugetlbfs.",
     )
     cold_start: Annotated[bool, Shown("on|off", "off")] = Field(
         False,
-        description="Forget what an earlier daemon has left: free its memory and start with an empty cache.",
+        description="Discard what an earlier daemon has left: free its memory and start with an empty cache.",
     )
     prefault_threads: Annotated[int, Shown("COUNT", "one per two cores, at most 16")] = Field(
         default_factory=default_prefault_threads,
@@ -208,51 +208,51 @@ class Settings(BaseModel):
     )
     disk_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
         None,
-        description="Directory on a local disk for blocks that are used again, which outlive the pool and a reboot. "
-        "Made if only its last part is missing.",
+        description="Directory on a local disk for blocks that are used again. They outlive the pool and a reboot. "
+        "Created if only its last component is missing.",
     )
     disk_size: DiskSize = Field(None, description="Bytes of --disk-dir to use. They are allocated at the first start.")
     disk_admission: Admission = Field(
         Admission.SECOND_USE,
         description="Which blocks are written to --disk-dir. second_use: those that are loaded after they were stored. "
-        "all: every block. on_evict: every block that the pool is about to evict. none: no more; what is there is "
-        "read.",
+        "all: every block. on_evict: every block that the pool is about to evict. none: no further blocks; existing "
+        "ones are read.",
     )
     disk_writes_per_day: SizeOrOff = Field(
         None,
-        description="Most bytes that are written to --disk-dir in a day, for the life of a flash disk. What is left "
-        "of them is kept there, so that a restart does not begin another day. off: no limit.",
+        description="Most bytes that are written to --disk-dir in a day, to protect a flash disk from wear. The rest "
+        "of the day's budget is recorded there, so that a restart does not begin another day. off: no limit.",
     )
     disk_deadline: Seconds = Field(
         2.0,
         gt=0,
-        description="Seconds after which a read of --disk-dir is late: its blocks are a miss. After three late or "
-        "failed calls the disk is not used until it works again.",
+        description="Seconds after which a read of --disk-dir is late and its blocks count as misses. After three late "
+        "or failed calls, the disk is not used until it works again.",
     )
     cluster_master: Master = Field(
         None,
-        description="Master of a Mooncake Store for blocks that other nodes share. A group of "
-        "masters: etcd://HOST:PORT. Requires kvsidecar[mooncake].",
+        description="Master of a Mooncake Store for blocks that are shared with other nodes. For a group of masters: "
+        "etcd://HOST:PORT. Requires kvsidecar[mooncake].",
     )
     cluster_hostname: Annotated[str | None, Field(min_length=1), Shown("ADDRESS", "auto")] = Field(
         None,
-        description="Address by which the cluster's other nodes reach this one. auto: the one from which this node "
+        description="Address at which the cluster's other nodes reach this one. auto: the address from which this node "
         "reaches --cluster-master.",
     )
     cluster_segment: SizeOrOff = Field(
         None,
-        description="Memory beside the pool that this node gives to the cluster. What is in it is lost when the "
-        "daemon ends. off: none; others give it.",
+        description="Memory, in addition to the pool, that this node gives to the cluster. Its content is lost when "
+        "the daemon ends. off: none; other nodes give theirs.",
     )
-    cluster_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How blocks travel between nodes.")
+    cluster_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How blocks are transferred between nodes.")
     cluster_devices: Annotated[str | None, Field(min_length=1), Shown("LIST", "auto")] = Field(
         None, description="RDMA devices, separated by commas. auto: Mooncake chooses."
     )
     cluster_replicas: Annotated[int, Shown("COUNT")] = Field(
-        1, ge=1, le=16, description="Nodes that get a copy of each block that this one writes."
+        1, ge=1, le=16, description="Number of nodes that get a copy of a block that this one writes."
     )
     cluster_soft_pin: Seconds = Field(
-        0.0, ge=0, description="How long the blocks that this node writes are evicted after others only. 0: not at all."
+        0.0, ge=0, description="How long blocks that this node writes are evicted only after all others. 0: not at all."
     )
     cluster_tenant: Annotated[str, Field(min_length=1), Shown("NAME")] = Field(
         "default", description="Mooncake's tenant. Tenants have quotas, and do not see each other's blocks."
@@ -260,42 +260,42 @@ class Settings(BaseModel):
     cluster_admission: Admission = Field(
         Admission.ALL,
         description="Which blocks are written to the cluster. all: every block. on_evict: every block that the pool is "
-        "about to evict. second_use: those that are loaded after they were stored. none: no more; what others have "
-        "written is read.",
+        "about to evict. second_use: those that are loaded after they were stored. none: no further blocks; those that "
+        "others have written are read.",
     )
     cluster_deadline: Seconds = Field(
         2.0,
         gt=0,
-        description="Seconds after which a read of the cluster is late: its blocks are a miss. After three late or "
-        "failed calls the cluster is not used until it works again.",
+        description="Seconds after which a read of the cluster is late and its blocks count as misses. After three "
+        "late or failed calls, the cluster is not used until it works again.",
     )
     shared_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
         None,
-        description="Directory of a file system that several nodes mount, for blocks that are used again, which they "
-        "share. Made if only its last part is missing.",
+        description="Directory on a file system that several nodes mount, for blocks that are used again. The nodes "
+        "share them. Created if only its last component is missing.",
     )
     shared_size: DiskSize = Field(
         None,
-        description="Bytes that the files of all nodes in --shared-dir have together, about. The same on each node.",
+        description="Approximate size of the files of all nodes in --shared-dir together. Set the same on every node.",
     )
     shared_admission: Admission = Field(
         Admission.SECOND_USE,
         description="Which blocks are written to --shared-dir. second_use: those that are loaded after they were "
-        "stored. all: every block. none: no more; what is there is read.",
+        "stored. all: every block. none: no further blocks; existing ones are read.",
     )
     shared_deadline: Seconds = Field(
         2.0,
         gt=0,
-        description="Seconds after which a read of --shared-dir is late: its blocks are a miss. After three late or "
-        "failed calls the directory is not used until it works again.",
+        description="Seconds after which a read of --shared-dir is late and its blocks count as misses. After three "
+        "late or failed calls, the directory is not used until it works again.",
     )
     # The curve is in docs/benchmarks.md, "Pacing": with 4 MiB a sampled token's copy takes about 50 µs (99 %: below
     # 100) while stores go at two thirds of the link; without a bound they have all of it and the token waits 500 µs.
     store_chunk: StoreChunk = Field(
         4 * MiB,
         description="Store pacing: the most bytes of stores in flight on a GPU while an engine is busy there. Keeps "
-        "the engine's own small copies, such as sampled tokens, fast. Smaller values cost store bandwidth. off: stores "
-        "may use the whole link at any time.",
+        "the engine's own small copies, such as sampled tokens, fast. Smaller values reduce store bandwidth. off: "
+        "stores may use the whole link at any time.",
     )
     verify: Verify = Field(
         Verify.OFF,
@@ -315,7 +315,7 @@ class Settings(BaseModel):
     )
     zero_freed: Annotated[bool, Shown("on|off", "off")] = Field(
         False,
-        description="Zero the bytes of a block soon after it is gone: evicted, expired, cleared, or never complete. "
+        description="Zero the bytes of a block soon after it is evicted, expires, is cleared, or fails to complete. "
         "Slots of an earlier daemon that hold no block are zeroed, too.",
     )
     drain_timeout: Seconds = Field(
@@ -328,9 +328,9 @@ class Settings(BaseModel):
         0.001,
         ge=0,
         le=10,
-        description="How long after a job the daemon's threads stay in a light sleep, in seconds. They then wake at "
-        "once for the next job, at the cost of a tenth of two cores. 0 turns it off. It is always off on machines with "
-        "fewer than four cores.",
+        description="How long the daemon's threads stay in a light sleep after a job, in seconds. They then wake at "
+        "once for the next job, at the cost of a tenth of two cores. 0 turns it off. Always off on machines with fewer "
+        "than four cores.",
     )
     # Longer than the drain_timeout of the daemon that ends, which finishes its copies and unpins before it gives way.
     lock_wait: Seconds = Field(
@@ -342,8 +342,8 @@ class Settings(BaseModel):
     stuck_after: Seconds = Field(
         60.0,
         gt=0,
-        description="Longest time that a copier may make no progress, in seconds: a copy in flight, a driver call, or "
-        "copies that it does not take. About two seconds later the daemon kills it and starts another. Its jobs fail, "
+        description="Longest time that a copier may make no progress, in seconds: with a copy in flight, in a driver "
+        "call, or not taking copies. About two seconds later the daemon kills it and starts another. Its jobs fail; "
         "the cache stays.",
     )
     tracing: Literal["off", "otlp"] = Field(
