@@ -100,7 +100,7 @@ SAID = (
     ("docs/routers.md", "more than {} connections of one address", "publisher.endpoint.MAX_CONNECTIONS_EACH"),
     ("docs/routers.md", "of one user), or {} of one endpoint", "publisher.endpoint.MAX_CONNECTIONS"),
     ("docs/routers.md", "Tokens take {} at most", "publisher.publisher.MAX_KNOWN_BYTES"),
-    ("docs/security.md", "and not after its end: {} of all users", "core.residency.MAX_NOTES_BYTES"),
+    ("docs/security.md", "until it ends: at most {} for all users", "core.residency.MAX_NOTES_BYTES"),
     ("docs/security.md", "gRPC connections of one user take at most {} of", "server.grpc_front.USER_BYTES"),
     ("docs/security.md", "those of all users together {}, however", "server.grpc_front.ALL_BYTES"),
     ("docs/faults.md", "is ended when {} replies are queued", "server.service.MAX_UNREAD"),

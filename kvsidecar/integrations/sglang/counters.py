@@ -30,10 +30,16 @@ class Counters:
         "Loads and stores that the daemon refused as invalid or not permitted; the log says why."
     )
     held_back_offloads: int = _counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
-    unflushed_lookups: int = _counter("Lookups not sent: the weights have changed, and the cache has not been flushed since.")
-    unflushed_offloads: int = _counter("Stores not sent: the weights have changed, and the cache has not been flushed since.")
+    unflushed_lookups: int = _counter(
+        "Lookups not sent: the weights have changed, and the cache has not been flushed since."
+    )
+    unflushed_offloads: int = _counter(
+        "Stores not sent: the weights have changed, and the cache has not been flushed since."
+    )
     resets: int = _counter("Calls of flush_cache, including those of weight updates.")
-    unnamed_weights: int = _counter("Changes of the weights without a new weight_version: blocks have not been shared since.")
+    unnamed_weights: int = _counter(
+        "Changes of the weights without a new weight_version: blocks have not been shared since."
+    )
 
 
 HELP: dict[str, str] = {each.name: each.metadata["help"] for each in fields(Counters)}

@@ -46,7 +46,8 @@ class Options:
     reset_timeout: float = option(
         30.0,
         read_seconds,
-        "longest time that flush_cache and a weight update wait for stores; then the daemon counts as hung and is given up",
+        "longest time that flush_cache and a weight update wait for stores; then the daemon counts as hung and is "
+        "given up",
     )
     residency: bool = option(
         True,
@@ -56,8 +57,8 @@ class Options:
     publisher: bool = option(
         False,
         read_flag,
-        "`kvsidecar publish` tells routers about the daemon's pages: send it the tokens as notes, which needs KV events, "
-        "and announce none of these pages in them",
+        "`kvsidecar publish` tells routers about the daemon's pages: send it the tokens as notes, which needs KV "
+        "events, and announce none of these pages in them",
     )
     local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
 

@@ -89,8 +89,8 @@ class Options:
     publisher: bool = option(
         False,
         read_flag,
-        "`kvsidecar publish` tells routers about the daemon's blocks: send it the tokens as notes, and announce none of "
-        "these blocks in this engine's own KV events",
+        "`kvsidecar publish` tells routers about the daemon's blocks: send it the tokens as notes, and announce none "
+        "of these blocks in this engine's own KV events",
     )
     local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
 
