@@ -16,6 +16,7 @@ from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import Refusal
+from kvsidecar.publisher import metrics as publisher
 from kvsidecar.support.units import format_duration, format_size
 from kvsidecar.tiers.engine import EngineStats, ShareUse
 from kvsidecar.tiers.policy import FetchRefusal, WriteRefusal
@@ -23,7 +24,7 @@ from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import State
 
 HEAD = """\
-<!-- Made by `make docs` from kvsidecar/core/metrics.py and kvsidecar/errors.py: change those. -->
+<!-- Made by `make docs` from kvsidecar/{core,publisher}/metrics.py and kvsidecar/errors.py: change those. -->
 # Metrics
 
 `GET /metrics` on the HTTP port returns the metrics in the Prometheus text format. Names follow the Prometheus
@@ -78,6 +79,11 @@ Refused requests and declined jobs are counted by reason in `kvsidecar_refusals_
 later, and the engine computes the blocks of a declined load.
 """
 
+PUBLISHER = """\
+[`kvsidecar publish`](routers.md) serves these, and those of its process, at the address of its option `--metrics`. What
+is refused is logged, too, each reason at most once a second.
+"""
+
 TEXTS = {"Models and devices": (MODELS,)}
 """Title -> what is said above the table."""
 
@@ -106,6 +112,11 @@ def families() -> list[Metric]:
     return list(metrics.registry.collect())
 
 
+def publisher_families() -> list[Metric]:
+    """Those of `kvsidecar publish`, without its process."""
+    return [family for family in publisher.Metrics().registry.collect() if family.name.startswith("kvsidecar_")]
+
+
 def exported_name(family: Metric) -> str:
     """As Prometheus names it: the client library drops the suffix of counters."""
     return f"{family.name}_total" if family.type == "counter" else family.name
@@ -122,7 +133,10 @@ def page() -> str:
         parts += ["## Others\n", _table(own) + "\n"]
     parts += ["## Reasons of refusals\n", REASONS, _reasons() + "\n"]
     rest = [family for family in families() if not family.name.startswith("kvsidecar_")]
-    parts += ["## The process\n", PROCESS, _table(rest)]
+    parts += ["## The process\n", PROCESS, _table(rest) + "\n"]
+    reasons = attribute_docs(publisher, "Reason")
+    rows = [(code(reason.value), prose(reasons[reason.name])) for reason in publisher.Reason]
+    parts += ["## The publisher\n", PUBLISHER, _table(publisher_families()) + "\n", table(("Reason", "When"), rows)]
     return "\n".join(parts) + "\n"
 
 

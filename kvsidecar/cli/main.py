@@ -171,6 +171,12 @@ def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None
     envvar="KVSIDECAR_PUBLISH_REPLAY",
 )
 @click.option(
+    "--metrics",
+    metavar="ADDRESS:PORT",
+    help="HTTP address where /metrics is served. [default: none; env: KVSIDECAR_PUBLISH_METRICS]",
+    envvar="KVSIDECAR_PUBLISH_METRICS",
+)
+@click.option(
     "--node",
     metavar="NAME",
     help="Name of this node in topics. [default: the host's name; env: KVSIDECAR_PUBLISH_NODE]",

@@ -55,7 +55,7 @@ DEFAULT_FILE = Path("/etc/kvsidecar/kvsidecar.toml")
 CONFIG_VARIABLE = "KVSIDECAR_CONFIG"
 CLIENT_VARIABLES = tuple(f"KVSIDECAR_CONNECT{suffix}" for suffix in ("", "_CA", "_CERTIFICATE", "_KEY"))
 """Variables that the operator commands read."""
-PUBLISH_VARIABLES = tuple(f"KVSIDECAR_PUBLISH_{name}" for name in ("BIND", "REPLAY", "NODE", "TOPIC"))
+PUBLISH_VARIABLES = tuple(f"KVSIDECAR_PUBLISH_{name}" for name in ("BIND", "REPLAY", "METRICS", "NODE", "TOPIC"))
 """Of ``kvsidecar publish``, which may have its variables from the same file."""
 RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES, *PUBLISH_VARIABLES})
 """Variables with our prefix that are not settings."""

@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvsidecar.errors import AddressUnavailable, ConfigError, InvalidRequest
+from kvsidecar.errors import AddressUnavailable, ConfigError
 from kvsidecar.publisher import zmtp
+from kvsidecar.publisher.metrics import Metrics, Reason, RouterRefused
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.accepting import accept
@@ -41,6 +42,9 @@ SILENCE_SECONDS = 30.0
 """A router that says nothing, or takes nothing, for so long is disconnected."""
 READ_BYTES = 4096
 
+_EACH = Reason.CONNECTIONS, f"one address or user has more than {MAX_CONNECTIONS_EACH} connections"
+_FULL = Reason.FULL, f"there are more than {MAX_CONNECTIONS} connections: whoever has most loses one"
+
 
 class Connection:
     """One router's, after it was accepted."""
@@ -57,15 +61,16 @@ class Connection:
     def subscribe(self, topic: bytes) -> None:
         """
         Raises:
-            InvalidRequest: it has too many.
+            RouterRefused: it has too many.
         """
         if topic in self.subscriptions:
             self.subscriptions[topic] = min(self.subscriptions[topic] + 1, 1 << 30)
             return
         self._subscription_bytes += len(topic)
         if len(self.subscriptions) >= MAX_SUBSCRIPTIONS or self._subscription_bytes > MAX_SUBSCRIPTION_BYTES:
-            raise InvalidRequest(
-                f"more than {MAX_SUBSCRIPTIONS} subscriptions or {MAX_SUBSCRIPTION_BYTES} bytes of them"
+            raise RouterRefused(
+                Reason.SUBSCRIPTIONS,
+                f"more than {MAX_SUBSCRIPTIONS} subscriptions or {MAX_SUBSCRIPTION_BYTES} bytes of them",
             )
         self.subscriptions[topic] = 1
 
@@ -82,13 +87,16 @@ class Connection:
     async def send(self, pieces: list[bytes], seconds: float) -> None:
         """
         Raises:
-            TimeoutError: the router does not read.
+            RouterRefused: the router does not read.
             OSError: it has gone.
         """
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(seconds), self.lock:
-            for each in pieces:
-                await loop.sock_sendall(self.sock, each)
+        try:
+            async with asyncio.timeout(seconds), self.lock:
+                for each in pieces:
+                    await loop.sock_sendall(self.sock, each)
+        except TimeoutError:
+            raise RouterRefused(Reason.UNREAD, f"it has not taken a message within {seconds:g} s") from None
         await asyncio.sleep(0)  # `sock_sendall` does not wait while there is room: others have their turn here
 
 
@@ -102,14 +110,15 @@ class Endpoint:
     Args:
         option: of the command line, for texts.
         socket_type: the ZeroMQ socket that it is to routers.
+        metrics: counts what is refused.
 
     Raises:
         AddressUnavailable: the address is in use or does not exist here.
         ConfigError: it is invalid.
     """
 
-    def __init__(self, option: str, endpoint: str, socket_type: bytes, handler: Handler) -> None:
-        self._socket_type, self._handler = socket_type, handler
+    def __init__(self, option: str, endpoint: str, socket_type: bytes, handler: Handler, metrics: Metrics) -> None:
+        self._option, self._socket_type, self._handler, self._metrics = option, socket_type, handler, metrics
         self._connections: dict[Connection, None] = {}
         self._path: str | None = None
         try:
@@ -122,6 +131,7 @@ class Endpoint:
         except (ValueError, OverflowError) as error:
             raise ConfigError(f"--{option} {endpoint}: {error}") from error
         self._sock.setblocking(False)
+        metrics.read_connections_from(option, self.__len__)
 
     def _listen(self, endpoint: str) -> socket.socket:
         scheme, _, rest = endpoint.partition("://")
@@ -164,7 +174,11 @@ class Endpoint:
     async def run(self) -> None:
         try:
             while True:
-                self._admit(*await accept(self._sock, _caused))
+                sock, address = await accept(self._sock, _caused)
+                try:
+                    self._admit(sock, address)
+                except OSError:  # it has gone
+                    sock.close()
         finally:
             tasks = [each.task for each in self._connections if each.task is not None]
             for task in tasks:
@@ -184,26 +198,32 @@ class Endpoint:
         full = len(self._connections) >= MAX_CONNECTIONS
         if counts[who] > MAX_CONNECTIONS_EACH or (full and counts[who] >= counts[most]):
             sock.close()
+            self.refuse(*_EACH if counts[who] > MAX_CONNECTIONS_EACH else _FULL)
             return
         if full:
             oldest = next(each for each in self._connections if each.who == most)
             del self._connections[oldest]
             if oldest.task is not None:
                 oldest.task.cancel()
+            self.refuse(*_FULL)
         self._connections[connection] = None
         connection.task = asyncio.get_running_loop().create_task(self._serve(connection))
 
+    def refuse(self, reason: Reason, text: str) -> None:
+        """Count it, and log it, each reason at most once a second."""
+        self._metrics.refuse(self._option, reason)
+        _caused.warning(f"router refused: {reason.value}", endpoint=self._option, error=text)
+
     async def _serve(self, connection: Connection) -> None:
         try:
-            async with asyncio.timeout(GREETING_SECONDS):
-                await connection.send([zmtp.GREETING, zmtp.ready(self._socket_type)], GREETING_SECONDS)
+            await connection.send([zmtp.GREETING, zmtp.ready(self._socket_type)], GREETING_SECONDS)
             await self._handler(connection)
-        except InvalidRequest as error:
-            _caused.warning("a router is disconnected", error=str(error))
-        except (OSError, TimeoutError):  # it has gone, or does not read
+        except RouterRefused as error:
+            self.refuse(error.reason, str(error))
+        except OSError:  # it has gone
             pass
         except Exception as error:  # noqa: BLE001 - it costs this router its connection
-            _caused.warning("a router is disconnected", error=repr(error))
+            self.refuse(Reason.FAILED, repr(error))
         finally:
             self._connections.pop(connection, None)
             connection.sock.close()
@@ -222,8 +242,7 @@ async def frames(connection: Connection, on_frame: Callable[[zmtp.Frame], None])
     """Read until the router has gone, answer its heartbeats, and send some where its version has them.
 
     Raises:
-        InvalidRequest: see `zmtp.Reader`.
-        TimeoutError: it is silent.
+        RouterRefused: see `zmtp.Reader`; or it is silent.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
@@ -235,7 +254,8 @@ async def frames(connection: Connection, on_frame: Callable[[zmtp.Frame], None])
                 data = await loop.sock_recv(connection.sock, READ_BYTES)
         except TimeoutError:
             if not is_ready or quiet == 2:
-                raise
+                text = "answers no heartbeat" if is_ready else "does not complete its handshake"
+                raise RouterRefused(Reason.SILENT, f"it {text}") from None
             if (
                 connection.reader.minor and not connection.lock.locked()
             ):  # else it has no heartbeats, or takes something

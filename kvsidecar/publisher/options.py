@@ -23,6 +23,8 @@ class Options:
     """Patterns; none: all models."""
     ownership: str | None
     socket: str | None
+    metrics: str | None = None
+    """ADDRESS:PORT; None: metrics are not served."""
 
     def __post_init__(self) -> None:
         """
@@ -39,9 +41,19 @@ class Options:
             raise ConfigError(f"--topic {self.topic!r}: {error}") from error
         if not names <= {"node", "model"}:
             raise ConfigError(f"--topic {self.topic!r} may have {{node}} and {{model}}, and nothing else in braces")
+        if self.metrics is not None and self.metrics_address is None:
+            raise ConfigError(f"--metrics {self.metrics!r} is not ADDRESS:PORT")
         for each in fields(self):
             if getattr(self, each.name) == "":
                 raise ConfigError(f"--{each.name} is empty")
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port of ``metrics``; None: there is none, or it is not of this form."""
+        host, _, port = (self.metrics or "").rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        is_number = port.isascii() and port.isdigit() and int(port) <= 65535
+        return (host, int(port)) if host and is_number else None
 
     def topic_of(self, model: str) -> str:
         return self.topic.format(node=self.node, model=model)

@@ -14,11 +14,12 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from kvsidecar.client import Client, ClientError, Namespace
-from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import namespace_from_wire
 from kvsidecar.publisher import zmtp
 from kvsidecar.publisher.endpoint import SILENCE_SECONDS, Connection, Endpoint, both, frames
 from kvsidecar.publisher.follower import Follower, keep_below
+from kvsidecar.publisher.http import MetricsServer
+from kvsidecar.publisher.metrics import Metrics, Reason, RouterRefused
 from kvsidecar.publisher.options import Options
 from kvsidecar.publisher.sequence import END, Sequence
 from kvsidecar.publisher.topic import Event, Topic
@@ -26,6 +27,8 @@ from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = log.get("publish")
+_caused = log.limited("publish")
+"""For lines that routers and tenants cause."""
 
 LOOK_SECONDS = 1.0
 """Between looks at which namespaces there are."""
@@ -65,18 +68,28 @@ class Publisher:
         self._again = asyncio.Event()
         self._problem = ""
         """Why the namespaces are not known, as last said."""
-        self._left_out = False
+        self._left_out = 0
+        """Namespaces, at the last look."""
         self._more = asyncio.Event()
         """Set, and replaced, when a message is added to the sequence."""
-        self._out = Endpoint("bind", options.bind, b"XPUB", self._serve_subscriber)
+        self.metrics = Metrics()
+        self._out = Endpoint("bind", options.bind, b"XPUB", self._serve_subscriber, self.metrics)
         self._endpoints = [self._out]
         try:
             if options.replay is not None:
-                self._endpoints.append(Endpoint("replay", options.replay, b"ROUTER", self._serve_replays))
+                served = Endpoint("replay", options.replay, b"ROUTER", self._serve_replays, self.metrics)
+                self._endpoints.append(served)
         except BaseException:
             self._out.close()
             raise
         self._operator = Client(options.socket, name="kvsidecar publish")
+        self.metrics.read_gauges_from(
+            followed_namespaces=lambda: len(self._followed),
+            left_out_namespaces=lambda: self._left_out,
+            announced_blocks=lambda: sum(map(len, self._topics.values())),
+            kept_bytes=lambda: self._sequence.nbytes,
+            known_bytes=lambda: sum(each.follower.known_bytes for each in [*self._followed.values(), *self._ending]),
+        )
 
     @property
     def endpoints(self) -> list[str]:
@@ -84,12 +97,22 @@ class Publisher:
         return [each.address for each in self._endpoints]
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._look())
-            group.create_task(self._say_again())
-            group.create_task(self._publish())
-            for each in self._endpoints:
-                group.create_task(each.run())
+        """
+        Raises:
+            AddressUnavailable, ConfigError: the metrics cannot be served.
+        """
+        http = MetricsServer(self.metrics)
+        try:
+            if (address := self._options.metrics_address) is not None:
+                await http.start(address)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._look())
+                group.create_task(self._say_again())
+                group.create_task(self._publish())
+                for each in self._endpoints:
+                    group.create_task(each.run())
+        finally:
+            await http.stop()
 
     def close(self) -> None:
         """May be called more than once."""
@@ -125,7 +148,7 @@ class Publisher:
             _log.warning(
                 "too many namespaces: routers do not hear of the smallest", followed=MAX_FOLLOWED, others=count
             )
-        self._left_out = count > 0
+        self._left_out = max(0, count)
 
     def _follow(self, reply: pb.StatusReply) -> None:
         listed = [each.namespace for each in reply.namespaces] + [each.namespace for each in reply.ranks]
@@ -143,7 +166,7 @@ class Publisher:
             topic = self._topic(self._options.topic_of(namespace.model))
             client = self._watch(namespace)
             self._followed[namespace] = _Followed(namespace, client, Follower(namespace.hash_bytes, client, topic))
-            _log.info("namespace followed", model=namespace.model, topic=topic.name)
+            _caused.info("namespace followed", model=namespace.model, topic=topic.name)
 
     def _wants(self, namespace: Namespace) -> bool:
         patterns = self._options.models
@@ -194,7 +217,7 @@ class Publisher:
             self._ending.remove(each)
             each.follower.release()
             await asyncio.to_thread(each.client.close)
-            _log.info("namespace gone", model=each.namespace.model)
+            _caused.info("namespace gone", model=each.namespace.model)
         # A topic that nobody holds anything of any more is forgotten when all has been said: clients name models.
         for topic in [each for each in self._topics.values() if not each.pending]:
             used = any(each.follower.topic is topic for each in [*self._followed.values(), *self._ending])
@@ -205,6 +228,7 @@ class Publisher:
         for topic in list(self._topics.values()):
             for events in in_messages(topic.take(MESSAGE_BLOCKS)):
                 self._sequence.add(topic.name, events, time.time())
+                self.metrics.messages.inc()
                 more, self._more = self._more, asyncio.Event()
                 more.set()
                 await asyncio.sleep(0)  # each router may be sent this one
@@ -220,6 +244,7 @@ class Publisher:
                 await asyncio.sleep(REPEAT_SECONDS)
             for topic in self._topics.values():
                 topic.say_again()
+            self.metrics.repeats.inc()
             self._news.set()
             await asyncio.sleep(AGAIN_SECONDS)
 
@@ -250,10 +275,8 @@ class Publisher:
     async def _serve_replays(self, connection: Connection) -> None:
         wanted: asyncio.Queue[int] = asyncio.Queue()
         parts: list[bytes] = []
-        warned = False
 
         def hear(frame: zmtp.Frame) -> None:
-            nonlocal warned
             if frame.is_command:
                 return
             parts.append(frame.body if len(parts) < 3 else b"")
@@ -262,12 +285,11 @@ class Publisher:
                 return
             is_request = len(parts) == 2 and parts[0] == b"" and len(parts[1]) == 8
             if is_request and wanted.qsize() >= MAX_REPLAYS:
-                raise InvalidRequest(f"more than {MAX_REPLAYS} replays are asked for at once")
+                raise RouterRefused(Reason.REPLAYS, f"more than {MAX_REPLAYS} replays are asked for at once")
             if is_request:
                 wanted.put_nowait(int.from_bytes(parts[1], "big"))
-            elif not warned:
-                warned = True
-                _log.warning("a replay was asked for with something else than 8 bytes")
+            else:
+                self._endpoints[-1].refuse(Reason.NO_REQUEST, "a replay is asked for with 8 bytes: this is ignored")
             parts.clear()
 
         await both(frames(connection, hear), self._replay(connection, wanted))
@@ -275,8 +297,10 @@ class Publisher:
     async def _replay(self, connection: Connection, wanted: asyncio.Queue[int]) -> None:
         while True:
             first = await wanted.get()
-            if not self._sequence.has(first):
-                _log.info(
+            kept = self._sequence.has(first)
+            self.metrics.replays.labels("kept" if kept else "lost").inc()
+            if not kept:
+                _caused.info(
                     "a router has missed messages that are not kept any more: everything is said again", first=first
                 )
                 self._again.set()

@@ -44,6 +44,11 @@ class Sequence:
             self._bytes -= len(self._kept.popleft()[2])
         return message
 
+    @property
+    def nbytes(self) -> int:
+        """Of the payloads that are kept."""
+        return self._bytes
+
     def has(self, first: int) -> bool:
         """Whether nothing from this number on is lost."""
         return self.next - len(self._kept) <= first <= self.next

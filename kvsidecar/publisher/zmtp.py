@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.publisher.metrics import Reason, RouterRefused
 
 MAX_FRAME_BYTES = 1024
 """Of what a router sends: a command, a topic, or the first number of a replay."""
@@ -37,7 +37,7 @@ class Reader:
     def feed(self, data: bytes) -> Iterator[Frame]:
         """
         Raises:
-            InvalidRequest: it is not ZMTP 3 without encryption, or a frame is longer than `MAX_FRAME_BYTES`.
+            RouterRefused: it is not ZMTP 3 without encryption, or a frame is longer than `MAX_FRAME_BYTES`.
         """
         self._buffer += data
         if self.minor is None:
@@ -60,7 +60,7 @@ class Reader:
             or (len(sent) > 10 and sent[10] < 3)
             or (whole and sent[12:32] != GREETING[12:32])
         ):
-            raise InvalidRequest("it does not speak ZMTP 3 without encryption")
+            raise RouterRefused(Reason.PROTOCOL, "it does not speak ZMTP 3 without encryption")
 
     def _cut(self) -> Frame | None:
         buffer = self._buffer
@@ -71,7 +71,7 @@ class Reader:
             return None
         size = int.from_bytes(buffer[1:head], "big")
         if size > MAX_FRAME_BYTES:
-            raise InvalidRequest(f"a frame of {size} bytes: {MAX_FRAME_BYTES} are allowed")
+            raise RouterRefused(Reason.FRAME, f"a frame of {size} bytes: {MAX_FRAME_BYTES} are allowed")
         if len(buffer) < head + size:
             return None
         frame = Frame(bytes(buffer[head : head + size]), bool(buffer[0] & _MORE), bool(buffer[0] & _COMMAND))

@@ -321,8 +321,13 @@ def test_all_commands_for_engines_do_too(page: Path) -> None:
 def test_the_pod_monitor_finds_the_daemons_and_the_port_of_their_metrics() -> None:
     (monitor,) = [each for each in bases() if each["kind"] == "PodMonitor"]
     (match,) = monitor["spec"]["selector"]["matchExpressions"]
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert endpoint["path"] == "/metrics"
+    endpoint, of_publisher = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == of_publisher["path"] == "/metrics"
+    patch = yaml.safe_load((HERE / "components" / "publisher" / "daemonset.yaml").read_text())
+    (publisher,) = patch["spec"]["template"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in publisher["ports"]}
+    (address,) = [each["value"] for each in publisher["env"] if each["name"] == "KVSIDECAR_PUBLISH_METRICS"]
+    assert ports[of_publisher["port"]] == int(address.rpartition(":")[2])
     for name, template in pods(bases()):
         labels = template["metadata"]["labels"]
         assert (match["key"] in labels) == bool(daemons(template)), name

@@ -98,7 +98,8 @@ def test_metrics_exist(page: str) -> None:
     assert set(re.findall(r"\bvllm:kvsidecar_([a-z_]+)_total\b", text(page))) <= set(COUNTED)
     assert set(re.findall(r"\bsglang:kvsidecar_([a-z_]+)_total\b", text(page))) <= set(HELP)
     named = set(re.findall(r"(?<!vllm:)(?<!sglang:)\bkvsidecar_[a-z_]+\b", text(page)))
-    exported = {sample.name for family in metrics.families() for sample in family.samples}
+    families = [*metrics.families(), *metrics.publisher_families()]
+    exported = {sample.name for family in families for sample in family.samples}
     histograms = {family.name for family in metrics.families() if family.type == "histogram"}
     assert named - exported - histograms == set()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +30,17 @@ class PublisherProcess:
     def wait_log(self, text: str, count: int = 1) -> None:
         eventually(lambda: self.log.count(text) >= count or self.process.poll() is not None, lambda: self.log)
         assert self.process.poll() is None, self.log
+
+    def metric(self, name: str) -> float:
+        """The value of a series, with its labels as they are exported. The publisher has the option ``--metrics``."""
+        eventually(lambda: "metrics are served" in self.log, lambda: self.log)
+        (url,) = set(re.findall(r"http://[^\s\"]+/metrics", self.log))
+        with urllib.request.urlopen(url, timeout=SECONDS) as response:
+            values = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[:1] != "#")
+        return float(values[name])
+
+    def refused(self, endpoint: str, reason: str) -> float:
+        return self.metric(f'kvsidecar_publisher_refusals_total{{endpoint="{endpoint}",reason="{reason}"}}')
 
     @property
     def log(self) -> str:

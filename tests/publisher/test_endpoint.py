@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.publisher import endpoint
 from kvsidecar.publisher.endpoint import MAX_SUBSCRIPTION_BYTES, MAX_SUBSCRIPTIONS, Connection, Endpoint, frames
+from kvsidecar.publisher.metrics import Metrics
 from tests.harness import eventually_in_loop
 
 
@@ -38,7 +40,7 @@ def test_connections_of_one_user_are_bounded_and_given_back(short_dir: Path, mon
         await frames(connection, lambda _: None)
 
     async def check() -> None:
-        served = Endpoint("bind", f"ipc://{short_dir}/x", b"XPUB", serve)
+        served = Endpoint("bind", f"ipc://{short_dir}/x", b"XPUB", serve, Metrics())
         task = asyncio.ensure_future(served.run())
         socks = [socket.socket(socket.AF_UNIX) for _ in range(5)]
         for each in socks:
@@ -53,3 +55,54 @@ def test_connections_of_one_user_are_bounded_and_given_back(short_dir: Path, mon
 
     asyncio.run(check())
     assert not Path(short_dir, "x").exists()
+
+
+def test_a_router_that_does_not_read_is_refused_for_it(short_dir: Path) -> None:
+    metrics = Metrics()
+
+    async def serve(connection: Connection) -> None:
+        await connection.send([bytes(1 << 24)], 0.01)
+
+    async def check() -> None:
+        served = Endpoint("replay", f"ipc://{short_dir}/x", b"ROUTER", serve, metrics)
+        task = asyncio.ensure_future(served.run())
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(f"{short_dir}/x")
+            labels = {"endpoint": "replay", "reason": "unread"}
+            name = "kvsidecar_publisher_refusals_total"
+            await eventually_in_loop(lambda: metrics.registry.get_sample_value(name, labels) == 1)
+            await eventually_in_loop(lambda: len(served) == 0)
+        task.cancel()
+        await asyncio.wait([task])
+        served.close()
+
+    asyncio.run(check())
+
+
+def test_when_the_endpoint_is_full_whoever_has_most_loses_one_which_is_counted(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(endpoint.peers, "credentials", lambda sock: SimpleNamespace(uid=next(uids)))
+    uids, metrics = iter([1, 1, 2]), Metrics()
+
+    async def serve(connection: Connection) -> None:
+        await frames(connection, lambda _: None)
+
+    async def check() -> None:
+        served = Endpoint("bind", f"ipc://{short_dir}/x", b"XPUB", serve, metrics)
+        task = asyncio.ensure_future(served.run())
+        socks = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for each in socks:
+            each.connect(f"{short_dir}/x")
+        labels = {"endpoint": "bind", "reason": "full"}
+        name = "kvsidecar_publisher_refusals_total"
+        await eventually_in_loop(lambda: metrics.registry.get_sample_value(name, labels) == 1)
+        assert sorted(each.who for each in served._connections) == [1, 2]  # type: ignore[type-var]
+        for each in socks:
+            each.close()
+        task.cancel()
+        await asyncio.wait([task])
+        served.close()
+
+    asyncio.run(check())

@@ -38,6 +38,10 @@ def test_topics_have_the_node_and_the_model() -> None:
         ("topic", "{"),
         ("topic", "{0}"),
         ("node", ""),
+        ("metrics", "5559"),
+        ("metrics", ":5559"),
+        ("metrics", "127.0.0.1:70000"),
+        ("metrics", "127.0.0.1:http"),
         ("ownership", ""),
     ],
 )
