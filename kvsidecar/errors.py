@@ -84,7 +84,15 @@ class AddressUnavailable(KVSidecarError):
 
 
 class PoolRefused(KVSidecarError):
-    """The pool exceeds a memory limit; nothing was allocated. The text names the size and the limit."""
+    """The pool exceeds a memory limit; nothing was allocated. The text names the size and the limit.
+
+    Args:
+        lasting: a later start is refused, too, unless somebody changes a limit or a setting.
+    """
+
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.lasting = lasting
 
 
 class PinFailed(KVSidecarError):

@@ -70,37 +70,50 @@ def _serve(**flags: str | None) -> None:
     options that need a restart. Where standard input or the log is a terminal, SIGHUP means that it was closed, and
     stops the daemon as SIGTERM does; under nohup it reloads.
 
-    Exit codes: 0 after SIGTERM, 1 pinning failed with --on-pin-failure=exit, 69 no usable driver, 73 the socket or
-    the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not return), 75
-    a port is in use or an address does not exist yet (a restart may help), 78 a setting is invalid, or the
-    kernel refuses a system call that the daemon needs.
+    Exit codes: 0 after SIGTERM, 1 the pool could not be pinned (--on-pin-failure), 69 no usable driver, 73 the socket
+    or the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not
+    return), 75 a port is in use or an address does not exist yet (a restart may help), 78 a setting is invalid, a
+    limit refuses the pool at every start, or the kernel refuses a system call that the daemon needs.
     """
     gc.disable()  # see `gc_disabled`; `serve` enables it again when the daemon is built
+    from kvsidecar import errors
     from kvsidecar.daemon.serve import serve
-    from kvsidecar.errors import (
-        AddressUnavailable,
-        ConfigError,
-        DriverUnusable,
-        KernelRefuses,
-        PoolRefused,
-        SocketInUse,
-    )
 
-    exit_codes: dict[type[Exception], int] = {
-        ConfigError: EXIT_CONFIG,
-        KernelRefuses: EXIT_CONFIG,
-        SocketInUse: EXIT_SOCKET,
-        AddressUnavailable: EXIT_AGAIN,
-        DriverUnusable: EXIT_UNAVAILABLE,
-        PoolRefused: 1,
-    }
     try:
         sys.exit(serve(flags))
-    except tuple(exit_codes) as error:
-        fail(str(error), exit_codes[type(error)])
+    except errors.KVSidecarError as error:
+        fail(str(error), _exit_code(error))
 
 
-main.add_command(click.Command("serve", callback=_serve, help=_serve.__doc__, params=[*click_options()]))
+def _exit_code(error: Exception) -> int:
+    """Of a start that fails."""
+    from kvsidecar import errors
+
+    if isinstance(error, errors.PoolRefused):
+        return EXIT_CONFIG if error.lasting else 1
+    exit_codes: dict[type[Exception], int] = {
+        errors.ConfigError: EXIT_CONFIG,
+        errors.KernelRefuses: EXIT_CONFIG,
+        errors.SocketInUse: EXIT_SOCKET,
+        errors.AddressUnavailable: EXIT_AGAIN,
+        errors.DriverUnusable: EXIT_UNAVAILABLE,
+    }
+    return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), 1)
+
+
+class _Serve(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            from kvsidecar.daemon.systemd import Notifier
+            from kvsidecar.errors import ConfigError
+
+            Notifier.from_environment().failed(ConfigError(error.format_message()))
+            raise
+
+
+main.add_command(_Serve("serve", callback=_serve, help=_serve.__doc__, params=[*click_options()]))
 for _command in COMMANDS:
     main.add_command(_command)
 

@@ -196,10 +196,11 @@ class Settings(BaseModel):
         description="NUMA placement of the pool. auto: bind it to the NUMA nodes of the GPUs in use, if there is more "
         "than one node. off: leave placement to the kernel.",
     )
-    on_pin_failure: Literal["stay", "exit"] = Field(
-        "stay",
+    on_pin_failure: Literal["auto", "stay", "exit"] = Field(
+        "auto",
         description="What to do if the pool cannot be pinned. stay: keep running, not ready, and report the reason. "
-        "exit: exit with code 1.",
+        "exit: report it and exit, with code 78 if a limit refuses the pool at every start, else 1. auto: exit where "
+        "a service manager waits until the daemon is ready (NOTIFY_SOCKET), otherwise stay.",
     )
     memory_check: Annotated[bool, Shown("on|off", "on")] = Field(
         True,

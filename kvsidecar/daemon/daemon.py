@@ -45,7 +45,7 @@ from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.reload import Reloader
 from kvsidecar.device.base import ScratchSource
-from kvsidecar.errors import DeviceError, PinFailed, PinStopped, PoolRefused
+from kvsidecar.errors import DeviceError, KVSidecarError, PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool.host_pool import HostPool, PinProgress
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.grpc_server import RpcServer
@@ -127,7 +127,8 @@ class Daemon:
         self._pool = pool
         self._kept = kept
         self._stop_pinning = threading.Event()
-        self._exit_code = 0
+        self._failed: KVSidecarError | None = None
+        """Why the daemon ends although nobody has told it to."""
         self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
         self._serves_kept = False
         self.epoch = secrets.randbits(ID_BITS) | 1
@@ -252,19 +253,24 @@ class Daemon:
             Sources(self._metrics, self._stuck, self._report.json, self._report.tiers, overview.steps)
         )
 
-    async def run(self) -> int:
-        """Start, serve until told to stop, shut down. Returns the exit code.
+    async def run(self) -> None:
+        """Start, serve until told to stop, shut down.
 
         Raises:
             AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start; nothing is left behind.
+            DeviceError, PinFailed, PoolRefused: the pool cannot be pinned, and the daemon is not to stay.
         """
         self._loop = asyncio.get_running_loop()
         try:
             await self._start()
             await self._life.stop.wait()
+            if self._failed is not None:
+                raise self._failed
+        except Exception as error:
+            self._life.notifier.failed(error)  # before the shutdown, which may take long
+            raise
         finally:
             await self._shut_down()
-        return self._exit_code
 
     def _remote_server(self, settings: Settings) -> RemoteServer | None:
         """None if TCP is off. Raises ConfigError for files that cannot be used."""
@@ -353,11 +359,11 @@ class Daemon:
         except PinStopped:
             return
         except (PoolRefused, PinFailed, DeviceError) as error:
-            self._fail(str(error))
+            self._fail(error)
             return
         except Exception as error:
             # Otherwise the daemon would stay in "pinning" for ever without a reason.
-            self._fail(f"the start failed unexpectedly: {type(error).__name__}: {error}")
+            self._fail(PinFailed(f"the start failed unexpectedly: {type(error).__name__}: {error}"))
             raise
         for tier in self._tiers:
             self._tasks.spawn(tier.run(), name=f"tier-{tier.name}")  # nobody waits for it
@@ -458,11 +464,13 @@ class Daemon:
         if not came_back:
             raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
 
-    def _fail(self, reason: str) -> None:
-        self.readiness.fail(reason)
-        _log.error("not ready", reason=reason)
-        if self._settings.on_pin_failure == "exit":
-            self._exit_code = 1
+    def _fail(self, error: KVSidecarError) -> None:
+        self.readiness.fail(str(error))
+        _log.error("not ready", reason=str(error))
+        wish = self._settings.on_pin_failure
+        # A manager that waits for READY=1 would show nothing but a start that takes long, until it ends the daemon.
+        if wish == "exit" or (wish == "auto" and self._life.notifier.listener.listens):
+            self._failed = error
             self._life.stop.set()
 
     # -- while it serves -------------------------------------------------------------------------------------------

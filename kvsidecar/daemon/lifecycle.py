@@ -67,6 +67,8 @@ class Lifecycle:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception):
+            self.notifier.failed(error)
         self.begin_stop(self._settings.drain_timeout)
         # Probes are answered until here. They stop before the lock is released: the daemon that waits for the lock may
         # use this port.

@@ -55,9 +55,18 @@ def serve(flags: Mapping[str, str | None]) -> int:
         flags: of the command line by option name; None for one that was not given.
 
     Raises:
-        AddressUnavailable, ConfigError, DriverUnusable, KernelRefuses, PoolRefused, SocketInUse: it cannot start; the
-            text is one sentence.
+        AddressUnavailable, ConfigError, DeviceError, KernelRefuses, PinFailed, PoolRefused, SocketInUse: it cannot
+            start; the text is one sentence, which the service manager has been told.
     """
+    notifier = Notifier.from_environment()
+    try:
+        return _serve(flags, notifier)
+    except Exception as error:
+        notifier.failed(error)
+        raise
+
+
+def _serve(flags: Mapping[str, str | None], notifier: Notifier) -> int:
     settings = load_settings(flags)
     failpoints.configure_from_environment()
     log.configure(log_format=settings.log_format, level=settings.log_level)
@@ -66,11 +75,12 @@ def serve(flags: Mapping[str, str | None]) -> int:
     _raise_descriptor_limit()
     read_settings = None if terminal.sighup_is_its_end() else lambda: load_settings(flags)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(settings, geometry, read_settings))
+        return runner.run(_run(settings, geometry, read_settings, notifier))
 
 
-async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None) -> int:
-    notifier = Notifier.from_environment()
+async def _run(
+    settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None, notifier: Notifier
+) -> int:
     async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, at_terminal=read_settings is None) as life:
         if terminal.can_redraw(sys.stderr) and settings.log_format != "json":
             # One column less than the terminal has, for the cursor: else the line would wrap.
@@ -97,7 +107,8 @@ async def _run(settings: Settings, geometry: PoolGeometry, read_settings: Callab
             # Modules and parts stay for good: a full collection would walk over them for 25 ms in the event loop.
             gc.freeze()
             gc.enable()
-            return await daemon.run()
+            await daemon.run()
+            return 0
         first.process.kill()
     # The thread cannot be stopped, and an import or a driver that hangs must not delay the end.
     return exit_at_once(0)

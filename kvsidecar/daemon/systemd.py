@@ -4,8 +4,8 @@ Source: https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html a
 datagrams of ``NAME=value`` lines to the Unix socket in ``$NOTIFY_SOCKET``: twenty lines here, where libraries for it
 either have had no release for years or need libsystemd.
 
-- ``READY=1`` only when the daemon is ready. While the pool cannot be pinned the unit stays "activating", with the
-  reason as its status, until the start times out and the manager starts the daemon again.
+- ``READY=1`` only when the daemon is ready.
+- ``STATUS=failed: ...`` when a start fails, at once: the manager shows it beside the exit code, whatever it does next.
 - ``EXTEND_TIMEOUT_USEC`` when a chunk was pinned, never because time has passed: a pin that hangs runs into the
   timeout, a pin that takes ten minutes does not.
 - ``WATCHDOG=1`` from the event loop, while no copy is stuck: when /health fails, the manager restarts the daemon.
@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import Final
 
 from kvsidecar.core.readiness import Snapshot
+from kvsidecar.errors import KVSidecarError
 from kvsidecar.support import log
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
@@ -127,6 +128,10 @@ class Notifier:
         self._stuck: str | None = None
         self._ready = False
         """READY=1 was sent."""
+        self._not_ready = ""
+        """Why the daemon is not going to be ready."""
+        self._failed = False
+        """The reason of the end is told: no other status follows."""
 
     @classmethod
     def from_environment(cls) -> Notifier:
@@ -141,13 +146,30 @@ class Notifier:
         if now.state is State.READY and not self._ready:
             self._ready = True
             lines.append("READY=1")
-        self._status = status_text(now)
-        self._send(*lines, self._status_line())
+        if now.state is State.FAILED:
+            self._not_ready = now.reason
+        if not self._failed:
+            self._status = status_text(now)
+            self._send(*lines, self._status_line())
 
     def stopping(self, drain_timeout: float) -> None:
         """The daemon stops. Running copies get ``drain_timeout`` seconds, whatever the unit's TimeoutStopSec is."""
+        if self._failed:  # it ends by itself
+            self._send(_extend(STOP_MARGIN_SECONDS))
+            return
         self._status = "stopping: running copies are finished first"
+        if self._not_ready:  # what an operator looks for, where the manager stops it because the start has timed out
+            self._status = f"stopping: it was not ready: {self._not_ready}"
         self._send("STOPPING=1", _extend(drain_timeout + STOP_MARGIN_SECONDS), self._status_line())
+
+    def failed(self, error: BaseException) -> None:
+        """The daemon ends for this reason, which stays its status. Does nothing the second time."""
+        if self._failed:
+            return
+        self._failed = True
+        told = str(error) if isinstance(error, KVSidecarError) else f"{type(error).__name__}: {error}"
+        self._status, self._stuck = f"failed: {told}", None
+        self._send(self._status_line())
 
     async def reloading(self, reload: Callable[[], Awaitable[str]]) -> None:
         """Run ``reload``, which returns its result in a few words, and must not raise."""

@@ -233,7 +233,8 @@ def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pa
         if thp is None:
             raise PoolRefused(
                 "shared memory gets no transparent huge pages here: write advise to "
-                "/sys/kernel/mm/transparent_hugepage/shmem_enabled, or use --huge-pages auto"
+                "/sys/kernel/mm/transparent_hugepage/shmem_enabled, or use --huge-pages auto",
+                lasting=True,
             )
         return (thp,)
     sizes = hugetlb_page_sizes(root)
@@ -241,11 +242,12 @@ def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pa
     if wish is HugePages.AUTO:
         return (*hugetlb, thp or small)
     if not sizes:
-        raise PoolRefused("the kernel has no explicit huge pages: use --huge-pages thp")
+        raise PoolRefused("the kernel has no explicit huge pages: use --huge-pages thp", lasting=True)
     if not hugetlb:
         raise PoolRefused(
             f"the pool of {nbytes} bytes is not a multiple of the huge page size {format_size(sizes[0])}: "
-            f"use such a --pool-size, or --huge-pages thp"
+            f"use such a --pool-size, or --huge-pages thp",
+            lasting=True,
         )
     return hugetlb
 
@@ -261,15 +263,20 @@ def pages_of_file(wish: HugePages, nbytes: int, huge_page_bytes: int, root: Path
     """
     if not huge_page_bytes:
         if wish is HugePages.HUGETLB:
-            raise PoolRefused("--huge-pages hugetlb needs a --pool-dir on hugetlbfs, and this one is on tmpfs")
+            raise PoolRefused(
+                "--huge-pages hugetlb needs a --pool-dir on hugetlbfs, and this one is on tmpfs", lasting=True
+            )
         kind = HugePages.THP if wish is HugePages.AUTO and thp_enabled(root) else wish
         return page_candidates(HugePages.NONE if kind is HugePages.AUTO else kind, nbytes, root)[0]
     if wish in (HugePages.THP, HugePages.NONE):
-        raise PoolRefused(f"--huge-pages {wish} needs a --pool-dir on tmpfs, and this one is on hugetlbfs")
+        raise PoolRefused(
+            f"--huge-pages {wish} needs a --pool-dir on tmpfs, and this one is on hugetlbfs", lasting=True
+        )
     if nbytes % huge_page_bytes:
         raise PoolRefused(
             f"the pool of {nbytes} bytes is not a multiple of the huge page size {format_size(huge_page_bytes)} of "
-            f"--pool-dir: use such a --pool-size"
+            f"--pool-dir: use such a --pool-size",
+            lasting=True,
         )
     return Pages(PageKind.HUGETLB, huge_page_bytes)
 
@@ -333,7 +340,8 @@ def check_fits(
     if pin_limit is not None and nbytes > pin_limit:
         raise PoolRefused(
             f"the pool needs {_apart(nbytes, pin_limit)} but this process may lock {format_size(pin_limit)} "
-            f"(RLIMIT_MEMLOCK): set LimitMEMLOCK=infinity or --ulimit memlock=-1, or lower --pool-size"
+            f"(RLIMIT_MEMLOCK): set LimitMEMLOCK=infinity or --ulimit memlock=-1, or lower --pool-size",
+            lasting=True,
         )
     if present:
         node_bytes = {node: part * (nbytes - present) // nbytes for node, part in (node_bytes or {}).items()}
@@ -351,7 +359,8 @@ def check_fits(
         if in_cgroup + beside > limit.room:
             raise PoolRefused(
                 f"the pool needs {_need(in_cgroup, beside, limit.room)} but {limit}: "
-                f"raise the container's memory limit or lower --pool-size"
+                f"raise the container's memory limit or lower --pool-size",
+                lasting=in_cgroup + beside > limit.limit,
             )
     if hugetlb:
         return
@@ -361,7 +370,8 @@ def check_fits(
         raise PoolRefused(
             f"the pool needs {_need(nbytes, beside, available)} but {format_size(available)} of the machine's "
             f"{format_size(info.get('MemTotal', 0))} are available: lower --pool-size, or use --memory-check off "
-            f"where memory is added as it is used"
+            f"where memory is added as it is used",
+            lasting=nbytes + beside > info.get("MemTotal", 0),
         )
     # A bound page must come from its node: the kernel kills a process rather than use another node.
     for number, node in numa_nodes(root).items():
@@ -369,7 +379,8 @@ def check_fits(
         if part > node.available:
             raise PoolRefused(
                 f"the pool needs {_apart(part, node.available)} on NUMA node {number} but "
-                f"{format_size(node.available)} are free there: lower --pool-size or use --numa off"
+                f"{format_size(node.available)} are free there: lower --pool-size or use --numa off",
+                lasting=part > node.total,
             )
 
 

@@ -63,9 +63,10 @@ def test_a_pin_that_hangs_extends_nothing_any_more(short_dir: Path) -> None:
 
 def test_a_pin_that_fails_is_never_ready_and_says_why(short_dir: Path) -> None:
     failpoints = "pool.pin_chunk@3=raise(no more pages)"
+    flags = (*CHUNKS, "--on-pin-failure", "stay")
     with (
         ServiceManager(short_dir) as manager,
-        DaemonProcess(short_dir, *CHUNKS, NOTIFY_SOCKET=manager.address, KVSIDECAR_FAILPOINTS=failpoints) as daemon,
+        DaemonProcess(short_dir, *flags, NOTIFY_SOCKET=manager.address, KVSIDECAR_FAILPOINTS=failpoints) as daemon,
     ):
         assert "no more pages" in manager.wait("STATUS", "not ready: ")["STATUS"]
         daemon.process.send_signal(signal.SIGHUP)

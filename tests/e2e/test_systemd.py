@@ -166,24 +166,50 @@ def test_a_hung_event_loop_is_restarted_and_leaves_its_stack(short_dir: Path) ->
 
 
 @under_systemd
-def test_a_pin_that_fails_is_shown_and_started_again_when_the_start_times_out(short_dir: Path) -> None:
+def test_a_pin_that_fails_is_shown_and_started_again_at_once(short_dir: Path) -> None:
     failpoints = "pool.pin_chunk@0=raise(no more pages)"
-    timeout = f"TimeoutStartSec={patience(short_dir)}s"
-    with Systemd(short_dir, timeout, flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
+    with Systemd(short_dir, flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
         systemd.systemctl("start", "--no-block", "kvsidecar")
-        assert "no more pages" in systemd.wait("StatusText", "not ready: ")
-        assert systemd.show("ActiveState") == "activating"
         systemd.wait("NRestarts", "1")
-        assert '"signal": "SIGTERM"' in systemd.log.read_text(), "not by the timeout"
+        assert "no more pages" in systemd.wait("StatusText", "failed: ")
+        assert systemd.show("ExecMainStatus") in ("0", "1"), "0: the next one runs"
+        assert '"signal": "SIGTERM"' not in systemd.log.read_text(), "the start has timed out"
 
 
 @under_systemd
-def test_a_wrong_setting_is_not_started_again(short_dir: Path) -> None:
-    with Systemd(short_dir, flags=SMALL, KVSIDECAR_POOL_SIZ="1GiB") as systemd:
+def test_a_daemon_that_stays_shows_why_it_is_not_ready_also_when_the_start_has_timed_out(short_dir: Path) -> None:
+    failpoints = "pool.pin_chunk@0=raise(no more pages)"
+    settings = (f"TimeoutStartSec={patience(short_dir)}s", "Restart=no")
+    flags = (*SMALL, "--on-pin-failure", "stay")
+    with Systemd(short_dir, *settings, flags=flags, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
+        systemd.systemctl("start", "--no-block", "kvsidecar")
+        assert "no more pages" in systemd.wait("StatusText", "not ready: ")
+        assert systemd.show("ActiveState") == "activating"
+        assert systemd.wait("ActiveState", "failed") == "failed"
+        assert systemd.show("Result") == "timeout"
+        assert "no more pages" in systemd.show("StatusText")
+
+
+@under_systemd
+@pytest.mark.parametrize(
+    ("flags", "variables", "code", "reason"),
+    [
+        (SMALL, {"KVSIDECAR_POOL_SIZ": "1GiB"}, "78", "did you mean KVSIDECAR_POOL_SIZE"),
+        (("--pool-size", "900GiB"), {}, "78", "the pool needs 900 GiB"),
+        ((*SMALL, "--pool-dir", "/proc"), {}, "78", "pool_dir='/proc' is not in memory"),
+        ((*SMALL, "--pool-sise", "1MiB"), {}, "2", "--pool-sise"),
+    ],
+)
+def test_what_no_other_start_would_change_is_shown_and_not_started_again(
+    short_dir: Path, flags: tuple[str, ...], variables: dict[str, str], code: str, reason: str
+) -> None:
+    with Systemd(short_dir, flags=flags, **variables) as systemd:
         systemd.systemctl("start", "--no-block", "kvsidecar")
         assert systemd.wait("ActiveState", "failed") == "failed"
-        assert (systemd.show("ExecMainStatus"), systemd.show("NRestarts")) == ("78", "0")
-        assert "did you mean KVSIDECAR_POOL_SIZE" in systemd.log.read_text()
+        assert (systemd.show("ExecMainStatus"), systemd.show("NRestarts")) == (code, "0")
+        assert systemd.show("Result") == "exit-code"
+        assert reason in systemd.show("StatusText")
+        assert reason in systemd.log.read_text()
 
 
 @under_systemd

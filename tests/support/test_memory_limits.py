@@ -436,3 +436,23 @@ def test_a_size_is_taken_exactly_down_to_whole_memory_pages(tmp_path: Path) -> N
     assert resolve_size(Size.parse("100MiB"), root) == 100 * MiB
     assert resolve_size(Size(nbytes=100 * MiB + 4 * KiB), root) == 100 * MiB + 4 * KiB
     assert resolve_size(Size.parse("10GB"), root) == 10**10 // 4096 * 4096
+
+
+def test_what_refuses_the_pool_at_every_start_is_told_apart_from_what_is_in_use_now(tmp_path: Path) -> None:
+    def lasting(name: str, nbytes: int, **limits: int) -> bool:
+        cgroup = {"sys/fs/cgroup/memory.max": f"{8 * GiB}\n", "sys/fs/cgroup/memory.current": f"{6 * GiB}\n"}
+        in_container = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2_MOUNT, **cgroup}
+        files = in_container if name == "container" else None
+        root = machine(tmp_path / f"{name}-{nbytes}", total=16 * GiB, available=4 * GiB, files=files)
+        with pytest.raises(PoolRefused) as raised:
+            check_fits(nbytes, pages=SMALL, root=root, **limits)
+        return raised.value.lasting
+
+    assert lasting("locked", 2 * GiB, pin_limit=GiB)
+    assert lasting("machine", 16 * GiB)
+    assert not lasting("machine", 8 * GiB)
+    assert lasting("container", 8 * GiB)
+    assert not lasting("container", 3 * GiB)
+    with pytest.raises(PoolRefused) as raised:
+        page_candidates(HugePages.HUGETLB, GiB, tmp_path)
+    assert raised.value.lasting
