@@ -1,87 +1,206 @@
-"""The latest notes of each namespace, for snapshots. Clients fill it, so it is bounded in bytes."""
+"""The latest notes of each namespace, for the snapshots of watchers to come. Bounded in bytes: clients fill it.
+
+When all notes together are too many, the user who has most gives up the oldest of its namespace that has most: no user
+loses notes to one who has fewer.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Container, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.types import Namespace
 
-NOTE_BYTES = 200
-"""What an entry takes besides its hashes and notes."""
+if TYPE_CHECKING:
+    from kvsidecar.core.residency import Change
 
-_Note = TypeVar("_Note")
+MAX_NOTES_BYTES = 64 * 1024 * 1024
+"""Notes that are kept for watchers to come, of all users."""
+ENTRY_BYTES: Final = 200
+"""What an entry takes beside its hashes and notes."""
+STEP_NOTES: Final = 1024
+STEP_BYTES: Final = 4 * 1024 * 1024
+"""At most so many are looked at, or freed, in one step: half a millisecond."""
+LOOKS: Final = 40
+"""Calls of `look` between two rounds: ten seconds. No younger note is looked at: its block may be on its way."""
+
+AreGone = Callable[[Namespace, "Sequence[Change]"], Sequence[bool]]
+"""Of each of these notes of one namespace, whether none of its blocks is there any more."""
 
 
-class Notes(Generic[_Note]):
-    """When all together are too many, the user who has most gives up the oldest of its namespace that has most: nobody
-    loses notes to a user who has fewer.
+def without_blocks(cache: BlockCache, namespace: Namespace, notes: Sequence[Change]) -> list[bool]:
+    """Of each of these notes, whether none of its blocks is in the pool."""
+    gone = [True] * len(notes)
+    for group in {each.group for each in notes}:
+        if (space := cache.find_space(namespace, group)) is None:
+            continue
+        mine = [number for number, each in enumerate(notes) if each.group == group]
+        counts = [len(notes[number].hashes) // namespace.hash_bytes for number in mine]
+        index = space.blocks.index
+        rows = index.find(index.keys(b"".join([notes[number].hashes for number in mine])))
+        there = np.logical_or.reduceat(rows >= 0, np.cumsum([0, *counts[:-1]]))
+        for number, found in zip(mine, there.tolist(), strict=True):
+            gone[number] = not found
+    return gone
 
-    Args:
-        max_bytes: of all users and namespaces.
-    """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._kept: dict[Namespace, dict[int, OrderedDict[int, tuple[_Note, int]]]] = {}
-        """By namespace and user: notes and their bytes, numbered, the oldest first. Not a dict: to find the first key
-        of one takes the longer, the more keys before it have been deleted."""
-        self._bytes: dict[int, dict[Namespace, int]] = {}
-        """By user and namespace."""
-        self._of_user: dict[int, int] = {}
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """Of one user in one namespace."""
+
+    changes: dict[int, Change] = field(default_factory=dict)
+    """Numbered in their order. Those that are gone leave holes."""
+    first: int = 0
+    """No number is lower."""
+    end: int = 0
+    """The number of the next one."""
+    nbytes: int = 0
+
+    def pop_oldest(self) -> Change:
+        while (oldest := self.changes.pop(self.first, None)) is None:
+            self.first += 1
+        return oldest
+
+
+def _bytes_of(change: Change) -> int:
+    return len(change.hashes) + len(change.notes) + ENTRY_BYTES
+
+
+class Notes:
+    def __init__(self) -> None:
+        self._kept: dict[Namespace, dict[int, _Kept]] = {}
+        """By namespace and user."""
+        self._by_user: dict[int, dict[Namespace, _Kept]] = {}
+        """The same."""
+        self._bytes: dict[int, int] = {}
+        """By user."""
+        self._freed: list[dict[int, Change]] = []
+        """What was forgotten, and is freed step by step: all of it at once takes tens of milliseconds."""
+        self._freed_bytes = 0
+        self._round: Iterator[None] | None = None
+        """What `look` goes on with; None between two rounds."""
+        self._looks = 0
+        self._old: list[tuple[Namespace, int, _Kept, int]] = []
+        """Namespace, user and what was kept, with its end, when the last round began."""
         self.total_bytes = 0
-        self._number = 0
 
-    def add(self, namespace: Namespace, user: int, note: _Note, nbytes: int) -> list[tuple[Namespace, _Note]]:
-        """Returns what was given up for it.
+    def add(self, namespace: Namespace, user: int, change: Change) -> list[tuple[Namespace, Change]]:
+        """Keep notes. Returns those that are given up for them.
 
         Args:
-            user: uid of who noted it.
-            nbytes: of its hashes and notes.
+            user: uid of the client.
         """
-        self._number += 1
-        nbytes += NOTE_BYTES
-        self._kept.setdefault(namespace, {}).setdefault(user, OrderedDict())[self._number] = note, nbytes
-        self._count(user, namespace, nbytes)
+        kept = self._kept.setdefault(namespace, {}).get(user)
+        if kept is None:
+            kept = self._kept[namespace][user] = self._by_user.setdefault(user, {})[namespace] = _Kept()
+        kept.changes[kept.end] = change
+        kept.end += 1
+        self._count(user, kept, _bytes_of(change))
         given_up = []
-        while self.total_bytes > self._max_bytes:
-            most = max(self._of_user, key=self._of_user.__getitem__)
-            largest = max(self._bytes[most], key=self._bytes[most].__getitem__)
-            _, (oldest, size) = self._kept[largest][most].popitem(last=False)
-            given_up.append((largest, oldest))
-            self._count(most, largest, -size)
+        while self.total_bytes > MAX_NOTES_BYTES:
+            most = max(self._bytes, key=self._bytes.__getitem__)
+            of_user = self._by_user[most]
+            largest = max(of_user, key=lambda each: of_user[each].nbytes)
+            given_up.append((largest, self._give_up(largest, most, of_user[largest])))
         return given_up
 
-    def _count(self, user: int, namespace: Namespace, nbytes: int) -> None:
-        of_user = self._bytes.setdefault(user, {})
-        of_user[namespace] = of_user.get(namespace, 0) + nbytes
-        self._of_user[user] = self._of_user.get(user, 0) + nbytes
+    def _give_up(self, namespace: Namespace, user: int, kept: _Kept, number: int | None = None) -> Change:
+        """Remove one of its notes, by default the oldest."""
+        change = kept.pop_oldest() if number is None else kept.changes.pop(number)
+        self._count(user, kept, -_bytes_of(change))
+        if not kept.changes:
+            self._remove(namespace, user)
+        return change
+
+    def _count(self, user: int, kept: _Kept, nbytes: int) -> None:
+        kept.nbytes += nbytes
+        self._bytes[user] = self._bytes.get(user, 0) + nbytes
         self.total_bytes += nbytes
-        if not of_user[namespace]:  # nor is anything left of it
-            del of_user[namespace], self._kept[namespace][user]
-            if not self._kept[namespace]:
-                del self._kept[namespace]
-            if not of_user:
-                del self._bytes[user], self._of_user[user]
+
+    def _remove(self, namespace: Namespace, user: int) -> _Kept:
+        kept = self._kept[namespace].pop(user)
+        if not self._kept[namespace]:
+            del self._kept[namespace]
+        del self._by_user[user][namespace]
+        if not self._by_user[user]:
+            del self._by_user[user]
+        self._count(user, kept, -kept.nbytes)
+        if not self._bytes[user]:
+            del self._bytes[user]
+        return kept
 
     def forget(self, namespace: Namespace) -> None:
-        for user in list(self._kept.get(namespace, ())):
-            self._count(user, namespace, -self._bytes[user][namespace])
+        for user in tuple(self._kept.get(namespace, ())):
+            kept_bytes = self._kept[namespace][user].nbytes
+            self._freed.append(self._remove(namespace, user).changes)
+            self._freed_bytes += kept_bytes
 
-    def keep_only(self, namespaces: Container[Namespace]) -> None:
+    def forget_all(self) -> None:
+        for namespace in tuple(self._kept):
+            self.forget(namespace)
+
+    def of(self, namespace: Namespace) -> Iterator[Change]:
+        """Those that there are now, as far as they are still there when they are asked for."""
+        for user, kept in tuple(self._kept.get(namespace, {}).items()):
+            for number in range(kept.first, kept.end):
+                if self._kept.get(namespace, {}).get(user) is not kept:
+                    break
+                if (change := kept.changes.get(number)) is not None:
+                    yield change
+
+    def look(self, namespaces: Container[Namespace], are_gone: AreGone | None) -> None:
+        """Forget, a step in each call, what nobody needs any more: notes of other namespaces than these, and of blocks
+        that are gone. Call it every quarter of a second.
+
+        Args:
+            are_gone: None: it is not known.
+        """
         for each in [each for each in self._kept if each not in namespaces]:
             self.forget(each)
+        self._free()
+        self._looks += 1
+        if self._round is None and are_gone is not None and self._looks >= LOOKS:
+            self._looks, self._round = 0, self._look(are_gone)
+        if self._round is not None and next(self._round, True):
+            self._round = None
 
-    def clear(self) -> None:
-        self.keep_only(())
+    @property
+    def held_bytes(self) -> int:
+        """Also of those that are forgotten and not freed yet."""
+        return self.total_bytes + self._freed_bytes
 
-    def of(self, namespace: Namespace) -> Iterator[_Note]:
-        """Those that there are now, as far as they are still there when they are asked for."""
-        for user in list(self._kept.get(namespace, ())):
-            for number in list(self._of(namespace, user)):
-                if (found := self._of(namespace, user).get(number)) is not None:
-                    yield found[0]
+    def _free(self) -> None:
+        nbytes = 0
+        for _ in range(STEP_NOTES):
+            if not self._freed or nbytes >= STEP_BYTES:
+                break
+            _, change = self._freed[-1].popitem()
+            nbytes += _bytes_of(change)
+            if not self._freed[-1]:
+                self._freed.pop()
+        self._freed_bytes -= nbytes
 
-    def _of(self, namespace: Namespace, user: int) -> OrderedDict[int, tuple[_Note, int]]:
-        return self._kept.get(namespace, {}).get(user) or OrderedDict()
+    def _look(self, are_gone: AreGone) -> Iterator[None]:
+        """One round, a step at a time."""
+        old = self._old
+        self._old = [
+            (namespace, user, kept, kept.end) for namespace, users in self._kept.items() for user, kept in users.items()
+        ]
+        for namespace, user, kept, end in old:
+            number = kept.first
+            while number < end and self._kept.get(namespace, {}).get(user) is kept:
+                found, nbytes, stop = list[int](), 0, min(end, number + STEP_NOTES)
+                while number < stop and nbytes < STEP_BYTES:
+                    if (change := kept.changes.get(number)) is not None:
+                        found.append(number)
+                        nbytes += len(change.notes)
+                    number += 1
+                gone = are_gone(namespace, [kept.changes[each] for each in found])
+                for each, is_gone in zip(found, gone, strict=True):
+                    if is_gone:
+                        self._give_up(namespace, user, kept, each)
+                yield

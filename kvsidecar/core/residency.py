@@ -8,8 +8,10 @@ twice, but the last word on each block is right.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Final, Protocol
 
@@ -18,7 +20,7 @@ import numpy as np
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.metrics import Metrics, ResetReason
-from kvsidecar.core.notes import Notes
+from kvsidecar.core.notes import Notes, without_blocks
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.engine import ShardSpace
 from kvsidecar.tiers.telling import Told
@@ -28,14 +30,14 @@ INTERVAL = 0.05
 """Seconds for which changes are collected: as many small stores become one message."""
 MAX_UPDATE_BYTES = 64 * 1024
 """Hashes and notes in one update, about."""
+TAKEN_BYTES = 4 * MAX_UPDATE_BYTES
+"""Changes that are joined at a time: to join all that may wait takes milliseconds."""
 MAX_LOG_BYTES = 4 * 1024 * 1024
 """Changes that wait to be sent, per namespace. With more, its watchers get a snapshot instead."""
 SNAPSHOT_ROWS = 1024
 """Rows of a table that one piece of a snapshot covers."""
 PIECES = 4
 """Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
-MAX_NOTES_BYTES = 64 * 1024 * 1024
-"""Notes that are kept for watchers to come, of all users. The one who has most gives up the oldest: see `Notes`."""
 LISTING_TURNS = int(30 / INTERVAL) * PIECES * 32
 """A snapshot does not wait for a tier for longer than half a minute: each turn of `flush` asks so often at most."""
 MAX_COMPARED = 8192
@@ -85,7 +87,7 @@ class _Feed:
         self.behind: dict[int, _Behind] = {}
         """By group."""
         self._on_change = on_change
-        self._log: list[Change] = []
+        self._log: deque[Change] = deque()
         self._bytes = 0
         self.flooded = False
         """The log was given up."""
@@ -103,19 +105,28 @@ class _Feed:
         self._on_change()
         if self.flooded:
             return
-        self._bytes += len(hashes) + len(notes) + 16
+        change = Change(kind, group, hashes, notes)
+        self._bytes += _log_bytes(change)
         if self._bytes > MAX_LOG_BYTES:
-            self.flooded, self._log, self._bytes = True, [], 0
+            self.flooded, self._log, self._bytes = True, deque(), 0
             return
-        self._log.append(Change(kind, group, hashes, notes))
+        self._log.append(change)
+
+    @property
+    def empty(self) -> bool:
+        return not self._log
 
     def take(self, width: int) -> list[tuple[Change, ...]]:
-        """The changes so far, in pieces for one update each.
+        """The first changes so far, of about `TAKEN_BYTES`, in pieces for one update each.
 
         Args:
             width: of a hash.
         """
-        log, self._log, self._bytes, self.flooded = self._log, [], 0, False
+        log, taken, self.flooded = list[Change](), 0, False
+        while self._log and taken < TAKEN_BYTES:
+            log.append(self._log.popleft())
+            taken += _log_bytes(log[-1])
+        self._bytes -= taken
         pieces: list[list[Change]] = []
         room = 0
         for whole in joined(log, width):
@@ -127,6 +138,10 @@ class _Feed:
                 pieces[-1].append(change)
                 room -= nbytes
         return [tuple(piece) for piece in pieces]
+
+
+def _log_bytes(change: Change) -> int:
+    return len(change.hashes) + len(change.notes) + 16
 
 
 class Slower(Protocol):
@@ -169,6 +184,7 @@ class Watch:
         """Why it waits for a snapshot to begin; None if it does not."""
         self.snapshot: Iterator[Change | None] | None = None
         """What is left of the snapshot."""
+        self.ended = False
         self._sequence = 0
 
     def send(self, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
@@ -200,8 +216,10 @@ class Watches:
         self._cache, self._metrics, self._later, self._is_ready = cache, metrics, later, is_ready
         self._slower = slower
         self._feeds: dict[Namespace, _Feed] = {}
-        self._notes: Notes[Change] = Notes(MAX_NOTES_BYTES)
+        self._notes = Notes()
         self._armed = False
+        self._sending: Iterator[None] | None = None
+        """What is left of what `flush` has begun to send."""
         self._counts = {kind: metrics.residency_blocks.labels(kind.value) for kind in Residency if kind.is_change}
 
     def __len__(self) -> int:
@@ -210,6 +228,11 @@ class Watches:
     @property
     def notes_bytes(self) -> int:
         return self._notes.total_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of memory, for notes."""
+        return self._notes.held_bytes
 
     def begin(self, namespace: Namespace, receiver: Receiver) -> Watch:
         watch = Watch(namespace, receiver)
@@ -223,6 +246,7 @@ class Watches:
 
     def end(self, watch: Watch) -> None:
         """May be called more than once."""
+        watch.ended = True
         feed = self._feeds.get(watch.namespace)
         if feed is not None and watch in feed.watches:
             feed.watches.remove(watch)
@@ -248,8 +272,7 @@ class Watches:
             )
         feed = self._feeds.get(namespace)
         for change in split(Change(Residency.NOTES, group, hashes, notes), namespace.hash_bytes):
-            nbytes = len(change.hashes) + len(change.notes)
-            for other, lost in self._notes.add(namespace, user, change, nbytes):
+            for other, lost in self._notes.add(namespace, user, change):
                 self._metrics.residency_dropped_notes.inc(len(lost.hashes) // other.hash_bytes)
             if feed is not None:
                 feed.add(change.kind, group, change.hashes, change.notes)
@@ -257,29 +280,53 @@ class Watches:
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all: its notes, too."""
         if namespace is None:
-            self._notes.clear()
+            self._notes.forget_all()
         else:
             self._notes.forget(namespace)
 
     def flush(self) -> None:
-        """Send what has changed, and the next pieces of snapshots."""
+        """Send what has changed, and the next pieces of snapshots: one message in each turn of the loop, since to make
+        one takes a few tenths of a millisecond."""
         self._armed = False
+        self._sending = self._send_all()
+        self._send_next()
+
+    def _send_next(self) -> None:
+        sending, over = self._sending, True
+        assert sending is not None
+        try:
+            over = next(sending, True) is not None
+        finally:
+            if over:
+                self._sending = None
+        if not over:
+            self._later(0, self._send_next)
+        elif self._armed:
+            self._later(INTERVAL, self.flush)
+
+    def _send_all(self) -> Iterator[None]:
         for namespace, feed in tuple(self._feeds.items()):
             if feed.flooded:
                 for watch in feed.watches:
                     watch.lose(ResetReason.FLOOD)
-            for piece in feed.take(namespace.hash_bytes):
-                for watch in feed.watches:
-                    self._tell(watch, piece)
-            for watch in feed.watches:
-                self._go_on(watch)
-                if watch.reset or watch.snapshot is not None:
+            for _ in range(MAX_LOG_BYTES // TAKEN_BYTES + 1):
+                for piece in feed.take(namespace.hash_bytes):
+                    for watch in tuple(feed.watches):
+                        if self._tell(watch, piece):
+                            yield
+                if feed.empty:
+                    break
+            for watch in tuple(feed.watches):
+                yield from self._go_on(watch)
+                if watch.reset or watch.snapshot is not None or not feed.empty:
                     self._arm()
 
     def look(self) -> None:
         """Called again and again: watch what the node's own tier has of groups that are new, and forget the notes of
         namespaces that are gone."""
-        self._notes.keep_only({space.namespace for space in self._cache.spaces})
+        # What a slower tier has is not asked for note by note: with one, they are kept until their namespace is gone.
+        are_gone = None if self._slower is not None else partial(without_blocks, self._cache)
+        self._notes.look({space.namespace for space in self._cache.spaces}, are_gone)
         if self._slower is not None and self._feeds:
             for space in self._cache.spaces:
                 if (feed := self._feeds.get(space.namespace)) is not None:
@@ -299,22 +346,29 @@ class Watches:
     def _arm(self) -> None:
         if not self._armed:
             self._armed = True
-            self._later(INTERVAL, self.flush)
+            if self._sending is None:
+                self._later(INTERVAL, self.flush)
 
-    def _tell(self, watch: Watch, changes: tuple[Change, ...]) -> None:
+    def _tell(self, watch: Watch, changes: tuple[Change, ...]) -> bool:
+        """Returns whether it was sent."""
+        if watch.ended:
+            return False
         if watch.reset is None and not watch.receiver.has_room():
             watch.lose(ResetReason.UNREAD)
         if watch.reset is None:
             self._send(watch, changes)
+        return watch.reset is None
 
-    def _go_on(self, watch: Watch) -> None:
-        """Begin or continue its snapshot."""
+    def _go_on(self, watch: Watch) -> Iterator[None]:
+        """Begin or continue its snapshot, a message at a time."""
+        if watch.ended:
+            return
         if watch.reset is not None and self._is_ready() and watch.receiver.has_room():
             self._metrics.residency_resets.labels(watch.reset.value).inc()
             watch.reset, watch.snapshot = None, self._snapshot(watch.namespace)
             self._send(watch, (), reset=True)
         left = PIECES * MAX_UPDATE_BYTES
-        while watch.snapshot is not None and left > 0 and watch.receiver.has_room():
+        while not watch.ended and watch.snapshot is not None and left > 0 and watch.receiver.has_room():
             changes: list[Change] = []
             room = MAX_UPDATE_BYTES
             while watch.snapshot is not None and room > 0:
@@ -331,6 +385,7 @@ class Watches:
             left -= MAX_UPDATE_BYTES - room
             if changes or watch.snapshot is None:
                 self._send(watch, tuple(changes), complete=watch.snapshot is None)
+            yield
 
     def _send(self, watch: Watch, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
         watch.send(changes, reset=reset, complete=complete)

@@ -58,7 +58,7 @@ from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import group_id
 from kvsidecar.server.socket_watch import SocketWatch
-from kvsidecar.support import log
+from kvsidecar.support import free_memory, log
 from kvsidecar.support.boot import boot_time
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
@@ -476,6 +476,7 @@ class Daemon:
     # -- while it serves -------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
+        notes = free_memory.Peak()
         while True:
             due = time.monotonic() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
@@ -485,6 +486,7 @@ class Daemon:
             for tier in self._tiers:
                 tier.check(self._settings.stuck_after)
             self._watches.look()
+            await notes.used(self._watches.held_bytes)
 
     async def _sweep(self) -> None:
         """Free cleared blocks, a few at a time."""

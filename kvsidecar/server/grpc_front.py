@@ -51,9 +51,6 @@ ALL_BYTES = (
     MAX_ALL_CONNECTIONS * CONNECTION_BYTES + MAX_ALL_CALLS * CALL_BYTES + MAX_ALL_MESSAGES_BYTES * MESSAGE_COPIES
 )  # 768 MiB
 """The same of all users together."""
-TRIM_BYTES = 8 << 20
-"""From how much less memory in use on the C library is told to give it back; by itself it keeps what is free."""
-
 LINGER_SECONDS = 5
 """Time for a client whose connection is over to read why."""
 
@@ -89,8 +86,7 @@ class GrpcFront:
             socket_files, socket_files.grpc_path, self._accepted, tasks, _caused, turns, "grpc-accept"
         )
         self._seconds: asyncio.Task[None] | None = None
-        self._most = 0
-        """Bytes that were in use at most since memory was given back, at the bounds above."""
+        self._peak = free_memory.Peak()
 
     def start(self, server: str) -> None:
         """Bind and accept. The caller holds the daemon's lock.
@@ -145,16 +141,9 @@ class GrpcFront:
             await asyncio.sleep(1.0)
             for relay in tuple(self._relays):
                 relay.second()
-            await self._give_back()
-
-    async def _give_back(self) -> None:
-        """Give memory back to the system if much less is in use than before."""
-        quotas = self.quotas
-        used = len(self._relays) * CONNECTION_BYTES + quotas.calls.held * CALL_BYTES + quotas.nbytes.held
-        self._most = max(self._most, used)
-        if used + TRIM_BYTES <= self._most:
-            self._most = used
-            await asyncio.to_thread(free_memory.give_back)
+            calls, nbytes = self.quotas.calls.held, self.quotas.nbytes.held
+            # At the bounds above.
+            await self._peak.used(len(self._relays) * CONNECTION_BYTES + calls * CALL_BYTES + nbytes)
 
 
 class _Relay:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvsidecar.cache.block import Space
-from kvsidecar.core import residency
+from kvsidecar.core import notes, residency
 from kvsidecar.core.fetches import shard_space
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.residency import Change, Update, Watch, Watches, joined, split
@@ -68,8 +68,14 @@ class Daemon:
     def __init__(self, pages: int = 8) -> None:
         self.cache, self.metrics = new_cache(pages), Metrics("host")
         self.due: list[Callable[[], None]] = []
+        """At the next interval."""
+        self.soon: list[Callable[[], None]] = []
+        """In the next turn of the loop."""
         self.ready = True
-        self.watches = Watches(self.cache, self.metrics, lambda _, call: self.due.append(call), lambda: self.ready)
+        self.watches = Watches(self.cache, self.metrics, self.later, lambda: self.ready)
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        (self.due if seconds else self.soon).append(call)
 
     def watch(self, reader: Reader) -> Watch:
         return self.watches.begin(namespace(), reader)
@@ -80,6 +86,9 @@ class Daemon:
         assert len(due) <= 1
         for call in due:
             call()
+        while self.soon:
+            self.soon.pop()()
+            assert len(self.soon) <= 1
 
     def settle(self) -> None:
         for _ in range(1000):
@@ -158,7 +167,7 @@ def test_a_flood_is_given_up_and_becomes_a_snapshot(monkeypatch: pytest.MonkeyPa
         store(daemon.cache, space, name)
     (feed,) = daemon.watches._feeds.values()
     assert feed.flooded
-    assert feed._log == []
+    assert feed.empty
     daemon.settle()
     assert reader.readable == {0: set(keys(*range(40)))}
     assert daemon.resets("flood") == 1
@@ -360,8 +369,8 @@ def test_joined_changes_leave_the_same_behind(seed: int, width: int) -> None:
     assert state(joined(log, width)) == state(log)
 
 
-def test_notes_have_a_limit_and_the_namespace_with_most_gives_up_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MAX_NOTES_BYTES", 4000)
+def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 4000)
     daemon, reader = Daemon(), Reader()
     daemon.watches.note(namespace("small"), 0, keys("s")[0], b"small", user=0)
     for name in range(100):
@@ -378,7 +387,7 @@ def test_notes_have_a_limit_and_the_namespace_with_most_gives_up_its_oldest(monk
 
 
 def test_no_user_takes_the_notes_of_another_in_any_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MAX_NOTES_BYTES", 4000)
+    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 4000)
     daemon, reader = Daemon(), Reader()
     for name in ("a", "b", "c"):
         daemon.watches.note(namespace(), 0, keys(name)[0], b"honest", user=1)
