@@ -148,6 +148,15 @@ def test_who_was_refused_is_served_over_the_same_connection_when_there_is_room(d
         for number in range(grpc_front.MAX_CALLS):
             full.send(frame(HEADERS, 2 * number + 1, request(), END_HEADERS))
         eventually(lambda: full.send(b"") and not full.full)
+
+        def refused() -> bool:
+            try:
+                sidecar.Lookup(LOOKUP, timeout=SECONDS)
+            except grpc.RpcError:
+                return True
+            return False
+
+        eventually(refused, "the daemon has not read all calls")
         for number in range(5):
             with pytest.raises(grpc.RpcError, match=f"one user may have {grpc_front.MAX_CALLS} open gRPC") as caught:
                 sidecar.Lookup(LOOKUP, timeout=SECONDS, metadata=[(f"x-new-{number}", "value")])
