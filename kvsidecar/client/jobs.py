@@ -23,7 +23,7 @@ class Jobs:
         self._supervisor = supervisor
         self._ledger = ledger
         self._monitor = monitor
-        self._host_order = HostOrder()
+        self._host_order = HostOrder(ledger)
         self._closed = False
         self.events: EventRing | None = None
         """For jobs that come after ``Order.DEVICE``."""
@@ -125,7 +125,8 @@ class Jobs:
 class HostOrder:
     """Sends each job when its event is complete. Its thread lives from the first such job to `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._waiting: queue.SimpleQueue[tuple[Session, Job, Completion] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -149,7 +150,7 @@ class HostOrder:
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             session, job, after = item
-            if not session.is_outstanding(job):
+            if not self._ledger.is_outstanding(job.number):
                 continue  # cancelled, or its daemon is lost: its event does not matter
             try:
                 after.synchronize()

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.types import Blocks, JobDone
-from kvsidecar.errors import Refusal
+from kvsidecar.errors import ClientError, Refusal
 from kvsidecar.types import Direction, Outcome, Priority
 
 MAX_UNPOLLED = 1 << 16
@@ -24,7 +23,7 @@ _log = logging.getLogger("kvsidecar.client")
 
 
 class Phase(IntEnum):
-    """The state of a job. Before SENT the daemon does not know it, so no DMA of it can run."""
+    """The state of an outstanding job. Before SENT the daemon does not know it, so no DMA of it can run."""
 
     WAITING = 0
     """For the event that it comes after."""
@@ -33,9 +32,12 @@ class Phase(IntEnum):
     SENT = 2
 
 
+_NEXT = {Phase.WAITING: Phase.QUEUED, Phase.QUEUED: Phase.SENT}
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """One store or load from its submission to its end. Mutable with the client's lock held."""
+    """One store or load from its submission to its end. Once it is in the ledger, only the ledger changes it."""
 
     number: int
     direction: Direction
@@ -43,8 +45,6 @@ class Job:
     lease: int = 0
     deadline: float | None = None
     """Monotonic seconds; the copy does not start after it."""
-    ring: RingSlots | None = None
-    """The ring that ``event`` was taken from."""
     event: int = 0
     """Entry of the event ring, from 1; 0 for none."""
     traceparent: bytes = b""
@@ -55,7 +55,8 @@ class Job:
 
 
 class Ledger:
-    """The jobs of one client.
+    """The jobs of one client, and their only owner: the send queue, the thread that waits for events, the ring and
+    flushes hold jobs or their numbers, and ask here whether they have ended.
 
     Those outstanding are all of one session: a job never moves to another one, and the supervisor attaches again only
     when every job of the last session has ended.
@@ -92,7 +93,17 @@ class Ledger:
         self._outstanding[job.number] = job
         self._new += 1
 
+    def advance(self, job: Job, phase: Phase) -> bool:
+        """Move a job on. False: it has ended, and is not to be sent. Raises ClientError unless the phase comes next."""
+        if not self.is_outstanding(job.number):
+            return False
+        if _NEXT.get(job.phase) is not phase:
+            raise ClientError(f"job {job.number} cannot be {phase.name} after {job.phase.name}")
+        job.phase = phase
+        return True
+
     def is_outstanding(self, number: int) -> bool:
+        """Whether this job has not ended. Needs no lock: the next call sees what is missed."""
         return number in self._outstanding
 
     def outstanding(self) -> list[Job]:
@@ -115,12 +126,9 @@ class Ledger:
     def finish(self, done: JobDone) -> bool:
         """Record the end of a job. False if it had ended before: only the first end is reported."""
         job = self._outstanding.pop(done.job, None)
-        if job is None:
-            return False
-        if job.ring is not None:
-            job.ring.ended(job.number, job.event - 1)
-        self._keep(done)
-        return True
+        if job is not None:
+            self._keep(done)
+        return job is not None
 
     def decline(self, number: int, reason: str, error: str = "") -> None:
         """Report a job that was never added."""

@@ -7,7 +7,7 @@ over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -53,9 +53,13 @@ class RingSlots:
 
     To record an event discards its last recording. If that happens before the daemon has issued its wait (`WaitIssued`,
     which precedes the end of the job), the earlier store waits for unrelated work, or not at all.
+
+    Args:
+        is_outstanding: whether a job has not ended. One that has leaves its entry free.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, is_outstanding: Callable[[int], bool]) -> None:
+        self._is_outstanding = is_outstanding
         self._user: list[int | None] = [None] * size
         self._next = 0
 
@@ -64,7 +68,8 @@ class RingSlots:
         size = len(self._user)
         for step in range(size):
             index = (self._next + step) % size
-            if self._user[index] is None:
+            user = self._user[index]
+            if user is None or not self._is_outstanding(user):
                 self._user[index] = job
                 self._next = (index + 1) % size
                 return index
@@ -73,9 +78,4 @@ class RingSlots:
     def issued(self, index: int) -> None:
         """Free an entry: the daemon has issued its wait."""
         if 0 <= index < len(self._user):
-            self._user[index] = None
-
-    def ended(self, job: int, index: int) -> None:
-        """Free the entry of a job that has ended, unless it is another job's by now."""
-        if self._user[index] == job:
             self._user[index] = None

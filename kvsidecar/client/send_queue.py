@@ -72,8 +72,7 @@ class SendQueue:
             elif (size := fill_job(job, message, now)) > MAX_REQUEST_BYTES:
                 text = f"the job has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: make smaller jobs"
             else:
-                job.phase = Phase.SENT
-                return True
+                return self._ledger.advance(job, Phase.SENT)
         except (TypeError, ValueError, OverflowError) as error:
             text = f"the blocks are invalid: {error}"
         self._ledger.finish(JobDone(job.number, Outcome.DECLINED, reason, text))

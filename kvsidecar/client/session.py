@@ -63,7 +63,7 @@ class Session:
         """Sent with the next job, or by `send_unsent`."""
         self._flushes: dict[int, tuple[Flush, list[int]]] = {}
         """By number: flushes that the daemon has not answered, and the jobs that each request named."""
-        self._ring = RingSlots(ring_size)
+        self._ring = RingSlots(ring_size, ledger.is_outstanding)
         self._receive_lock = threading.Lock()
         """Held while replies are received and handled, which keeps them in order. Taken before the client's lock."""
         self._send_queue = SendQueue(ledger)
@@ -89,15 +89,10 @@ class Session:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def is_outstanding(self, job: Job) -> bool:
-        with self._monitor.lock:
-            return self._ledger.is_outstanding(job.number)
-
     def send(self, job: Job) -> None:
         """Queue a job, unless it has ended by now."""
         with self._monitor.lock:
-            if self._ledger.is_outstanding(job.number):
-                job.phase = Phase.QUEUED
+            if self._ledger.advance(job, Phase.QUEUED):
                 unsent, self.unsent = self.unsent, ()
                 self._put(*unsent, job)
                 self._monitor.changed.notify_all()
@@ -133,7 +128,7 @@ class Session:
         """Reserve a ring entry for this store; None if all are in use. With the lock held."""
         index = self._ring.take(job.number) if self.device_order else None
         if index is not None:
-            job.ring, job.event = self._ring, index + 1
+            job.event = index + 1
         return index
 
     def half_close(self) -> None:

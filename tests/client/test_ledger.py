@@ -8,6 +8,7 @@ from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
 from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.types import Blocks, JobDone
+from kvsidecar.errors import ClientError
 from kvsidecar.types import Direction, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import hashes
@@ -68,18 +69,31 @@ def test_a_client_that_leaves_ends_only_what_still_waits(ledger: Ledger) -> None
 
 
 def test_a_job_that_ends_gives_its_ring_entry_back_whatever_ends_it(ledger: Ledger) -> None:
-    ring = RingSlots(1)
+    ring = RingSlots(1, ledger.is_outstanding)
     for end in (
         lambda: ledger.finish(JobDone(1, Outcome.DONE)),
         lambda: ledger.end_all("lost", ""),
         lambda: ledger.cancel_unsent(ledger.outstanding(), "cancelled"),
     ):
-        added = job(ledger, 1, phase=Phase.QUEUED)
+        job(ledger, 1, phase=Phase.QUEUED)
         assert ring.take(1) == 0
-        added.ring, added.event = ring, 1
+        assert ring.take(2) is None
         end()
         assert ring.take(2) == 0, "the entry is still the job's"
         ring.issued(0)
+
+
+def test_a_job_goes_from_phase_to_phase_until_it_has_ended(ledger: Ledger) -> None:
+    moved = job(ledger, 1)
+    with pytest.raises(ClientError, match="cannot be SENT after WAITING"):
+        ledger.advance(moved, Phase.SENT)
+    assert [ledger.advance(moved, phase) for phase in (Phase.QUEUED, Phase.SENT)] == [True, True]
+    for phase in Phase:
+        with pytest.raises(ClientError, match="after SENT"):
+            ledger.advance(moved, phase)
+    ledger.finish(JobDone(1, Outcome.DONE))
+    assert not ledger.advance(moved, Phase.QUEUED)
+    assert moved.phase is Phase.SENT
 
 
 # -- what is said next -------------------------------------------------------------------------------------------------
@@ -96,7 +110,7 @@ def said(send_queue: SendQueue) -> list[pb.AttachRequest]:
 
 def test_what_is_put_is_said_in_order_and_nothing_behind_the_end(ledger: Ledger) -> None:
     send_queue = SendQueue(ledger)
-    first, last = job(ledger, 1), job(ledger, 2, Direction.LOAD)
+    first, last = job(ledger, 1, phase=Phase.QUEUED), job(ledger, 2, Direction.LOAD, Phase.QUEUED)
     send_queue.put(first, pb.AttachRequest(idle=pb.Idle(idle=True)), last)
     send_queue.finish()
     send_queue.put(job(ledger, 3))
@@ -107,7 +121,7 @@ def test_what_is_put_is_said_in_order_and_nothing_behind_the_end(ledger: Ledger)
 
 def test_a_job_that_has_ended_before_its_turn_is_never_said(ledger: Ledger) -> None:
     send_queue = SendQueue(ledger)
-    send_queue.put(ended := job(ledger, 1), job(ledger, 2))
+    send_queue.put(ended := job(ledger, 1, phase=Phase.QUEUED), job(ledger, 2, phase=Phase.QUEUED))
     ledger.cancel_unsent([ended], "cancelled")
     assert [message.store.job for message in said(send_queue)] == [2]
 
@@ -115,7 +129,7 @@ def test_a_job_that_has_ended_before_its_turn_is_never_said(ledger: Ledger) -> N
 def test_a_job_whose_time_is_over_at_its_turn_is_declined_and_not_said(ledger: Ledger) -> None:
     now = 100.0
     send_queue = SendQueue(ledger, lambda: now)
-    late, timely = job(ledger, 1), job(ledger, 2)
+    late, timely = job(ledger, 1, phase=Phase.QUEUED), job(ledger, 2, phase=Phase.QUEUED)
     late.deadline, timely.deadline = 100.0, 100.5
     send_queue.put(late, timely)
     assert [(message.store.job, message.store.deadline_ms) for message in said(send_queue)] == [(2, 500)]

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvsidecar.client.ledger import Job, Ledger
+from kvsidecar.client.ledger import Job, Ledger, Phase
 from kvsidecar.client.local_stream import LocalStream, ReplyReader
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.session import Session
@@ -38,7 +38,7 @@ class Stream:
         """Stores of so many bytes; those whose number is a multiple of ten have ended."""
         with self.monitor.lock:
             for number in numbers:
-                job = Job(number, Direction.STORE, [Blocks(0, bytes(nbytes), [])])
+                job = Job(number, Direction.STORE, [Blocks(0, bytes(nbytes), [])], phase=Phase.QUEUED)
                 if number % 10:
                     self.ledger.add(job)
                 self.send_queue.put(job)

@@ -60,7 +60,7 @@ class Rank:
             self.stream.pump()
 
     def store(self, number: int) -> Job:
-        job = Job(number, Direction.STORE, [Blocks(0, hashes(number), [number % 4])])
+        job = Job(number, Direction.STORE, [Blocks(0, hashes(number), [number % 4])], phase=Phase.QUEUED)
         with self.monitor.lock:
             self.ledger.add(job)
         self.put(job)
