@@ -34,6 +34,7 @@ from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepPl
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
 NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
@@ -141,7 +142,9 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     attached = rank.step(StepPlan(stores=(StoreJob(1 << 30, (stored,)),)))
     rank.settle()
     client = Client(socket, timeout=60.0, step_budget=60.0)  # a daemon that is kept waiting is not one that hangs
-    side = SchedulerSide(Options(lookup_budget=60.0, store_interval=1e-9), NAMESPACE.hash_bytes, (GROUP,), 1, client)
+    side = SchedulerSide(
+        Options(lookup_budget=60.0, store_interval=1e-9), EngineFacts(NAMESPACE.hash_bytes, (GROUP,), 1), client
+    )
     side.take_namespace(NAMESPACE)
     pool = BlockPool(num_gpu_blocks=4 * blocks, enable_caching=True, hash_block_size=TOKENS)
     side.bind_block_pool(pool)

@@ -15,6 +15,7 @@ from kvsidecar.client.types import NO_ANSWER, GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.types import LookupMode, Namespace
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 4, 1, 1, "sha256")
@@ -374,15 +375,10 @@ def side(
     extra.setdefault("store_interval", 1e-9)  # in every step
     made = SchedulerSide(
         Options.parse(extra),
-        namespace.hash_bytes,
-        tuple(groups or (full(),)),
-        world_size,
+        EngineFacts(namespace.hash_bytes, tuple(groups or (full(),)), world_size, 16, longest_blocks, waits),
         daemon or TinyDaemon(),
         clock=clock or Clock(),
         events=events,
-        step_tokens=16,
-        longest_blocks=longest_blocks,
-        waits=waits,
     )
     made.take_namespace(namespace)
     if pool is not None:

@@ -16,6 +16,7 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.support.breaker import CircuitBreaker
 from tests.e2e.test_daemon_death import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, eventually
@@ -66,7 +67,10 @@ class Engine:
         self.client = Client(daemon.socket, step_budget=options.lookup_budget, breaker=breaker)
         clock = None if breaker is None else Clock()
         self.side = SchedulerSide(
-            options, NAMESPACE.hash_bytes, groups, 1, self.client, **({} if clock is None else {"clock": clock})
+            options,
+            EngineFacts(NAMESPACE.hash_bytes, tuple(groups), 1),
+            self.client,
+            **({} if clock is None else {"clock": clock}),
         )
         self.clock = clock
         self.side.take_namespace(NAMESPACE)

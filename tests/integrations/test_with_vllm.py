@@ -35,6 +35,7 @@ from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.shared import EngineFacts
 from tests.integrations.engine import EPOCH, NAMESPACE, Clock, TinyDaemon
 
 kv_cache_utils.init_none_hash(sha256)
@@ -104,9 +105,7 @@ class Engine:
         self.daemon = daemon
         self.side = SchedulerSide(
             Options(),
-            NAMESPACE.hash_bytes,
-            self.groups,
-            1,
+            EngineFacts(NAMESPACE.hash_bytes, tuple(self.groups), 1),
             daemon,
             clock=Clock(),
             events=Events(self.groups) if events else None,

@@ -43,6 +43,7 @@ from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport, StepPlan
 from kvsidecar.integrations.vllm.namespace import hash_bytes_of, identity_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.waking import waker
 from kvsidecar.integrations.vllm.worker import WorkerSide
@@ -142,20 +143,17 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = None
         if announces or self._options.publisher:
             events = Events(self._groups, hash_bytes, watch, announces=announces)
-        return SchedulerSide(
-            self._options,
+        engine = EngineFacts(
             hash_bytes,
             self._groups,
             self._vllm_config.parallel_config.world_size,
-            self._client(f"{self._instance} scheduler"),
-            events=events,
-            watch=watch,
-            wake=waker(),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
             waits=hasattr(KVConnectorBase_V1, "has_pending_block_frees"),
             adapters=self._adapters(),
         )
+        client = self._client(f"{self._instance} scheduler")
+        return SchedulerSide(self._options, engine, client, events=events, watch=watch, wake=waker())
 
     def _adapters(self) -> Adapters | None:
         if getattr(self._vllm_config, "lora_config", None) is None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvsidecar.client import LeaseRenewal, pack_ids
-from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
-from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm.events import Events, Loaded
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import Lookups, Offer
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
+from kvsidecar.integrations.vllm.shared import Shared
 
 
 @dataclass(slots=True)
@@ -32,26 +32,13 @@ class Loads:
 
     A hit's lease is renewed when vLLM has allocated blocks for it, and released when the load has ended. Neither waits
     for an answer: a load pins its blocks itself when it starts.
-
-    Args:
-        hash_bytes: width of a block hash.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        hash_bytes: int,
-        world_size: int,
-        lookups: Lookups,
-        stored_filter: StoredFilter,
-        counters: Counters,
-        numbers: Iterator[int],
-        events: Events | None = None,
-    ) -> None:
-        self._events = events
-        self._groups, self._world_size = tuple(groups), world_size
-        self._unknown_hash = bytes(hash_bytes)
-        self._lookups, self._stored_filter, self._counters, self._numbers = lookups, stored_filter, counters, numbers
+    def __init__(self, shared: Shared, lookups: Lookups) -> None:
+        self._groups, self._world_size = shared.engine.groups, shared.engine.world_size
+        self._unknown_hash = bytes(shared.engine.hash_bytes)
+        self._stored_filter, self._counters, self._numbers = shared.stored_filter, shared.counters, shared.numbers
+        self._events, self._lookups = shared.events, lookups
         self.planned: list[LoadJob] = []
         """Jobs that were not sent to the ranks yet."""
         self._running: dict[int, _Load] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -12,14 +12,11 @@ from kvsidecar.client import LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.proportion import in_proportion
-from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
+from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm import hits
-from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.events import Events
-from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.questions import Question, Questions
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
+from kvsidecar.integrations.vllm.shared import Shared
 from kvsidecar.types import LookupMode
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -72,25 +69,16 @@ class Lookups:
     A short lease, one per request, protects each offer from eviction until vLLM has allocated blocks for it.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        hash_bytes: int,
-        groups: Sequence[Group],
-        client: SchedulerClient,
-        stored_filter: StoredFilter,
-        counters: Counters,
-        events: Events | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._options, self._groups, self._client = options, groups, client
-        self._stored_filter, self._counters, self._events, self._clock = stored_filter, counters, events, clock
-        self._chooses = hits.chooses(groups)
+    def __init__(self, shared: Shared, client: SchedulerClient) -> None:
+        self._options, self._groups, self._client = shared.options, shared.engine.groups, client
+        self._stored_filter, self._counters = shared.stored_filter, shared.counters
+        self._events, self._clock = shared.events, shared.clock
+        self._chooses = hits.chooses(self._groups)
         self._offers: dict[str, Offer] = {}
         self._leased: dict[str, float] = {}
         """Requests with a leased offer, and when the lease was taken; the oldest first."""
-        self._hash_bytes = hash_bytes
-        self._questions = Questions(groups, client, OFFER_SECONDS, clock)
+        self._hash_bytes = shared.engine.hash_bytes
+        self._questions = Questions(self._groups, client, OFFER_SECONDS, shared.clock)
         self._waited = 0.0
         self.used = False
         """Whether `new_step` has work to do."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,17 +13,15 @@ from typing import Any, TypeVar
 
 from kvsidecar.client import Client
 from kvsidecar.integrations.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
-from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
-from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
-from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.selection import Pool
+from kvsidecar.integrations.vllm.shared import EngineFacts, Shared
 from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
 from kvsidecar.integrations.vllm.waking import Alarm
@@ -40,68 +37,38 @@ class SchedulerSide:
     """One per engine, in its scheduler's process.
 
     Args:
-        hash_bytes: of a block hash.
-        groups: from `groups_of`, the same as on the workers.
-        world_size: number of ranks.
         client: never attaches; closed by `shutdown`.
         events: collects KV cache events, if vLLM publishes them.
         watch: tells the events what the daemon holds; closed by `shutdown`. None: nobody does.
         wake: makes an idle engine step, for the daemon's news and for what waits to be stored; called in any thread.
-        step_tokens: most tokens that one step computes (``max_num_batched_tokens``).
-        longest_blocks: most blocks that one request needs.
-        waits: as in `Stores`.
-        adapters: what the ranks load; None: the engine has no adapters.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         options: Options,
-        hash_bytes: int,
-        groups: Sequence[Group],
-        world_size: int,
+        engine: EngineFacts,
         client: Client,
         *,
         events: Events | None = None,
         watch: Client | None = None,
         wake: Callable[[], object] = lambda: None,
-        step_tokens: int = 8192,
-        longest_blocks: int = 0,
-        waits: bool = True,
-        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counters = Counters()
-        self._options, self._world_size, self._clock = options, world_size, clock
+        shared = Shared(options, engine, events, clock)
+        self.counters, self._stored_filter, self._events = shared.counters, shared.stored_filter, events
+        self._options, self._world_size, self._clock = options, engine.world_size, clock
         # A file from before the start names older weights.
         used = read_name(options.weights_version_file)
-        self._weights_version = WeightsVersion(hash_bytes, options.weights_version, used=[used] if used else [])
+        self._weights_version = WeightsVersion(engine.hash_bytes, options.weights_version, used=[used] if used else [])
         self._client = SchedulerClient(client, self._weights_version, options.fetch_patience, options.prefill_rate)
-        self._alignment = groups[0].alignment
-        self._stored_filter, self._events = StoredFilter(), events
+        self._alignment = engine.groups[0].alignment
         self._watch, self._wake, self._alarm = watch, wake, Alarm(wake)
         if watch is not None and events is not None:
             events.keys = self._weights_version.keys
-        numbers = itertools.count(1)
-        self._lookups = Lookups(
-            options, hash_bytes, groups, self._client, self._stored_filter, self.counters, events, clock
-        )
-        self._loads = Loads(
-            groups, hash_bytes, world_size, self._lookups, self._stored_filter, self.counters, numbers, events
-        )
-        self._stores = Stores(
-            options,
-            groups,
-            world_size,
-            self._stored_filter,
-            self.counters,
-            events,
-            numbers,
-            step_tokens,
-            longest_blocks,
-            noted=watch is not None or options.publisher,
-            waits=waits,
-        )
+        self._lookups = Lookups(shared, self._client)
+        self._loads = Loads(shared, self._lookups)
+        self._stores = Stores(shared, noted=watch is not None or options.publisher)
         self._counts = True
         """Whether counters or gauges may have changed since `take_counts`."""
         self._told: dict[str, int] = {}
@@ -109,8 +76,7 @@ class SchedulerSide:
         self._nodes: dict[int, str] = {}
         """By rank."""
         self._different_kv = False
-        self._adapters = adapters
-        self._stores.walks = adapters is None or adapters.in_hashes
+        self._adapters = engine.adapters
         self._reset_refused = False
         """vLLM has refused the last reset, so the GPU may hold KV of older weights."""
         self._null_block = 0

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
+from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
-from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
-from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.selection import (
     Candidates,
     Chosen,
@@ -30,6 +27,7 @@ from kvsidecar.integrations.vllm.selection import (
     keys_reader,
     walk,
 )
+from kvsidecar.integrations.vllm.shared import Shared
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 STEP_BLOCKS = 2048
@@ -96,32 +94,15 @@ class Stores:
     that requests leave in the prefix cache enter the backlog, and are stored while the engine is idle.
 
     Args:
-        numbers: source of the job numbers.
-        step_tokens: most tokens that one step computes.
-        longest_blocks: most blocks that one request needs.
         noted: whether other engines are told the blocks' tokens.
-        waits: whether vLLM waits for blocks that stores give back soon, instead of preempting a request.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        groups: Sequence[Group],
-        world_size: int,
-        stored_filter: StoredFilter,
-        counters: Counters,
-        events: Events | None,
-        numbers: Iterator[int],
-        step_tokens: int,
-        longest_blocks: int = 0,
-        *,
-        noted: bool = False,
-        waits: bool = True,
-    ) -> None:
-        self._noted, self._waits = noted, waits
-        self._groups, self._by_index = tuple(groups), {group.index: group for group in groups}
-        self._world_size, self._stored_filter, self._numbers = world_size, stored_filter, numbers
-        self._counters, self._events = counters, events
+    def __init__(self, shared: Shared, *, noted: bool) -> None:
+        options, engine, groups = shared.options, shared.engine, shared.engine.groups
+        self._noted, self._waits, self._world_size = noted, engine.waits, engine.world_size
+        self._groups, self._by_index = groups, {group.index: group for group in groups}
+        self._stored_filter, self._numbers = shared.stored_filter, shared.numbers
+        self._counters, self._events = shared.counters, shared.events
         self._alignment = self._groups[0].alignment
         self._hash_tokens = self._groups[0].hash_tokens
         self._unit_blocks = sum(self._alignment // group.block_tokens for group in groups)
@@ -129,16 +110,16 @@ class Stores:
         self._extra_blocks = sum(group.eagle for group in groups)
         self._lag = max(group.lag_tokens for group in self._groups)
         self._lazy = options.store_mode == "lazy"
-        self.walks = True
+        self.walks = engine.adapters is None or engine.adapters.in_hashes
         """Lazy mode: whether all blocks in the prefix cache may be stored, whichever requests they are from."""
         self._prompt_only = options.store_prompt_only and not self._lazy
         self._interval = options.store_interval
         self._next = 0.0
         """When running requests are next examined; monotonic seconds."""
-        self._watermark = options.lazy_watermark or default_watermark(groups, step_tokens)
+        self._watermark = options.lazy_watermark or default_watermark(groups, engine.step_tokens)
         self._allocated = self._watermark
         """Lower bound of the blocks that vLLM has taken from the free queue since the last walk of it."""
-        self._longest = longest_blocks
+        self._longest = engine.longest_blocks
         self._now, self._step = 0.0, 0
         """Monotonic seconds and number of the last step."""
         self._pool: Pool | None = None

@@ -1,0 +1,50 @@
+"""What the parts of the scheduler's side share: what they know about their engine, and what they count and number."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvsidecar.integrations.stored_filter import StoredFilter
+from kvsidecar.integrations.vllm.adapters import Adapters
+from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.events import Events
+from kvsidecar.integrations.vllm.groups import Group
+from kvsidecar.integrations.vllm.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the connector has found out about its engine."""
+
+    hash_bytes: int
+    """Of a block hash."""
+    groups: tuple[Group, ...]
+    """From `groups_of`, the same as on the workers."""
+    world_size: int
+    """Number of ranks."""
+    step_tokens: int = 8192
+    """Most tokens that one step computes (``max_num_batched_tokens``)."""
+    longest_blocks: int = 0
+    """Most blocks that one request needs."""
+    waits: bool = True
+    """Whether vLLM waits for blocks that stores give back soon, instead of preempting a request."""
+    adapters: Adapters | None = None
+    """What the ranks load; None: the engine has no adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One per scheduler's side."""
+
+    options: Options
+    engine: EngineFacts
+    events: Events | None
+    """Collects KV cache events, if vLLM publishes them."""
+    clock: Callable[[], float]
+    """Seconds, monotonic."""
+    counters: Counters = field(default_factory=Counters)
+    stored_filter: StoredFilter = field(default_factory=StoredFilter)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Of the jobs."""
