@@ -48,6 +48,7 @@ async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.
             raise SocketInUse(
                 f"another kvsidecar has its pool in {settings.pool_dir}: stop it, or set pool_dir to another directory"
             ) from None
+        directory.say_stays()
         # A daemon that was stopped has taken all owners out.
         directory.left_by_stranger = bool(contended and not watched and _owners_in(directory))
     return directory

@@ -337,8 +337,9 @@ class Settings(BaseModel):
     lock_wait: Seconds = Field(
         15.0,
         ge=0,
-        description="How long a starting daemon waits for another daemon on the same socket to exit, in seconds. "
-        "Should exceed that daemon's --drain-timeout. 0: do not wait.",
+        description="How long a starting daemon waits for the end of another daemon on the same socket or --pool-dir "
+        "that is stopping or was killed, in seconds. Should exceed that daemon's --drain-timeout. One that serves on "
+        "is not waited for: the start fails after a second. 0: do not wait.",
     )
     stuck_after: Seconds = Field(
         60.0,

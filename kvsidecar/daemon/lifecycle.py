@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -47,6 +48,8 @@ class Lifecycle:
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
         self.turns = Turns()
         """Of the users on the event loop: all that they cause, but for the local protocol."""
+        self.on_stopping: list[Callable[[], None]] = [self.endpoint.say_ends]
+        """Called when the daemon begins to stop: a daemon that starts now waits for the end of this one."""
         self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page)
         self.stop = asyncio.Event()
         """Set when the daemon must end."""
@@ -96,6 +99,8 @@ class Lifecycle:
         if self._stopping:
             return
         self._stopping = True
+        for call in self.on_stopping:
+            call()
         self.readiness.shut_down()
         self.notifier.stopping(drain_timeout)
 

@@ -90,6 +90,8 @@ async def _run(
         from kvsidecar.daemon.carriers import open_carrier  # not before probes are answered
 
         carrier = await open_carrier(settings, notifier.listener, life.stop)
+        if carrier is not None:
+            life.on_stopping.append(carrier.say_ends)
         if life.stop.is_set():
             return 0
         # In this thread, which lives as long as the daemon; it starts while this process imports.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvsidecar.errors import ConfigError, PoolRefused
-from kvsidecar.support import host_memory, log, memory_limits, private_files
+from kvsidecar.support import file_lock, host_memory, log, memory_limits, private_files
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages
 from kvsidecar.support.units import format_size
 
@@ -60,6 +60,9 @@ class Carrier(Protocol):
         """A daemon whose processes cannot be seen from here used the files until just before: their end cannot be
         waited for."""
 
+    def say_ends(self) -> None:
+        """From now on, a daemon that finds the lock taken waits for the end of this one."""
+
     def find(self) -> KeptFiles | None:
         """The files that an earlier daemon has left, of whatever size; None if there are none that may be used."""
 
@@ -95,6 +98,8 @@ class PoolDirectory:
     def __init__(self, path: Path, table_path: Path | None = None) -> None:
         self.left_by_stranger = False
         """To be set by who takes the lock."""
+        self._stays: int | None = None
+        """While it is open, this process says that it stays."""
         self.path = path
         self._fd, self.huge_page_bytes = _open_directory("pool_dir", path)
         self._table_fd = self._fd
@@ -113,6 +118,18 @@ class PoolDirectory:
     def lock(self) -> int:
         """To be locked by `flock` before anything else is called. Not a file of its own: nobody can remove it."""
         return self._fd
+
+    def say_stays(self) -> None:
+        """The lock was taken, and is kept until `say_ends`."""
+        try:
+            self._stays = file_lock.say_stays(self._fd)
+        except OSError as error:
+            _log.warning("another daemon will wait for this one", directory=str(self.path), reason=error.strerror)
+
+    def say_ends(self) -> None:
+        if self._stays is not None:
+            os.close(self._stays)
+            self._stays = None
 
     def find(self) -> KeptFiles | None:
         with ExitStack() as opened:
@@ -163,6 +180,7 @@ class PoolDirectory:
             room[device] -= nbytes
 
     def close(self) -> None:
+        self.say_ends()
         for fd in {self._fd, self._table_fd}:
             os.close(fd)
 
@@ -209,6 +227,9 @@ class DescriptorStore:
         for name in set(given) - set(FILES):
             _log.warning("a descriptor from the service manager is not used", name=name)
             os.close(self._given.pop(name))
+
+    def say_ends(self) -> None:
+        """systemd knows."""
 
     def find(self) -> KeptFiles | None:
         given, self._given = self._given, {}

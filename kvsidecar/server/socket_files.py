@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import grp
 import os
+import re
 import socket
 import stat
 import time
@@ -21,7 +22,8 @@ from typing import NamedTuple
 
 from kvsidecar.errors import ConfigError, SocketInUse
 from kvsidecar.support import log
-from kvsidecar.support.file_lock import lock_within, try_lock
+from kvsidecar.support.file_lock import lock_within, say_stays, try_lock
+from kvsidecar.support.process_ids import is_ending
 
 _BOUND = (".bound1", ".bound2")
 """Of the paths at which the sockets are bound: not longer than `kvsidecar.protocol.paths.ATTACH_SUFFIX`."""
@@ -62,6 +64,9 @@ class SocketFiles:
         self.mode = mode
         self.gid = group_id("socket_group", group)
         self._lock: int | None = None
+        self._stays: int | None = None
+        """While it is open, this daemon says that it stays."""
+        self._ending = False
         self._published: dict[Path, _FileId] = {}
 
     @property
@@ -75,8 +80,8 @@ class SocketFiles:
         """Take the lock and remove stale sockets. False if ``stop`` was set while another daemon held the lock.
 
         A daemon that is stopping, or was killed, holds the lock until its pool is unpinned, which takes seconds for a
-        large pool; a second pool might not fit beside it. From outside it looks like a running daemon (a killed process
-        still listens while the kernel frees its memory), so this waits for any holder.
+        large pool; a second pool might not fit beside it. So this waits for it; one that is not about to end is not
+        waited for.
 
         Args:
             wait_seconds: maximum wait.
@@ -103,8 +108,28 @@ class SocketFiles:
         """The lock of this file is held: say by whom, and remove what nobody serves any more."""
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._say_stays(lock)
         for path in self._bound_at:
             self._remove_stale(path)
+
+    def _say_stays(self, lock: int) -> None:
+        if self._ending:
+            return
+        self._no_longer_stays()
+        try:
+            self._stays = say_stays(lock)
+        except OSError as error:
+            _log.warning("another daemon will wait for this one", lock=str(self._lock_path), reason=error.strerror)
+
+    def _no_longer_stays(self) -> None:
+        if self._stays is not None:
+            os.close(self._stays)
+            self._stays = None
+
+    def say_ends(self) -> None:
+        """From now on, a daemon that starts waits for the end of this one."""
+        self._ending = True
+        self._no_longer_stays()
 
     def _open_lock(self) -> int:
         directory = self.grpc_path.parent
@@ -124,7 +149,7 @@ class SocketFiles:
             )
 
         try:
-            return await lock_within(lock, wait_seconds, stop, waits)
+            return await lock_within(lock, wait_seconds, stop, waits, lambda: _was_killed(lock))
         except TimeoutError:
             raise self._in_use(lock) from None
         except OSError as error:
@@ -265,6 +290,7 @@ class SocketFiles:
         files of the same name."""
         if self._lock is None:
             return
+        self.say_ends()
         for path in tuple(self._published):
             self.withdraw(path)
         os.close(self._lock)
@@ -296,6 +322,12 @@ class SocketFiles:
 
 def _holder(lock: int) -> str:
     return os.pread(lock, 300, 0).decode(errors="replace") or "an unknown process"
+
+
+def _was_killed(lock: int) -> bool:
+    """Whether the holder, if it is a process of this host, is ending."""
+    found = re.fullmatch(r"pid (\d{1,9}) on (.*)", _holder(lock))
+    return found is not None and found[2] == socket.gethostname() and is_ending(int(found[1]))
 
 
 def group_id(option: str, group: str | None) -> int | None:

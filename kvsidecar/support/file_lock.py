@@ -1,4 +1,9 @@
-"""Locks of files, by flock(2): every process that holds a copy of the descriptor holds the lock."""
+"""Locks of files, by flock(2): every process that holds a copy of the descriptor holds the lock.
+
+So a lock is held until the last process of a daemon has ended, and does not say whether the daemon is about to. That
+its main process *stays* is said by a second lock on the same file, of the other kind (fcntl(2), of an open file): it
+has it from when it takes the first one until it is told to stop, and the kernel takes it from a process that dies.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +11,52 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import os
+import struct
 import time
 from collections.abc import Callable
+from typing import Final
 
 RETRY_SECONDS = 0.05
 """Interval between attempts to take a lock that another process holds."""
+STAYS_SECONDS: Final = 1.0
+"""Who has stayed so long while another one waits is not about to stop: a signal to it has arrived by then."""
+
+_FLOCK: Final = struct.Struct("hhqqi4x")
+"""``struct flock`` of 64-bit Linux: type, whence, start, length, pid."""
 
 
-async def lock_within(fd: int, seconds: float, stop: asyncio.Event, on_wait: Callable[[], None]) -> bool:
+async def lock_within(
+    fd: int,
+    seconds: float,
+    stop: asyncio.Event,
+    on_wait: Callable[[], None],
+    ends: Callable[[], bool] = lambda: False,
+) -> bool:
     """Take the lock of a file. False if ``stop`` was set while another process held it.
 
     Args:
         on_wait: called once, if it is not free at once.
+        ends: whether the process that stays is ending nevertheless: it was killed, and has its files for a while yet.
 
     Raises:
-        TimeoutError: it is still held after so many seconds.
+        TimeoutError: it is still held after so many seconds, or its holder stays.
     """
-    deadline = time.monotonic() + seconds
-    waits = False
+    refused_at = deadline = time.monotonic() + seconds
+    stayed = waits = False
     # Polling, because a thread that blocks in flock() could not be stopped.
     while not try_lock(fd):
-        if (left := deadline - time.monotonic()) <= 0:
+        now = time.monotonic()
+        does_stay = stays(fd) and not ends()
+        if does_stay != stayed:
+            stayed, refused_at = does_stay, min(deadline, now + STAYS_SECONDS) if does_stay else deadline
+        if now >= refused_at:
             raise TimeoutError
         if not waits:
             on_wait()
             waits = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), min(left, RETRY_SECONDS))
+            await asyncio.wait_for(stop.wait(), min(refused_at - now, RETRY_SECONDS))
             return False
     return True
 
@@ -46,3 +70,26 @@ def try_lock(fd: int) -> bool:
             raise
         return False
     return True
+
+
+def say_stays(fd: int) -> int:
+    """Say of a file or directory whose lock this process has that it stays, until the returned descriptor is closed.
+    It must not be given to another process. Raises OSError."""
+    # Opened again, by a path that cannot be another file by now: the lock is that of an open file, and copies of ``fd``
+    # are given to other processes.
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(own, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        os.close(own)
+        raise
+    return own
+
+
+def stays(fd: int) -> bool:
+    """Whether some process, or this one, says of this file that it stays. False where it cannot be known."""
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return False
+    return int(_FLOCK.unpack(found)[0]) != fcntl.F_UNLCK

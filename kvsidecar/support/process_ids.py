@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 
 MAX_PID: Final = 1 << 22
 """The most that Linux allows (PID_MAX_LIMIT)."""
+_PF_EXITING: Final = 0x4
+"""Of the flags of a task (include/linux/sched.h; field 9 of /proc/PID/stat)."""
 
 
 class ProcessId(NamedTuple):
@@ -34,6 +36,16 @@ def process_id(pid: int) -> ProcessId | None:
         return None
     # The second field is the program's name in parentheses, and may contain anything.
     return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
+
+
+def is_ending(pid: int) -> bool:
+    """Whether this process has begun to end, or has ended and is not waited for yet. It may take seconds: the kernel
+    frees a process's memory before it closes its files."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_EXITING)
 
 
 class Watched:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, State
+from kvsidecar.support.file_lock import STAYS_SECONDS, try_lock
 from tests.harness import (
     FIRST,
     LAYERS,
@@ -252,15 +254,19 @@ def test_sigterm_ends_streams_removes_sockets_and_exits_with_0(daemon: DaemonPro
     rank.close()
 
 
-def test_a_second_daemon_on_the_same_socket_is_refused_and_harms_nothing(daemon: DaemonProcess) -> None:
+@pytest.mark.parametrize("seconds", ["0", "600"])
+def test_a_second_daemon_on_the_same_socket_is_refused_soon_and_harms_nothing(
+    daemon: DaemonProcess, seconds: str
+) -> None:
+    """However long it would wait for a daemon that ends."""
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", daemon.socket]
     second = subprocess.run(
-        [*command, "--pool-size", "1MiB", "--http-port", "0", "--lock-wait", "0.2"],
+        [*command, "--pool-size", "1MiB", "--http-port", "0", "--lock-wait", seconds],
         capture_output=True, text=True, timeout=SECONDS, env=environment(),
     )  # fmt: skip
     assert second.returncode == 73
     assert f"another kvsidecar serves {daemon.socket} (pid {daemon.process.pid} on " in second.stderr
-    assert second.stderr.count(WAITING) == 1
+    assert second.stderr.count(WAITING) == (1 if seconds != "0" else 0)
     assert "Traceback" not in second.stderr
     rank = Rank(daemon)
     wait_until_ready(rank.client)
@@ -268,19 +274,27 @@ def test_a_second_daemon_on_the_same_socket_is_refused_and_harms_nothing(daemon:
     rank.close()
 
 
+def test_a_second_daemon_is_refused_while_the_first_one_starts(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, until="starting", KVSIDECAR_FAILPOINTS=f"start.load={gate}") as first:
+        first.wait_log("failpoint")
+        with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
+            assert second.process.wait(SECONDS) == 73
+
+
 def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_it(short_dir: Path, gate: Gate) -> None:
-    held_copy = f"store.in_flight@2={gate}"  # the first that is not the self-test's
-    with DaemonProcess(short_dir, "--drain-timeout", str(SECONDS), KVSIDECAR_FAILPOINTS=held_copy) as first:
+    held_copy = f"store.in_flight@{FIRST}={gate}"
+    with DaemonProcess(short_dir, "--drain-timeout", "600", KVSIDECAR_FAILPOINTS=held_copy) as first:
         rank = Rank(first.wait_ready())
+        rank.fill(0, "a")
+        job = rank.client.store([Blocks(0, hashes("a"), [0])])
+        first.wait_log("failpoint")
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_log("stopping")
         with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
             assert second.log[-1]["holder"].startswith(f"pid {first.process.pid} on ")
             assert second.log[-1]["wait_seconds"] == 600
-            assert (first.locked_kib(), second.locked_kib()) == (1024, 0)
-            rank.fill(0, "a")
-            job = rank.client.store([Blocks(0, hashes("a"), [0])])
-            eventually(lambda: first.metric('kvsidecar_jobs_running{direction="store"}'))
-            first.process.send_signal(signal.SIGTERM)
-            first.wait_log("stopping")
+            time.sleep(2 * STAYS_SECONDS)  # after which one that stays is not waited for any more
+            assert second.process.poll() is None
             assert (first.locked_kib(), second.locked_kib()) == (1024, 0)
             gate.let_pass()
             eventually(lambda: second.locked_kib(), pause=0.0)
@@ -294,12 +308,21 @@ def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_i
             assert second.terminate() == 0
 
 
-def test_sigterm_ends_a_daemon_that_waits_for_another_one(daemon: DaemonProcess, short_dir: Path) -> None:
-    with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
-        assert second.terminate() == 0
-    rank = Rank(daemon)
-    done(rank.store("a"))
-    rank.close()
+def test_sigterm_ends_a_daemon_that_waits_for_another_one(short_dir: Path) -> None:
+    with (short_dir / "kvs.sock.lock").open("w+") as lock:
+        assert try_lock(lock.fileno())  # as the copier of a daemon that was killed
+        with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
+            assert second.terminate() == 0
+
+
+def test_a_daemon_waits_for_what_is_left_of_one_that_was_killed(short_dir: Path) -> None:
+    with (short_dir / "kvs.sock.lock").open("w+") as lock:
+        assert try_lock(lock.fileno())
+        with DaemonProcess(short_dir, until=WAITING) as second:
+            time.sleep(2 * STAYS_SECONDS)
+            assert second.process.poll() is None
+            lock.close()
+            second.wait_ready()
 
 
 def test_a_killed_daemons_socket_is_taken_over(short_dir: Path) -> None:

@@ -23,9 +23,10 @@ from kvsidecar.daemon.kept_pool import MAX_STARTS
 from kvsidecar.pool.kept_files import FILES
 from kvsidecar.pool.record_table import Owner, RecordTable, map_table
 from kvsidecar.support import child_process
+from kvsidecar.support.file_lock import STAYS_SECONDS
 from kvsidecar.support.process_ids import process_id
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces
-from tests.harness import SECONDS, DaemonProcess, Rank, done, hashes, layout
+from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, hashes, layout
 from tests.service_manager import ServiceManager
 
 ROUNDS = int(os.environ.get("KVSIDECAR_KILLS", "12"))
@@ -121,10 +122,13 @@ def test_the_self_test_writes_over_no_kept_block_also_of_a_full_pool(short_dir: 
             kill(daemon)
 
 
-def test_a_second_daemon_on_the_directory_is_refused_in_one_sentence(short_dir: Path, pool_dir: Path) -> None:
+@pytest.mark.parametrize("seconds", ["0", "600"])
+def test_a_second_daemon_on_the_directory_is_refused_soon_in_one_sentence(
+    short_dir: Path, pool_dir: Path, seconds: str
+) -> None:
     other = short_dir / "other"
     other.mkdir()
-    flags = ("--pool-dir", str(pool_dir), "--lock-wait", "0")
+    flags = ("--pool-dir", str(pool_dir), "--lock-wait", seconds)
     with started(short_dir, *flags) as first:
         store(first, "a")
         with DaemonProcess(other, *flags, until="stderr") as second:
@@ -336,21 +340,31 @@ def test_a_daemon_in_another_pid_namespace_takes_over_when_the_other_is_gone(sho
 @pytest.mark.parametrize("under", [(), pytest.param(UNSHARE, marks=needs_pid_namespaces)], ids=["same", "other"])
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_daemon_that_waits_for_another_takes_over_unless_that_was_a_stranger_and_killed(
-    short_dir: Path, pool_dir: Path, under: Sequence[str], end: str
+    short_dir: Path, pool_dir: Path, gate: Gate, under: Sequence[str], end: str
 ) -> None:
     """Two pods on one directory: the ends of the other's processes cannot be waited for. A stop says that all have
     ended."""
     other = short_dir / "other"
     other.mkdir()
-    flags = ("--pool-dir", str(pool_dir), "--lock-wait", str(SECONDS))
-    with started(short_dir, *flags) as first:
+    flags = ("--pool-dir", str(pool_dir), "--lock-wait", "600")
+    failpoints = f"store.in_flight@{FIRST + 1}={gate}"
+    with started(short_dir, *flags, "--drain-timeout", "600", KVSIDECAR_FAILPOINTS=failpoints) as first:
         store(first, "a")
+        rank = Rank(first)
+        rank.client.store([Blocks(0, hashes("b"), [0])])
+        first.wait_log("failpoint")
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_log("stopping")
         until = "waiting for another daemon to leave the pool's directory"
         with DaemonProcess(other, *flags, under=under, until=until) as second:
+            time.sleep(2 * STAYS_SECONDS)  # after which one that stays is not waited for any more
+            assert second.process.poll() is None
             if end == "killed":
                 kill(first)
             else:
-                assert first.terminate() == 0
+                gate.let_pass()
+                assert first.process.wait(SECONDS) == 0
+            rank.close()
             second.wait_ready()
             second.http = next(line["http"] for line in second.log if line["event"] == "listening")
             if under and end == "killed":

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 
 from kvsidecar.errors import SocketInUse
 from kvsidecar.server.socket_files import SocketFiles
+from kvsidecar.support.file_lock import STAYS_SECONDS
+from tests.harness import SECONDS
 
 
 def files_at(directory: Path, mode: int = 0o600) -> SocketFiles:
@@ -109,6 +112,48 @@ def test_a_lock_that_another_daemon_has_by_now_is_left_to_it(files: SocketFiles,
         other.release()
     files.reclaim()
     assert files.missing() == []
+
+
+def test_a_holder_that_stays_is_not_waited_for(files: SocketFiles, short_dir: Path) -> None:
+    with pytest.raises(SocketInUse, match=f"pid {os.getpid()} on "):
+        asyncio.run(asyncio.wait_for(files_at(short_dir).acquire(wait_seconds=600, stop=asyncio.Event()), SECONDS))
+
+
+def test_a_lock_that_was_taken_again_says_that_its_holder_stays(files: SocketFiles, short_dir: Path) -> None:
+    (short_dir / "kvs.sock.lock").unlink()
+    files.reclaim()
+    with pytest.raises(SocketInUse, match=f"pid {os.getpid()} on "):
+        asyncio.run(asyncio.wait_for(files_at(short_dir).acquire(wait_seconds=600, stop=asyncio.Event()), SECONDS))
+
+
+@pytest.mark.parametrize("end", ["told to stop", "told to stop, then removed", "killed"])
+def test_a_holder_that_ends_is_waited_for(files: SocketFiles, short_dir: Path, end: str) -> None:
+    if end == "killed":  # and has not closed its files yet
+        with subprocess.Popen(["sleep", "infinity"]) as process:
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            os.ftruncate(files.lock, 0)
+            os.pwrite(files.lock, f"pid {process.pid} on {socket.gethostname()}".encode(), 0)
+            check_waits(files, short_dir)
+        return
+    files.say_ends()
+    if "removed" in end:
+        (short_dir / "kvs.sock.lock").unlink()
+        files.reclaim()
+    check_waits(files, short_dir)
+
+
+def check_waits(files: SocketFiles, directory: Path) -> None:
+    async def run() -> None:
+        late = files_at(directory)
+        waiting = asyncio.create_task(late.acquire(wait_seconds=600, stop=asyncio.Event()))
+        done, _ = await asyncio.wait([waiting], timeout=2 * STAYS_SECONDS)
+        assert not done
+        files.release()
+        assert await waiting
+        late.release()
+
+    asyncio.run(run())
 
 
 def test_who_waits_for_a_lock_that_is_removed_meanwhile_waits_for_the_new_one(short_dir: Path) -> None:
