@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +35,7 @@ from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.tasks import RoundRobin, TaskSet
 from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -60,7 +60,7 @@ class Handler:
 
     Args:
         tasks: owns work that must outlive the connection, such as ending sessions.
-        status: builds the reply to Status for this caller, or a page of it.
+        status: builds, in steps, the reply to Status for this caller, or a page of it.
         watches: of what the pool holds; None: nobody may watch.
         steps: turns of the messages of Attach streams.
     """
@@ -75,7 +75,7 @@ class Handler:
         readiness: DaemonReadiness,
         metrics: Metrics,
         tasks: TaskSet,
-        status: Callable[[Caller, pb.StatusPage | None], pb.StatusReply],
+        status: Callable[[Caller, pb.StatusPage | None], Generator[None, None, pb.StatusReply]],
         watches: Watches | None = None,
         steps: Steps | None = None,
     ) -> None:
@@ -90,6 +90,7 @@ class Handler:
         self._metrics = metrics
         self.tasks = tasks
         self._status = status
+        self._status_turns = RoundRobin()
         self._on_lost: dict[int, Callable[[KVSidecarError], object]] = {}
         """Ends the stream of a session with an error."""
 
@@ -305,8 +306,9 @@ class Handler:
 
     # -- operators -------------------------------------------------------------------------------------------------
 
-    def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
-        reply = self._status(caller, request.page if request.HasField("page") else None)
+    async def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
+        page = request.page if request.HasField("page") else None
+        reply = await self._status_turns.run(self._status(caller, page))
         reply.session_ended = bool(request.session) and not self._instances.lives(request.session)
         return reply
 

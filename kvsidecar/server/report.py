@@ -28,7 +28,6 @@ from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.server.overview import Device
 from kvsidecar.support.patterns import EVERYTHING
-from kvsidecar.support.tasks import in_one
 from kvsidecar.tiers.engine import ShareUse
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -126,18 +125,16 @@ class Report:
         """For /ready: by name, why a tier is off."""
         return {} if self._tiering is None else self._tiering.off()
 
-    def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> pb.StatusReply:
-        """For the Status RPC: all of it for an admin, what is the caller's own for others.
+    def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> Generator[None, None, pb.StatusReply]:
+        """For the Status RPC: all of it for an admin, what is the caller's own for others. In steps: namespaces and
+        ranks may come and go between them.
 
         Args:
             page: behind which namespace and rank to go on; None for the largest namespaces.
         """
-        return in_one(self._reply(caller, page))
-
-    def _reply(self, caller: Caller, page: pb.StatusPage | None = None) -> Generator[None, None, pb.StatusReply]:
-        """As `reply`, in steps: namespaces and ranks may come and go between them."""
         everything = caller.grant.admin
         gauges = self.gauges()
+        yield
         reply = pb.StatusReply(
             epoch=self._epoch,
             version=__version__,
@@ -154,6 +151,7 @@ class Report:
         )
         if everything:
             self._add_totals(reply, gauges)
+            yield
         visible = self._visible(caller)
         namespaces = yield from _by_namespace([each for each in self._cache.spaces if visible(each.namespace)])
         ranks = [session for session in self._instances if everything or session.peer.uid == caller.uid]
@@ -260,7 +258,7 @@ class Report:
 
         Without names it has no more than /metrics.
         """
-        reply = yield from self._reply(Caller(None, Grant((EVERYTHING,), admin=True)))
+        reply = yield from self.reply(Caller(None, Grant((EVERYTHING,), admin=True)))
         return reply, self._shows_names
 
     def devices(self) -> list[Device]:
@@ -280,7 +278,7 @@ class Report:
     def json(self) -> Generator[None, None, bytes]:
         """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either.
         Renders it in steps."""
-        reply = yield from self._reply(self._instances.access.anonymous)
+        reply = yield from self.reply(self._instances.access.anonymous)
         return (yield from message_text(reply))
 
 

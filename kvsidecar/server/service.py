@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Awaitable, Hashable
 from typing import Any, NoReturn
 
 import grpc
@@ -44,7 +44,8 @@ def _unary(name: str, *, for_admins: bool = False) -> Any:
 
     async def call(self: Service, request: Any, context: Context) -> Any:
         try:
-            return getattr(self._handler, name)(request, self._caller(request, context, for_admins=for_admins))
+            answer = getattr(self._handler, name)(request, self._caller(request, context, for_admins=for_admins))
+            return await answer if isinstance(answer, Awaitable) else answer
         except KVSidecarError as error:
             await self._refuse(context, error)
 
