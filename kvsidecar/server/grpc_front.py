@@ -1,15 +1,15 @@
-"""What accepts on the gRPC socket: knows each client by its user, and passes what the gate lets through on to gRPC.
+"""Relays each connection of a gRPC client through the gate to gRPC's own server, and limits what a user's may cost.
 
-gRPC in Python tells neither who connects nor how many connections a user has. Here the kernel says it (SO_PEERCRED), as
-on the attach socket. Each connection is relayed to gRPC's own server, at a socket that only this process can reach.
+gRPC in Python tells neither who connects nor how many connections a user has. `unix_front` and `tls_front` accept, and
+know the user; gRPC's own server listens at a socket that only this process can reach.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
@@ -17,10 +17,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server import http2_frames
 from kvsidecar.server.handler import REASONS
 from kvsidecar.server.http2_gate import CallQuotas, Gate, Passed
-from kvsidecar.server.path_listener import PathListener
-from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import free_memory, log
-from kvsidecar.support.peer import Credentials
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 
@@ -43,71 +40,106 @@ CALL_BYTES = 160 * 1024
 64 KiB that it reads ahead, and an answer that is not read."""
 MESSAGE_COPIES = 2
 """Of a message: as it arrived, and parsed."""
-USER_BYTES = (
-    MAX_CONNECTIONS * CONNECTION_BYTES + MAX_CALLS * CALL_BYTES + MAX_MESSAGES_BYTES * MESSAGE_COPIES
-)  # 304 MiB
-"""The most memory that one user's gRPC takes, however many connections and calls it tries."""
-ALL_BYTES = (
-    MAX_ALL_CONNECTIONS * CONNECTION_BYTES + MAX_ALL_CALLS * CALL_BYTES + MAX_ALL_MESSAGES_BYTES * MESSAGE_COPIES
-)  # 768 MiB
-"""The same of all users together."""
 LINGER_SECONDS = 5
 """Time for a client whose connection is over to read why."""
 
-_caused = log.limited("rpc")
-"""For lines that clients cause."""
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """What one user, or all users together, may have at once."""
+
+    connections: int
+    calls: int
+    messages_bytes: int
+
+    def memory(self, connection_bytes: int) -> int:
+        """Bytes of memory that this takes at most."""
+        return self.connections * connection_bytes + self.calls * CALL_BYTES + self.messages_bytes * MESSAGE_COPIES
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the connections that come in over one listener."""
+
+    user: Most
+    everyone: Most
+    connection_bytes: int = CONNECTION_BYTES
+    """The most memory of a connection without calls."""
+
+    @property
+    def user_bytes(self) -> int:
+        return self.user.memory(self.connection_bytes)
+
+    @property
+    def all_bytes(self) -> int:
+        return self.everyone.memory(self.connection_bytes)
+
+
+LIMITS = Limits(
+    Most(MAX_CONNECTIONS, MAX_CALLS, MAX_MESSAGES_BYTES),
+    Most(MAX_ALL_CONNECTIONS, MAX_ALL_CALLS, MAX_ALL_MESSAGES_BYTES),
+)
+"""Of the Unix socket."""
+USER_BYTES = LIMITS.user_bytes  # 304 MiB
+"""The most memory that one user's gRPC takes, however many connections and calls it tries."""
+ALL_BYTES = LIMITS.all_bytes  # 768 MiB
+"""The same of all users together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who is at the other end of a connection."""
+
+    user: Hashable
+    """Whom the limits count it for."""
+    shown: Mapping[str, object]
+    """The same for the log."""
+    name: str = ""
+    """Abstract name at which gRPC's server sees the connection; empty: it sees none."""
+
+
+MakeEnd = Callable[[Callable[[], None], Callable[[], None]], "End"]
+"""Makes the client's end of a connection of these functions; see `End`."""
 
 
 class GrpcFront:
-    """Used from the event loop.
+    """The connections that come in over one listener. Used from the event loop.
 
     Args:
         refuse: counts a refusal.
         turns: of the users, for all that is relayed.
     """
 
-    def __init__(
-        self, socket_files: SocketFiles, refuse: Callable[[Refusal], None], tasks: TaskSet, turns: Turns
-    ) -> None:
-        self._refuse, self._tasks = refuse, tasks
-        self.server = ""
-        """Path at which gRPC's own server can be connected to."""
-        self._connections_of = Quota(MAX_CONNECTIONS, "gRPC connections", MAX_ALL_CONNECTIONS)
+    def __init__(self, limits: Limits, refuse: Callable[[Refusal], None], tasks: TaskSet, turns: Turns) -> None:
+        self._limits, self._refuse, self._tasks = limits, refuse, tasks
+        self._server = ""
+        user, everyone = limits.user, limits.everyone
+        self._connections_of = Quota(user.connections, "gRPC connections", everyone.connections)
         self.quotas = CallQuotas(
-            Quota(MAX_CALLS, "open gRPC calls", MAX_ALL_CALLS),
+            Quota(user.calls, "open gRPC calls", everyone.calls),
             Quota(
-                MAX_MESSAGES_BYTES, "bytes of gRPC messages that are unfinished or unanswered", MAX_ALL_MESSAGES_BYTES
+                user.messages_bytes,
+                "bytes of gRPC messages that are unfinished or unanswered",
+                everyone.messages_bytes,
             ),
         )
         self.turns = turns
         self._relays: set[_Relay] = set()
-        # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.
-        self._listener = PathListener(
-            socket_files, socket_files.grpc_path, self._accepted, tasks, _caused, turns, "grpc-accept"
-        )
+        self._users: dict[str, Hashable] = {}
+        """Of the connections that gRPC's server sees at a name."""
         self._seconds: asyncio.Task[None] | None = None
+        self._caused = log.limited("rpc")
+        """For lines that clients cause."""
         self._peak = free_memory.Peak()
 
     def start(self, server: str) -> None:
-        """Bind and accept. The caller holds the daemon's lock.
+        """Take connections.
 
         Args:
             server: path at which gRPC's own server can be connected to.
-
-        Raises:
-            SocketInUse: it cannot be bound.
         """
-        self.server = server
-        self.listen()
+        self._server = server
         self._seconds = self._tasks.spawn(self._each_second(), name="grpc-seconds")
-
-    def listen(self) -> None:
-        """See `PathListener.start`."""
-        self._listener.start()
-
-    def stop_listening(self) -> None:
-        """Take no more connections; those that there are go on."""
-        self._listener.stop()
 
     def close(self) -> None:
         """End all connections."""
@@ -116,34 +148,64 @@ class GrpcFront:
         for relay in tuple(self._relays):
             relay.close()
 
-    def _accepted(self, connection: socket.socket, who: Credentials) -> None:
-        uid = who.uid
+    def admit(self, client: Client, make_end: MakeEnd) -> None:
+        """Serve a connection, or say why not and close it."""
         try:
-            self._connections_of.take(uid)
+            self._connections_of.take(client.user)
         except LimitExceeded as error:
-            self.refused(uid, error)
-            with connection, contextlib.suppress(OSError):
-                connection.send(http2_frames.turned_away(error))
+            self.refused(client.shown, error)
+            end = make_end(_nothing, _nothing)
+            end.send(http2_frames.turned_away(error))
+            end.close()
             return
-        self._relays.add(_Relay(self, connection, uid))
+        if client.name:
+            self._users[client.name] = client.user
+        relay = _Relay(self, client, make_end)
+        self._relays.add(relay)
+        relay.begin()
 
-    def refused(self, uid: int, error: KVSidecarError) -> None:
-        """Count a refusal, and log it if none was logged just now."""
+    def user_at(self, name: str) -> Hashable:
+        """Whose connection gRPC's server sees at this name; None once it has ended."""
+        return self._users.get(name)
+
+    def connect(self, client: Client) -> socket.socket:
+        """A connection to gRPC's server. Raises OSError."""
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            if client.name:
+                server.bind("\0" + client.name)
+            server.connect(self._server)
+        except OSError:
+            server.close()
+            raise
+        return server
+
+    def refused(self, shown: Mapping[str, object], error: KVSidecarError) -> None:
+        """Count a refusal, and log it if none was logged just now.
+
+        Args:
+            shown: whose it is.
+        """
         self._refuse(REASONS[type(error)])
-        _caused.warning("gRPC refused", uid=uid, reason=str(error))
+        self._caused.warning("gRPC refused", **shown, reason=str(error))
 
     def ended(self, relay: _Relay) -> None:
         self._relays.discard(relay)
-        self._connections_of.give_back(relay.uid)
+        self._users.pop(relay.client.name, None)
+        self._connections_of.give_back(relay.client.user)
 
     async def _each_second(self) -> None:
         while True:
             await asyncio.sleep(1.0)
             for relay in tuple(self._relays):
                 relay.second()
-            calls, nbytes = self.quotas.calls.held, self.quotas.nbytes.held
+            connections = len(self._relays) * self._limits.connection_bytes
             # At the bounds above.
-            await self._peak.used(len(self._relays) * CONNECTION_BYTES + calls * CALL_BYTES + nbytes)
+            await self._peak.used(connections + self.quotas.calls.held * CALL_BYTES + self.quotas.nbytes.held)
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Relay:
@@ -152,17 +214,20 @@ class _Relay:
     Each direction holds what one read has brought, and reads no more until it has been taken.
     """
 
-    def __init__(self, front: GrpcFront, client: socket.socket, uid: int) -> None:
-        self.uid = uid
+    def __init__(self, front: GrpcFront, client: Client, make_end: MakeEnd) -> None:
+        self.client = client
         self._front = front
-        self._gate = Gate(uid, front.quotas)
-        self._client = _End(client, self._client_readable, self._update)
-        self._server: _End | None = None
+        self._gate = Gate(client.user, front.quotas)
+        self._client = make_end(self._client_readable, self._update)
+        self._server: End | None = None
         """None until the client has begun as it must."""
         self._over = 0
         """Since how many seconds the connection only waits until the client has taken what it was sent."""
         self._closed = False
-        self._update()
+
+    def begin(self) -> None:
+        """Read what has arrived, and listen. What TLS has read already, the socket does not announce."""
+        self._client_readable()
 
     def _update(self) -> None:
         """Listen to what may be read, and for room where something waits to be sent."""
@@ -180,13 +245,13 @@ class _Relay:
         client.listen(read=not full and not client.waits and not self._gate.is_more)
         if self._gate.is_more and not full and not client.waits:
             client.waits = True
-            self._front.turns.take(self.uid, self._read_client)
+            self._front.turns.take(self.client.user, self._read_client)
         if server is not None:
             server.listen(read=not client.unsent and not server.waits)
 
     def _client_readable(self) -> None:
         self._client.waits = True
-        self._front.turns.take(self.uid, self._read_client)
+        self._front.turns.take(self.client.user, self._read_client)
         self._update()
 
     def _read_client(self) -> None:
@@ -202,14 +267,14 @@ class _Relay:
 
     def _pass(self, passed: Passed) -> None:
         for error in passed.refused:
-            self._front.refused(self.uid, error)
+            self._front.refused(self.client.shown, error)
         self._client.send(passed.to_client)
         if passed.to_server and not self._gate.over:
             try:
                 self._to_server(passed)
             except OSError as error:
                 busy = LimitExceeded(f"gRPC takes no more connections at this moment ({error.strerror})")
-                self._front.refused(self.uid, busy)
+                self._front.refused(self.client.shown, busy)
                 self._client.send(http2_frames.turned_away(busy))
                 self._gate.close()
         if self._gate.over:
@@ -217,13 +282,7 @@ class _Relay:
 
     def _to_server(self, passed: Passed) -> None:
         if self._server is None:
-            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            try:
-                server.connect(self._front.server)
-            except OSError:
-                server.close()
-                raise
-            self._server = _End(server, self._server_readable, self._update)
+            self._server = End(self._front.connect(self.client), self._server_readable, self._update)
         self._server.send(passed.to_server)
         if passed.calls:
             self._front.turns.end()  # gRPC is going to hand them over in one of the loop's next turns
@@ -231,7 +290,7 @@ class _Relay:
     def _server_readable(self) -> None:
         if self._server is not None:
             self._server.waits = True
-            self._front.turns.take(self.uid, self._read_server)
+            self._front.turns.take(self.client.user, self._read_server)
             self._update()
 
     def _read_server(self) -> None:
@@ -272,13 +331,16 @@ class _Relay:
             self._front.ended(self)
 
 
-class _End:
+class End:
     """One end of a relay. Used without a transport: a transport reads without being asked, up to 256 KiB.
 
     Args:
         on_readable: called while there is something to read and `listen` has asked for it.
         on_sent: called when something was sent that had to wait for room.
     """
+
+    read_bytes = READ_BYTES
+    """The most that is read at a time."""
 
     def __init__(self, connection: socket.socket, on_readable: Callable[[], None], on_sent: Callable[[], None]) -> None:
         self._connection, self._on_readable, self._on_sent = connection, on_readable, on_sent
@@ -305,7 +367,7 @@ class _End:
     def receive(self) -> bytes | None:
         """What has arrived, perhaps nothing; None at the end of the connection."""
         try:
-            return self._connection.recv(READ_BYTES) or None
+            return self._connection.recv(self.read_bytes) or None
         except BlockingIOError:
             return b""
         except OSError:

@@ -16,9 +16,10 @@ from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.grpc_front import MAX_ALL_CALLS, GrpcFront
+from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, GrpcFront
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
+from kvsidecar.server.unix_front import UnixFront
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
@@ -31,7 +32,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 STREAMS_PER_CONNECTION = 512
 """Open calls of one connection. A client keeps further calls back until others have ended."""
 
-_OPTIONS = [
+OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
@@ -101,13 +102,14 @@ class RpcServer:
         self.health = health.aio.HealthServicer()
         self._clients_gone = ClientsGone(refuse)
         self._inner: int | None = None
-        """Descriptor of the file of gRPC's own socket, which only `GrpcFront` connects to."""
-        self._server = grpc.aio.server(options=_OPTIONS)
+        """Descriptor of the file of gRPC's own socket, which only the front connects to."""
+        self._server = grpc.aio.server(options=OPTIONS)
         pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self._front = GrpcFront(socket_files, refuse, tasks, turns)
+        self._front = GrpcFront(LIMITS, refuse, tasks, turns)
+        self._listener = UnixFront(socket_files, self._front, tasks, turns)
 
     async def start(self) -> None:
         """Bind and serve. The caller holds the lock of the socket files.
@@ -121,6 +123,7 @@ class RpcServer:
         self._readiness.listen(self._readiness_changed)
         await self._server.start()
         self._front.start(f"/proc/self/fd/{self._inner}")
+        self._listener.listen()
 
     async def start_again(self) -> None:
         """The socket was removed: listen at another one. Who is connected notices nothing.
@@ -128,11 +131,11 @@ class RpcServer:
         Raises:
             SocketInUse: the path cannot be bound.
         """
-        self._front.listen()
+        self._listener.listen()
 
     async def stop(self, grace: float) -> None:
         """Refuse new calls; running calls may end within ``grace`` seconds."""
-        self._front.stop_listening()
+        self._listener.stop_listening()
         await self._server.stop(grace)
         self._front.close()
         if self._inner is not None:
