@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_connection import Connections, HttpConnection, before_response, take_turn
-from kvsidecar.server.http_listener import HttpListener
+from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
 from kvsidecar.server.turns import Turns
+from kvsidecar.support import log
 from kvsidecar.support.addresses import cannot_listen
 from kvsidecar.support.tasks import TaskSet
+
+RECEIVE_BYTES = 16 * 1024
+"""SO_RCVBUF: at most twice as much is read of a client at a time, and kept while its turn has not come."""
+
+_caused = log.limited("http")
 
 
 class HttpServer:
@@ -27,7 +34,7 @@ class HttpServer:
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
         self._turns, self._tasks = Turns(), tasks
         self._connections = Connections(refuse, self._turns)
-        self._listener: HttpListener | None = None
+        self._listener: TcpListener | None = None
 
     async def start(self, host: str, port: int, option: str) -> int:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.
@@ -42,7 +49,16 @@ class HttpServer:
         server = self._runner.server
         assert server is not None
         try:
-            self._listener = HttpListener(lambda: HttpConnection(server, self._connections), self._turns, self._tasks)
+            loop = asyncio.get_running_loop()
+            self._listener = TcpListener(
+                lambda connection, _: loop.connect_accepted_socket(
+                    lambda: HttpConnection(server, self._connections), connection
+                ),
+                SocketOptions(RECEIVE_BYTES),
+                self._turns,
+                self._tasks,
+                _caused,
+            )
             return await self._listener.start(host, port)
         except OSError as error:
             raise cannot_listen("HTTP", f"{host}:{port}", option, error) from error

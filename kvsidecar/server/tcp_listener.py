@@ -1,79 +1,101 @@
-"""Accepts the connections of the HTTP port in turns. (asyncio's own server accepts all that wait in one iteration.)"""
+"""Accepts the connections of a TCP port in turns. (asyncio's own server accepts all that wait in one iteration.)"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
 from kvsidecar.server.turns import Turns
-from kvsidecar.support import log
 from kvsidecar.support.accepting import accept
+from kvsidecar.support.log import Limited
 from kvsidecar.support.tasks import TaskSet
 
 BACKLOG = 1024
-RECEIVE_BYTES = 16 * 1024
-"""SO_RCVBUF: at most twice as much is read of a client at a time, and kept while its turn has not come."""
-
-_caused = log.limited("http")
+_WILDCARDS = ("0.0.0.0", "::")
 
 
-class HttpListener:
+@dataclass(frozen=True, slots=True)
+class SocketOptions:
+    receive_bytes: int
+    """SO_RCVBUF: the kernel keeps at most twice as much of a client that is not read from."""
+    send_bytes: int | None = None
+    """SO_SNDBUF: the same of a client that does not read; None: as many as the kernel likes."""
+    both_families: bool = False
+    """Whether a wildcard address means IPv4 and IPv6."""
+
+
+class TcpListener:
     """Listens on all addresses of a host.
 
     Args:
-        make: the protocol of a connection.
+        accepted: called with each connection, which does not block and is then the callee's unless it raises, and the
+            address of its other end.
+        turns: of new connections.
         tasks: own the accepting.
+        caused: logs what fails.
     """
 
-    def __init__(self, make: Callable[[], asyncio.Protocol], turns: Turns, tasks: TaskSet) -> None:
-        self._make, self._turns, self._tasks = make, turns, tasks
+    def __init__(
+        self,
+        accepted: Callable[[socket.socket, Any], Awaitable[object]],
+        options: SocketOptions,
+        turns: Turns,
+        tasks: TaskSet,
+        caused: Limited,
+    ) -> None:
+        self._accepted, self._options, self._turns = accepted, options, turns
+        self._tasks, self._caused = tasks, caused
         self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port, of the first address. Raises OSError."""
+        """Returns the port, which is the same for all addresses. Raises OSError."""
+        both = self._options.both_families and host in _WILDCARDS and socket.has_dualstack_ipv6()
         found = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            "::" if both else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         try:
             for family, kind, protocol, _, address in dict.fromkeys(found):
-                self._listeners.append(_bound(socket.socket(family, kind, protocol), address))
+                listener = socket.socket(family, kind, protocol)
+                self._listeners.append(listener)
+                self._bind(listener, (address[0], port, *address[2:]), only_v6=not both)
+                port = listener.getsockname()[1]
         except OSError:
             self.close()
             raise
-        for listener in self._listeners:
-            self._tasks.spawn(self._accept(listener), name="http-accept")
-        return int(self._listeners[0].getsockname()[1])
+        self._accepting = [self._tasks.spawn(self._accept(each), name="tcp-accept") for each in self._listeners]
+        return port
 
     def close(self) -> None:
-        """Listen no more. The owner of the tasks cancels the accepting first."""
+        """Listen no more."""
+        for task in self._accepting:
+            task.cancel()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await accept(listener, _caused)
+            connection, address = await accept(listener, self._caused)
             try:
                 await self._turns.wait(connection=True)
-                await loop.connect_accepted_socket(self._make, connection)
+                await self._accepted(connection, address)
             except BaseException as error:
                 connection.close()
                 if not isinstance(error, OSError):
                     raise
 
-
-def _bound(listener: socket.socket, address: object) -> socket.socket:
-    try:
+    def _bind(self, listener: socket.socket, address: object, *, only_v6: bool) -> None:
+        options = self._options
         listener.setblocking(False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.receive_bytes)
+        if options.send_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.send_bytes)
         if listener.family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only_v6))
         listener.bind(address)  # type: ignore[arg-type]
         listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -1,4 +1,4 @@
-"""Spreads what clients of the HTTP port cause over iterations of the event loop, so that lookups do not wait for it.
+"""Spreads what clients of a TCP port cause over iterations of the event loop, so that lookups do not wait for it.
 
 Anybody who reaches the port may send as much as the network carries. Whatever they cause takes a turn: one for each
 iteration of the loop, and so many in a second that they cost a small part of it.
