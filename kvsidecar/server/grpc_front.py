@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from kvsidecar.core.quota import Quota
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
-from kvsidecar.server import http2_frames
 from kvsidecar.server.handler import REASONS
 from kvsidecar.server.http2_gate import CallQuotas, Gate, Passed
 from kvsidecar.support import free_memory, log
@@ -149,14 +148,13 @@ class GrpcFront:
             relay.close()
 
     def admit(self, client: Client, make_end: MakeEnd) -> None:
-        """Serve a connection, or say why not and close it."""
+        """Serve a connection, or close it. Without a word: a gRPC client that has had the server's settings begins anew
+        at once, again and again, and its calls wait; one that has had none waits longer each time, and they fail."""
         try:
             self._connections_of.take(client.user)
         except LimitExceeded as error:
             self.refused(client.shown, error)
-            end = make_end(_nothing, _nothing)
-            end.send(http2_frames.turned_away(error))
-            end.close()
+            make_end(_nothing, _nothing).close()
             return
         if client.name:
             self._users[client.name] = client.user
@@ -275,7 +273,6 @@ class _Relay:
             except OSError as error:
                 busy = LimitExceeded(f"gRPC takes no more connections at this moment ({error.strerror})")
                 self._front.refused(self.client.shown, busy)
-                self._client.send(http2_frames.turned_away(busy))
                 self._gate.close()
         if self._gate.over:
             self._end()
@@ -398,3 +395,5 @@ class End:
         self.unsent = b""
         self.listen(read=False)
         self._connection.close()
+        # Of the relay, which has this end: otherwise both stay until the collector of cycles comes by.
+        self._on_readable = self._on_sent = _nothing

@@ -32,11 +32,6 @@ def goaway(last_stream: int, error: KVSidecarError) -> bytes:
     return frame(GOAWAY, 0, last_stream.to_bytes(4, "big") + ENHANCE_YOUR_CALM.to_bytes(4, "big") + text)
 
 
-def turned_away(error: KVSidecarError) -> bytes:
-    """All that a client is sent whose connection is not taken: a server speaks its settings first."""
-    return frame(SETTINGS, 0) + goaway(0, error)
-
-
 def refusal(stream: int, error: KVSidecarError, *, answered: bool) -> bytes:
     """The end of a call with an error.
 

@@ -109,6 +109,20 @@ def test_a_message_over_the_limit_is_refused_and_counted(daemon: DaemonProcess) 
     assert refusals(daemon, "limit") == 1
 
 
+def test_a_client_beyond_the_limit_of_connections_is_told_and_does_not_hammer(daemon: DaemonProcess) -> None:
+    """Its call waited for its own time limit while it connected dozens of times a second."""
+    connections = [Connection(Path(daemon.socket)) for _ in range(grpc_front.MAX_CONNECTIONS)]
+    turned_away = Connection(Path(daemon.socket))
+    eventually(lambda: not turned_away.send(b""))
+    assert refusals(daemon, "limit") == 1
+    with stub(daemon) as sidecar, pytest.raises(grpc.RpcError) as caught:
+        sidecar.Lookup(LOOKUP, timeout=SECONDS)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert refusals(daemon, "limit") == 2
+    for each in (turned_away, *connections):
+        each.close()
+
+
 def test_what_one_user_holds_stays_below_the_stated_bound_and_is_given_back(daemon: DaemonProcess) -> None:
     """As many connections and calls as are taken, each as large as it may be."""
     block = request() + literal_fields([(b"x-large", bytes(3900)), *((b"x", bytes(60)) for _ in range(50))])
