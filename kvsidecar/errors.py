@@ -50,7 +50,8 @@ class Refusal(StrEnum):
     DENIED = "denied"
     """The caller may not use this namespace, or is not an admin."""
     UNIDENTIFIED = "unidentified"
-    """The caller must identify itself, and sent no token or the token of a connection that has ended."""
+    """The caller must identify itself, and sent no token or the token of a connection that has ended; or, over TCP, no
+    certificate of the CA."""
     LIMIT = "limit"
     """The request would exceed a per-user or per-rank limit."""
     UNFINISHED = "unfinished"

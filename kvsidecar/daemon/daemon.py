@@ -281,7 +281,8 @@ class Daemon:
 
         paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         files = TlsFiles(*(Path(path) for path in paths if path is not None))
-        return RemoteServer(settings.tcp_listen, Certificates(files), self._handler, self._rpc.health)
+        endpoint, refuse = self._life.endpoint, self._metrics.refuse
+        return RemoteServer(settings.tcp_listen, Certificates(files), self._handler, self._rpc.health, endpoint, refuse)
 
     @staticmethod
     def _access(settings: Settings) -> Access:

@@ -7,35 +7,30 @@ their death. Lookups take no leases, because a lease could not be ended with its
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Hashable
+import os
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
 from kvsidecar.core.access import Caller, Identity
-from kvsidecar.errors import NotPermitted
-from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
+from kvsidecar.errors import NotPermitted, Refusal, UnknownPeer
+from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.decoding import TolerantRegistrar
+from kvsidecar.server.grpc_front import GrpcFront
+from kvsidecar.server.grpc_server import OPTIONS
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Context, Service
+from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.server.tls import Certificates
-from kvsidecar.support.addresses import bind_error, cannot_listen
+from kvsidecar.server.tls_front import LIMITS, TlsFront
+from kvsidecar.support.addresses import cannot_listen
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
-MAX_CALLS = 256
-"""Limit of unfinished calls of all remote clients. gRPC answers further calls with RESOURCE_EXHAUSTED."""
-
 _OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_metadata_size", 8192),
-    # Of a connection; further calls wait in their client. No gate stands here, and 2 MiB of headers are kept for each.
-    ("grpc.max_concurrent_streams", 16),
-    ("grpc.http2.bdp_probe", 0),  # as for the Unix socket
-    ("grpc.so_reuseport", 0),
+    *OPTIONS,
     # Detect peers that are gone: they hold a descriptor.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -45,16 +40,8 @@ _OPTIONS = [
     ("grpc.max_connection_age_ms", 3_600_000),
     ("grpc.max_connection_age_grace_ms", 30_000),
 ]
-
-
-def names_of(properties: Any) -> tuple[str, ...]:
-    """The names in a client's certificate: its subject alternative names, or else the common name (RFC 6125).
-
-    Args:
-        properties: gRPC's auth context.
-    """
-    found = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
-    return tuple(name.decode(errors="replace") for name in found)
+_PEER = "unix-abstract:"
+"""Before the name of a connection, in what gRPC says of it."""
 
 
 def _refused(text: str) -> Any:
@@ -65,7 +52,21 @@ def _refused(text: str) -> Any:
 
 
 class RemoteService(Service):
-    """`Service` for other hosts: a certificate identifies the caller. Calls that need the same host are refused."""
+    """`Service` for other hosts: a certificate identifies the caller. Calls that need the same host are refused.
+
+    Args:
+        names_at: the names in the certificate of the connection that has this name; None if it has ended.
+    """
+
+    def __init__(self, handler: Handler, names_at: Callable[[str], Any]) -> None:
+        super().__init__(handler)
+        self._names_at = names_at
+
+    def _names(self, context: Context) -> tuple[str, ...]:
+        names: tuple[str, ...] | None = self._names_at(context.peer().removeprefix(_PEER))
+        if names is None:
+            raise UnknownPeer("the connection has ended")
+        return names
 
     Release = Renew = _refused("over TCP there are no leases")
     Attach = _refused("a rank must attach over the Unix socket of its own host: memory cannot be shared between hosts")
@@ -75,26 +76,41 @@ class RemoteService(Service):
             raise NotPermitted(
                 "leases are not available over TCP, because nothing would end them with their client; use lease_ms 0"
             )
-        names = names_of(context.auth_context())
+        names = self._names(context)
         if not names:
             raise NotPermitted("the certificate has neither a subject alternative name nor a common name")
         who = Identity(certificate=names)
         return Caller(who, self._handler.access.grant(who))
 
     def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
-        return names_of(context.auth_context())
+        return self._names(context)
 
 
 class RemoteServer:
-    """Serves ``address`` (host:port) with these certificates."""
+    """Serves ``address`` (host:port) with these certificates.
+
+    Args:
+        socket_files: where gRPC's own server listens for the front.
+        refuse: counts a refusal.
+    """
 
     def __init__(
-        self, address: str, certificates: Certificates, handler: Handler, health_of: health.aio.HealthServicer
+        self,
+        address: str,
+        certificates: Certificates,
+        handler: Handler,
+        health_of: health.aio.HealthServicer,
+        socket_files: SocketFiles,
+        refuse: Callable[[Refusal], None],
     ) -> None:
-        self._address = address
-        self._certificates = certificates
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
-        pb_grpc.add_SidecarServicer_to_server(RemoteService(handler), TolerantRegistrar(self._server))
+        self._address, self._socket_files = address, socket_files
+        self._inner: int | None = None
+        """Descriptor of the file of gRPC's own socket, which only the front connects to."""
+        self._front = GrpcFront(LIMITS, refuse, handler.tasks)
+        self._listener = TlsFront(certificates, self._front, refuse, handler.tasks)
+        self._server = grpc.aio.server(options=_OPTIONS)
+        service = RemoteService(handler, self._front.user_at)
+        pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
         health_pb2_grpc.add_HealthServicer_to_server(health_of, self._server)
 
     async def start(self) -> int:
@@ -103,16 +119,22 @@ class RemoteServer:
         Raises:
             AddressUnavailable: the address cannot be bound at present.
             ConfigError: the address can never be bound.
+            SocketInUse: gRPC's own socket cannot be made.
         """
-        try:
-            port = self._server.add_secure_port(self._address, self._certificates.credentials())
-        except RuntimeError as error:
-            host, _, number = self._address.rpartition(":")
-            # gRPC gives no reason. If a bind succeeds here, the reason has passed.
-            why = bind_error(host.strip("[]"), int(number)) or OSError(errno.EADDRINUSE, "")
-            raise cannot_listen("gRPC", self._address, "tcp_listen", why) from error
+        self._inner = self._socket_files.bind_hidden(lambda path: self._server.add_insecure_port(grpc_address(path)))
         await self._server.start()
-        return port
+        self._front.start(f"/proc/self/fd/{self._inner}")
+        host, _, port = self._address.rpartition(":")
+        try:
+            return await self._listener.start(host.strip("[]"), int(port))
+        except OSError as error:
+            raise cannot_listen("gRPC", self._address, "tcp_listen", error) from error
 
     async def stop(self, grace: float) -> None:
+        """Refuse new calls; running calls may end within ``grace`` seconds."""
+        self._listener.stop_listening()
         await self._server.stop(grace)
+        self._front.close()
+        if self._inner is not None:
+            os.close(self._inner)
+            self._inner = None

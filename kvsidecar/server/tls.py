@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import ssl
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import grpc
 
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import config_files, log
 
 _log = log.get("tls")
+PROTOCOL = "h2"
+"""What gRPC's clients name in the handshake (ALPN)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class TlsFiles:
 
 
 class Certificates:
-    """Reads the files at startup, and at the first handshake after a change.
+    """Reads the files at startup, and at the first handshake after a change. Used by one thread at a time.
 
     Raises:
         ConfigError: a file is missing, unreadable or invalid, or other users can read the key.
@@ -37,46 +38,38 @@ class Certificates:
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._seen = self._stamp()
-        self._first = self._read()
+        self._context = self._read()
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Credentials for a port that requires a client certificate of the CA."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._first,
-            self._changed,  # type: ignore[arg-type]  # may return None, says gRPC's documentation
-            require_client_authentication=True,
-        )
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new configuration, or None if nothing changed. gRPC calls this at every handshake, in its own thread."""
+    def context(self) -> ssl.SSLContext:
+        """For the next handshake: of a server that requires a client certificate of the CA. Takes as long as the files
+        take to read, if they have changed."""
         stamp = self._stamp()
         if stamp == self._seen:
-            return None
+            return self._context
         self._seen = stamp  # log invalid files once; half-written ones change again
         try:
-            read = self._read()
+            self._context = self._read()
         except ConfigError as error:
             _log.error("certificates not reloaded: the previous ones stay in use", reason=str(error))
-            return None
         except Exception as error:  # noqa: BLE001 - whatever the files hold, handshakes go on
             _log.exception("certificates not reloaded: the previous ones stay in use", reason=str(error))
-            return None
-        _log.info("certificates reloaded", certificate=str(self._files.certificate))
-        return read
+        else:
+            _log.info("certificates reloaded", certificate=str(self._files.certificate))
+        return self._context
 
     def _stamp(self) -> tuple[object, ...]:
         return tuple(_stamp(path) for path in (self._files.certificate, self._files.key, self._files.client_ca))
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> ssl.SSLContext:
         files = self._files
         certificate = _content("tls_certificate", files.certificate)
         key = _content("tls_key", files.key, check=_check_key)
         authority = _content("tls_client_ca", files.client_ca)
-        # With a bad file gRPC only fails handshakes. Python's ssl reports what is wrong, in advance.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = _context()
         try:
-            context.load_cert_chain(files.certificate, files.key, password=_no_password)
-        except (OSError, ValueError) as error:  # also if it was replaced meanwhile
+            with _as_file(certificate) as certificate_file, _as_file(key) as key_file:
+                context.load_cert_chain(certificate_file, key_file, password=_no_password)
+        except (OSError, ValueError) as error:
             pair = f"tls_certificate={str(files.certificate)!r} and tls_key={str(files.key)!r}"
             raise ConfigError(f"{pair} are not a matching certificate and key in PEM format ({_why(error)})") from error
         try:
@@ -85,7 +78,31 @@ class Certificates:
             raise ConfigError(
                 f"tls_client_ca={str(files.client_ca)!r} contains no PEM certificates ({_why(error)})"
             ) from error
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+        return context
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # Before 1.3, OpenSSL keeps 20,000 sessions with their certificates for clients that resume, and negotiates anew
+    # whenever a client likes.
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the bundle may hold an intermediate CA alone
+    context.set_alpn_protocols([PROTOCOL])
+    return context
+
+
+@contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """A path with this content. OpenSSL takes only paths, and at the file's own there may be another one by now."""
+    fd = os.memfd_create("tls", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

@@ -29,17 +29,3 @@ def cannot_listen(service: str, address: str, option: str, error: OSError) -> KV
     if temporary:
         return AddressUnavailable(f"{text}: free it, or set {option}")
     return ConfigError(f"{text}: set {option}")
-
-
-def bind_error(host: str, port: int) -> OSError | None:
-    """Why a server cannot bind to this address now, for servers that do not report it; None if it can."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        return error
-    return None

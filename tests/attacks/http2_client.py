@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,8 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 9
 END_STREAM, END_HEADERS, PADDED, WITH_PRIORITY = 0x1, 0x4, 0x8, 0x20
+
+_LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def frame(kind: int, stream: int = 0, payload: bytes = b"", flags: int = 0) -> bytes:
@@ -40,12 +43,19 @@ def message(payload: bytes, declared: int | None = None) -> bytes:
 
 
 class Connection:
-    """One connection, non-blocking: what is not taken is kept, and what is answered is thrown away."""
+    """One connection, non-blocking: what is not taken is kept, and what is answered is thrown away.
 
-    def __init__(self, path: Path) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(1.0)
-        self.socket.connect(str(path))
+    Args:
+        where: the path of the gRPC socket, or a connection, perhaps in TLS.
+    """
+
+    def __init__(self, where: Path | socket.socket) -> None:
+        if isinstance(where, socket.socket):
+            self.socket = where
+        else:
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(1.0)
+            self.socket.connect(str(where))
         self.socket.setblocking(False)
         self.next_stream = 1
         self.received = 0
@@ -59,10 +69,10 @@ class Connection:
         """Send, or keep what is not taken now. Returns whether the connection is still open."""
         self._rest += data
         try:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(*_LATER):
                 while self._rest:
                     self._rest = self._rest[self.socket.send(self._rest) :]
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(*_LATER):
                 while data := self.socket.recv(65536):
                     self.received += len(data)
                 self.open = False
