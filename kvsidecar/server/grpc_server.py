@@ -32,11 +32,10 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 STREAMS_PER_CONNECTION = 512
 """Open calls of one connection. A client keeps further calls back until others have ended."""
 
-OPTIONS = [
+OPTIONS = [  # of each of gRPC's servers behind a front
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 8192),
-    ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
     # Beyond these gRPC cancels calls at random that it has not handed over yet, whoever's they are.
     ("grpc.server.max_pending_requests", 2 * MAX_ALL_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_ALL_CALLS),
@@ -103,7 +102,7 @@ class RpcServer:
         self._clients_gone = ClientsGone(refuse)
         self._inner: int | None = None
         """Descriptor of the file of gRPC's own socket, which only the front connects to."""
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION)])
         pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -31,6 +31,7 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 _OPTIONS = [
     *OPTIONS,
+    ("grpc.max_concurrent_streams", LIMITS.user.calls),  # a client keeps further calls back
     # Detect peers that are gone: they hold a descriptor.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
