@@ -23,8 +23,8 @@ class Refusal(StrEnum):
     POOL_FRAGMENTED = "pool_fragmented"
     """The pool has enough bytes, but pinned blocks of another size (leased, or being copied) occupy the slabs."""
     TABLE_FULL = "table_full"
-    """The table of the kept pool finds no memory for the records of these blocks: the file system of ``--pool-dir`` is
-    full."""
+    """The table of the kept pool finds no memory for the records of these blocks, as the file system of ``--pool-dir``
+    is full, and no old block whose records have some can be evicted for them."""
     QUOTA = "quota"
     """The job would take its share of the pool beyond its maximum, or pin bytes that are guaranteed to other shares."""
     NOT_FOUND = "not_found"

@@ -198,7 +198,8 @@ class BlockCache:
         """Reserve a slot for every block whose shard is neither sealed nor being filled.
 
         All or nothing: if a slot cannot be allocated, it returns `Refusal.POOL_FULL`, ``POOL_FRAGMENTED`` or ``QUOTA``
-        and changes nothing. ``TABLE_FULL``: the same, but blocks may have been evicted.
+        and changes nothing. ``TABLE_FULL``: the same, but blocks may have been evicted. Where the records of a new slab
+        find no memory, blocks are evicted whose records have some, although there is room.
 
         Args:
             parts: what to store; may contain a hash twice.
@@ -212,6 +213,17 @@ class BlockCache:
             InvalidRequest: no rank with this shard has attached.
             AssertionError: the space is closed.
         """
+        given = self._begin_store(parts, node, ttl, priority, idle_ttl)
+        if given is Refusal.TABLE_FULL:
+            with self._table.slots.no_new_places():
+                again = self._begin_store(parts, node, ttl, priority, idle_ttl)
+            return given if isinstance(again, Refusal) else again
+        return given
+
+    def _begin_store(
+        self, parts: Sequence[ShardPart], node: int | None, ttl: float, priority: Priority, idle_ttl: float
+    ) -> StoreGrant | Refusal:
+        """`begin_store`, with the places that slabs can have now."""
         for space, shard, _ in parts:
             require(space.users > 0, "the space is closed")
             _check_shard(space, shard)

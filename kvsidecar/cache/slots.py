@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from itertools import groupby
 from typing import NamedTuple
@@ -104,6 +105,7 @@ class SlotAllocator:
         """First unit, end and size class of each slab that was cut, if somebody has set this to a list; who takes them
         empties it."""
         self._unit = self.grid.unit
+        self._new_places = True
         self._bytes = [0] * len(SlotState)
         self._bytes[_FREE] = pool_bytes
         self._states = np.zeros(pool_bytes // SLOT_ALIGN, np.uint8)
@@ -231,6 +233,9 @@ class SlotAllocator:
         begin, end = self._places_for(shape, heads, ends)
         low, high = ends.searchsorted(begin, "right"), heads.searchsorted(end, "left")
         fits = (high > low) & (barred[high] == barred[low])
+        if not self._new_places:
+            one = np.minimum(low, len(cut) - 1)
+            fits &= (heads[one] == begin) & (ends[one] >= end) & (slabs.size[cut][one] <= size)
         begin, end = begin[fits], end[fits]
         touched = _largest_between(slabs.touched[cut], low[fits], high[fits])
         order = touched.argsort(kind="stable")
@@ -280,6 +285,21 @@ class SlotAllocator:
         return np.concatenate(begins), np.concatenate(stops)
 
     # -- state changes -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_new_places(self) -> Iterator[None]:
+        """Inside, slabs are cut only where those that are freed meanwhile were, and had as many slots at least."""
+        runs = [(part, list(zip(part.starts, part.ends, strict=True))) for part in self._parts]
+        for part in self._parts:
+            part.starts, part.ends = [], []
+        self._new_places = False
+        try:
+            yield
+        finally:
+            self._new_places = True
+            for part, withheld in runs:
+                for start, end in withheld:
+                    part.add(start, end)
 
     def allocate(self, size: int, owners: Ints, node: int | None = None) -> Ints:
         """Reserve a slot of size class ``size`` for each owner: adjacent and ascending as far as free slots allow.

@@ -146,7 +146,7 @@ class KeptPool:
         table.take_room_by(partial(os.posix_fallocate, files.table_fd))
 
     def _take_room_logged(self, take_room: TakeRoom | None) -> TakeRoom | None:
-        """The same, and the log says when stores begin to be declined for it, and when that is over."""
+        """The same, and the log says when there begins to be no room, and when that is over."""
         if take_room is None:
             return None
 
@@ -157,7 +157,7 @@ class KeptPool:
                 if not self._without_room:
                     self._without_room = error.strerror or str(error)
                     _log.error(
-                        "stores are declined: the pool's table finds no room for their records",
+                        "the pool's table finds no room for more records: stores evict what has some, or are declined",
                         carrier=self._carrier.name,
                         reason=self._without_room,
                         hint="free room in --pool-dir, or memory",

@@ -1,4 +1,4 @@
-"""The file system of a kept pool is filled by others: stores are declined, starts are cold, nothing gets a SIGBUS."""
+"""Others fill the file system of a kept pool: stores evict or are declined, starts are cold, nothing gets a SIGBUS."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from kvsidecar.client import Blocks
 from kvsidecar.pool.kept_files import FILES
 from tests.e2e.test_warm_restart import all_there, cold_reason, kill, started
-from tests.harness import DaemonProcess, Rank, done, hashes
+from tests.harness import NUM_BLOCKS, DaemonProcess, Rank, done, hashes
 
 PAGE = 4096
 POOL, TABLE = FILES
+NO_ROOM = "the pool's table finds no room for more records: stores evict what has some, or are declined"
 
 
 @pytest.fixture
@@ -83,10 +84,7 @@ def test_a_store_whose_records_find_no_room_is_declined_until_there_is_some(shor
         rank = Rank(daemon)
         assert try_store(rank, "a") == "table_full"
         assert try_store(rank, "b") == "table_full"
-        assert (
-            "No space left"
-            in daemon.wait_log("stores are declined: the pool's table finds no room for their records")["reason"]
-        )
+        assert "No space left" in daemon.wait_log(NO_ROOM)["reason"]
         assert declined(daemon) == 2
         assert rank.hits("a", "b") == 0
         filler.unlink()
@@ -100,6 +98,40 @@ def test_a_store_whose_records_find_no_room_is_declined_until_there_is_some(shor
         assert cold_reason(daemon) == ""
         all_there(daemon, "a", "b")
         filler.unlink()
+
+
+def test_stores_go_on_in_the_slabs_that_there_are_and_evict_the_oldest(short_dir: Path, small: Path) -> None:
+    with started(short_dir, *flags(small)) as daemon:
+        rank = Rank(daemon)
+        done(rank.store("a"))
+        filler = fill(small)
+        number = 0
+        while not daemon.metric("kvsidecar_evicted_blocks_total"):
+            done(rank.store(*range(number, number + NUM_BLOCKS)))
+            number += NUM_BLOCKS
+        for _ in range(3):
+            done(rank.store(*range(number, number + NUM_BLOCKS)))
+            number += NUM_BLOCKS
+            assert rank.hits(*range(number - NUM_BLOCKS, number)) == NUM_BLOCKS
+        assert daemon.metric("kvsidecar_pool_free_bytes") > (64 << 20) / 2, "the pool is full, and this tests nothing"
+        assert rank.hits("a") == 0
+        assert declined(daemon) == 0
+        daemon.wait_log(NO_ROOM)
+        filler.unlink()
+        before = daemon.metric("kvsidecar_evicted_blocks_total")
+        used = daemon.metric("kvsidecar_pool_used_bytes")
+        while daemon.metric("kvsidecar_pool_used_bytes") < 2 * used:
+            done(rank.store(*range(number, number + NUM_BLOCKS)))
+            number += NUM_BLOCKS
+        assert daemon.metric("kvsidecar_evicted_blocks_total") == before
+        daemon.wait_log("the pool's table finds room again")
+        rank.close()
+        kill(daemon)
+    with started(short_dir, *flags(small)) as daemon:
+        assert cold_reason(daemon) == ""
+        rank = Rank(daemon)
+        assert rank.hits(*range(number - NUM_BLOCKS, number)) == NUM_BLOCKS
+        rank.close()
 
 
 def test_a_start_without_room_for_a_sparse_table_is_cold_and_says_why(short_dir: Path, small: Path) -> None:
