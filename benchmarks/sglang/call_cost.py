@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region, Residency, ResidencyChange
+from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankMemory, RankSide
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankMemory, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.linker.test_events import Watch, wire
@@ -65,14 +66,16 @@ class Bench:
         options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "load_chunks": chunks})
         self.side = RankSide(
             options,
-            Namespace("bench", "bf16", "sglang pages by layer", page, 1, 1, "sglang sha256"),
-            "bench",
-            groups,
-            RankMemory(self.buffer.kv_buffers(), layouts),
+            RankFacts(
+                Identity(Namespace("bench", "bf16", "sglang pages by layer", page, 1, 1, "sglang sha256"), {}),
+                "bench",
+                groups,
+                RankMemory(self.buffer.kv_buffers(), layouts),
+                page,
+            ),
             OneRank(),
             Weights(32, lambda: "default", "bench"),
             Counters(),
-            page_size=page,
         )
         assert self.side._client.wait_ready(SECONDS).ready
         self._numbers = iter(range(1 << 40))

@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, Groups, groups_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankMemory, RankSide
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankMemory, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from kvsidecar.support.units import parse_size
 from tests.harness import SECONDS, DaemonProcess, eventually
@@ -91,6 +92,7 @@ class Engine:
         else:
             memory = host_memory(groups, row, 2 * self.pages)
         self.layers = options.layers
+        namespace = Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256")
         self.side = RankSide(
             Options.parse(
                 {
@@ -101,15 +103,17 @@ class Engine:
                     "load_chunks": chunks,
                 }
             ),
-            Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256"),
-            f"bench {chunks}",
-            groups,
-            memory,
+            RankFacts(
+                Identity(namespace, {}),
+                f"bench {chunks}",
+                groups,
+                memory,
+                options.page,
+                order,
+            ),
             OneRank(),
             Weights(32, lambda: "default", "bench"),
             Counters(),
-            page_size=options.page,
-            order=order,
         )
         assert self.side._client.wait_attached(SECONDS)
         assert self.side._client.wait_ready(SECONDS).ready

@@ -21,7 +21,7 @@ from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankSide
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess
 
@@ -106,15 +106,17 @@ class Engine:
                     "lease_seconds": 2 * SECONDS,
                 }
             ),
-            Identity(Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"), {}),
-            "sglang",
-            groups,
-            pools.export(found, groups, 0, 1),
+            RankFacts(
+                Identity(Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"), {}),
+                "sglang",
+                groups,
+                pools.export(found, groups, 0, 1),
+                PAGE,
+                order,
+            ),
             OneRank(),
             Weights(32, lambda: "default", "token"),
             Counters(),
-            page_size=PAGE,
-            order=order,
         )
         assert self.side._client.wait_attached(SECONDS)
         assert self.side._client.wait_ready(SECONDS).ready

@@ -19,7 +19,7 @@ from kvsidecar.integrations.sglang import loads
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankMemory, RankSide
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankMemory, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
 from tests.linker.transfers import PoolName, Transfer, keys
@@ -85,14 +85,10 @@ class Engine:
         options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "lease_seconds": 2 * SECONDS, **extra})
         self.side = RankSide(
             options,
-            Identity(NAMESPACE, {}),
-            name,
-            groups,
-            RankMemory(self.buffer.kv_buffers(), layouts),
+            RankFacts(Identity(NAMESPACE, {}), name, groups, RankMemory(self.buffer.kv_buffers(), layouts), PAGE),
             self.ranks,
             Weights(32, lambda: "default", name),
             self.counters,
-            page_size=PAGE,
             clock=self.clock,
         )
 

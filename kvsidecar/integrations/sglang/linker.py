@@ -33,7 +33,7 @@ from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.metrics import Metrics
 from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankSide, no_notes
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide, no_notes
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 from kvsidecar.integrations.sglang.weights import Weights, holds_no_kv, watch
 
@@ -162,11 +162,9 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 )
             elif wanted and full is not None:
                 events = Announcing(options, identity.namespace, instance, full.index, params.page_size, self._weights)
-            side = RankSide(
-                options, identity, instance, groups, memory, mine, self._weights, self.counters,
-                page_size=params.page_size, order=order, notes=no_notes if events is None else events.notes,
-            )  # fmt: skip
-            return side, found, events
+            notes = no_notes if events is None else events.notes
+            facts = RankFacts(identity, instance, groups, memory, params.page_size, order, notes)
+            return RankSide(options, facts, mine, self._weights, self.counters), found, events
 
         return start
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvsidecar.client import Blocks, Completion, JobDone, LeaseRenewal, Outcome
-from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.groups import Groups
-from kvsidecar.integrations.sglang.jobs import Jobs
+from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.transfers import Ids
-from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
+from kvsidecar.integrations.stored_filter import tags_of
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -63,24 +61,13 @@ class Loads:
     """Also SGLang's layer counter: `set_consumer` and `wait_until` are called by the forward.
 
     Args:
-        jobs: of this rank's client.
         order: called at the start of a batch: what its copies wait for; None for nothing.
         timeout: seconds from the start of a batch to its deadline.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        groups: Groups,
-        order: Callable[[], Completion | None],
-        timeout: float,
-        known: StoredFilter,
-        counters: Counters,
-        clock: Callable[[], float],
-    ) -> None:
-        self._jobs, self._groups, self._order, self._timeout = jobs, groups, order, timeout
-        self._known, self._counters, self._clock = known, counters, clock
+    def __init__(self, shared: Shared, order: Callable[[], Completion | None], timeout: float) -> None:
+        self._jobs, self._groups, self._order, self._timeout = shared.jobs, shared.groups, order, timeout
+        self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._queued: dict[str, _Queued] = {}
         self._batches: dict[int, _Batch] = {}
         self._next = 0

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.client import Client, LeaseRenewal, LookupMode, Namespace
+from kvsidecar.client import LeaseRenewal, LookupMode, Namespace
 from kvsidecar.client.types import LookupResult
 from kvsidecar.integrations.proportion import in_proportion
-from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.groups import KV, Group, Groups
+from kvsidecar.integrations.sglang.groups import KV, Group
 from kvsidecar.integrations.sglang.restorable import restorable
+from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of, name_of
-from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
+from kvsidecar.integrations.stored_filter import tags_of
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -57,24 +57,13 @@ class Lookups:
         keys: converts joined hashes to keys of the current weights.
         budget: longest time in seconds that a lookup may wait; `in_proportion`, since with pages of one token a prompt
             has tens of thousands.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        namespace: Namespace,
-        groups: Groups,
-        keys: Callable[[bytes], bytes],
-        known: StoredFilter,
-        counters: Counters,
-        budget: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._client, self._namespace, self._groups, self._keys = client, namespace, groups, keys
+    def __init__(self, shared: Shared, namespace: Namespace, keys: Callable[[bytes], bytes], budget: float) -> None:
+        self._client, self._namespace, self._groups, self._keys = shared.jobs.client, namespace, shared.groups, keys
         self._budget = budget
-        self._known, self._counters, self._clock = known, counters, clock
-        self._trailing = any(group.pool != KV for group in groups.all)
+        self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
+        self._trailing = any(group.pool != KV for group in shared.groups.all)
         self._offers: dict[str, Offer] = {}
         """By request; the oldest first."""
 

@@ -10,11 +10,9 @@ from functools import partial
 from typing import Any
 
 from kvsidecar.client import Blocks, JobDone, Outcome
-from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.groups import Groups
-from kvsidecar.integrations.sglang.jobs import Jobs
 from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, Pages, split
-from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
+from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.stored_filter import Tags, tags_of
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -43,25 +41,20 @@ class Offloads:
         order: called for each store: what it comes after, as `Client.store` takes it.
         notes: of a group's blocks with these keys, joined.
         num_pages: of the pool of full attention.
-        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        jobs: Jobs,
-        groups: Groups,
+        shared: Shared,
         stores: Callable[[int], bool],
         order: Callable[[], Any],
         notes: Callable[[int, bytes], bytes],
         num_pages: int,
-        known: StoredFilter,
-        counters: Counters,
-        clock: Callable[[], float],
     ) -> None:
-        self._jobs, self._groups, self._stores, self._order = jobs, groups, stores, order
+        self._jobs, self._groups, self._stores, self._order = shared.jobs, shared.groups, stores, order
         self._notes = notes
         self._most_held = max(1, int(num_pages * HELD_FRACTION))
-        self._known, self._counters, self._clock = known, counters, clock
+        self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._pending: deque[_Offload] = deque()
         self._held = 0
 

@@ -21,9 +21,9 @@ from kvsidecar.integrations.sglang.loads import Loads, Pages
 from kvsidecar.integrations.sglang.lookups import Lookups
 from kvsidecar.integrations.sglang.offloads import Offloads
 from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
 from kvsidecar.integrations.sglang.weights import Weights
-from kvsidecar.integrations.stored_filter import StoredFilter
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -66,73 +66,65 @@ class Ranks(Protocol):
         """Whether every rank says yes."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What the linker has found out about a rank."""
+
+    identity: Identity
+    instance: str
+    """Name of the engine, the same for all of its ranks and unique on the node."""
+    groups: Groups
+    memory: RankMemory
+    page_size: int
+    """Tokens in a page."""
+    order: Order | None = None
+    """None if kernels are synchronous."""
+    notes: Callable[[int, bytes], bytes] = no_notes
+    """What other engines need to know about a group's blocks with these keys, joined."""
+
+
 class RankSide:
     """
     Args:
-        instance: name of the engine, the same for all of its ranks and unique on the node.
-        page_size: tokens in a page.
-        order: None if kernels are synchronous.
-        notes: what other engines need to know about a group's blocks with these keys, joined.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         options: Options,
-        identity: Identity,
-        instance: str,
-        groups: Groups,
-        memory: RankMemory,
+        facts: RankFacts,
         ranks: Ranks,
         weights: Weights,
         counters: Counters,
         *,
-        page_size: int,
-        order: Order | None = None,
-        notes: Callable[[int, bytes], bytes] = no_notes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options, self._groups, self._ranks, self._page_size = options, groups, ranks, page_size
+        identity, groups, order = facts.identity, facts.groups, facts.order
+        self._options, self._groups, self._ranks, self._page_size = options, groups, ranks, facts.page_size
         self._weights, self._counters, self._order = weights, counters, order
         self._client = Client(
             options.socket,
-            name=f"{instance} rank {ranks.rank}",
+            name=f"{facts.instance} rank {ranks.rank}",
             step_budget=options.lookup_budget,
             local_protocol=options.local_protocol,
         )
-        self._known, self._epoch = StoredFilter(), 0
-        self._layouts = memory.groups
-        self._jobs = jobs = Jobs(self._client, counters)
-        self._lookups = Lookups(
-            self._client,
-            identity.namespace,
-            groups,
-            lambda hashes: weights.keys(hashes),
-            self._known,
-            counters,
-            options.lookup_budget,
-            clock,
-        )
-        self.loads = Loads(jobs, groups, self._mark, options.load_timeout, self._known, counters, clock)
+        self._layouts, self._epoch = facts.memory.groups, 0
+        self._jobs = Jobs(self._client, counters)
+        shared = Shared(self._jobs, groups, counters, clock)
+        self._known = shared.known
+        self._lookups = Lookups(shared, identity.namespace, weights.keys, options.lookup_budget)
+        self.loads = Loads(shared, self._mark, options.load_timeout)
         replicated = {group.index for group in groups.all if group.replicated}
-        num_pages = max(layout.num_blocks for layout in memory.groups)
+        num_pages = max(layout.num_blocks for layout in self._layouts)
         self._offloads = Offloads(
-            jobs,
-            groups,
-            lambda group: ranks.rank == 0 or group not in replicated,
-            self._after,
-            notes,
-            num_pages,
-            self._known,
-            counters,
-            clock,
+            shared, lambda group: ranks.rank == 0 or group not in replicated, self._after, facts.notes, num_pages
         )
         self._failed = False
         self._client.attach(
-            instance=instance,
+            instance=facts.instance,
             namespace=identity.namespace,
-            buffers=memory.buffers,
-            groups=memory.groups,
+            buffers=facts.memory.buffers,
+            groups=self._layouts,
             rank=ranks.rank,
             world_size=ranks.size,
             events=order.ring if order is not None else None,
