@@ -281,8 +281,15 @@ class Daemon:
 
         paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         files = TlsFiles(*(Path(path) for path in paths if path is not None))
-        endpoint, refuse = self._life.endpoint, self._metrics.refuse
-        return RemoteServer(settings.tcp_listen, Certificates(files), self._handler, self._rpc.health, endpoint, refuse)
+        return RemoteServer(
+            settings.tcp_listen,
+            Certificates(files),
+            self._handler,
+            self._rpc.health,
+            self._life.endpoint,
+            self._metrics.refuse,
+            self._life.turns,
+        )
 
     @staticmethod
     def _access(settings: Settings) -> Access:

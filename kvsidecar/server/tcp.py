@@ -26,6 +26,7 @@ from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.server.tls import Certificates
 from kvsidecar.server.tls_front import LIMITS, TlsFront
 from kvsidecar.support.addresses import cannot_listen
+from kvsidecar.support.turns import Turns
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
@@ -93,6 +94,7 @@ class RemoteServer:
     Args:
         socket_files: where gRPC's own server listens for the front.
         refuse: counts a refusal.
+        turns: of the users, for all that is relayed.
     """
 
     def __init__(
@@ -103,11 +105,12 @@ class RemoteServer:
         health_of: health.aio.HealthServicer,
         socket_files: SocketFiles,
         refuse: Callable[[Refusal], None],
+        turns: Turns,
     ) -> None:
         self._address, self._socket_files = address, socket_files
         self._inner: int | None = None
         """Descriptor of the file of gRPC's own socket, which only the front connects to."""
-        self._front = GrpcFront(LIMITS, refuse, handler.tasks)
+        self._front = GrpcFront(LIMITS, refuse, handler.tasks, turns)
         self._listener = TlsFront(certificates, self._front, refuse, handler.tasks)
         self._server = grpc.aio.server(options=_OPTIONS)
         service = RemoteService(handler, self._front.user_at)
