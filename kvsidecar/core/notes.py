@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.core.changes import Change
 from kvsidecar.types import Namespace
-
-if TYPE_CHECKING:
-    from kvsidecar.core.residency import Change
 
 MAX_NOTES_BYTES = 64 * 1024 * 1024
 """Notes that are kept for watchers to come, of all users."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Final, Protocol
@@ -19,6 +18,7 @@ import numpy as np
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.metrics import Metrics, ResetReason
 from kvsidecar.core.notes import Notes, without_blocks
 from kvsidecar.errors import InvalidRequest
@@ -44,29 +44,6 @@ MAX_COMPARED = 8192
 """Blocks that are looked at to join changes, per `INTERVAL` and namespace: it takes about a millisecond."""
 MAX_NOTE_BYTES = 16 * 1024
 """Of one block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    kind: Residency
-    group: int
-    hashes: bytes = b""
-    """Joined."""
-    notes: bytes = b""
-    """Joined; as many bytes for each hash."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One message to a watcher."""
-
-    sequence: int
-    """1, 2, 3, ..."""
-    changes: tuple[Change, ...]
-    reset: bool = False
-    """Before the changes: a snapshot begins."""
-    complete: bool = False
-    """After the changes: the snapshot ends."""
 
 
 class Receiver(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Generator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvsidecar.core.changes import Update
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.job import JobBlocks, JobResult
 from kvsidecar.core.layout import MAX_REGIONS, STEP
@@ -14,7 +15,6 @@ from kvsidecar.core.lookups import Choice
 from kvsidecar.core.namespace_options import taken
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, RankRegistration
-from kvsidecar.core.residency import Update
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import (
     MODE_FROM_WIRE,

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from kvsidecar import __version__
+from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
-from kvsidecar.core.residency import Change, Receiver, Update, Watches
+from kvsidecar.core.residency import Receiver, Watches
 from kvsidecar.core.sessions import ID_BITS, Peer
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 from kvsidecar.server import convert

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvsidecar.cache.block import StoreGrant
 from kvsidecar.client import ResidencyChange
 from kvsidecar.client.inbox import Inbox
+from kvsidecar.core.changes import Update
 from kvsidecar.core.fetches import shard_space
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.residency import Update, Watches
+from kvsidecar.core.residency import Watches
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.publisher.follower import Follower
 from kvsidecar.publisher.topic import VLLM, Topic

@@ -1,0 +1,30 @@
+"""What watchers are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsidecar.types import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    kind: Residency
+    group: int
+    hashes: bytes = b""
+    """Joined."""
+    notes: bytes = b""
+    """Joined; as many bytes for each hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One message to a watcher."""
+
+    sequence: int
+    """1, 2, 3, ..."""
+    changes: tuple[Change, ...]
+    reset: bool = False
+    """Before the changes: a snapshot begins."""
+    complete: bool = False
+    """After the changes: the snapshot ends."""
