@@ -122,7 +122,6 @@ class Metrics:
         self._backend = backend
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
-        self.registry.register(ProcessMetrics())
         self.refusals = counter("kvsidecar_refusals", "Requests and jobs that were refused, by reason.", ["reason"])
         self.copied_bytes = counter("kvsidecar_copied_bytes", "Bytes moved by successful copies.", ["direction"])
         self.copy_seconds = histogram(
@@ -239,6 +238,7 @@ class Metrics:
         self.warm_started(WarmStart())
         self._by_events = frozenset(family.name for family in self.registry.collect())
         """Families that events update. Their samples may have a suffix, such as ``_total``."""
+        self.registry.register(ProcessMetrics())
         self.registry.register(self)
 
     def read_gauges_from(self, source: Callable[[], Gauges]) -> None:

@@ -294,7 +294,7 @@ class Watches:
                 if feed.empty:
                     break
             for watch in tuple(feed.watches):
-                yield from self._go_on(watch)
+                yield from self._go_on(feed, watch)
                 if watch.reset or watch.snapshot is not None or not feed.empty:
                     self._arm()
 
@@ -336,7 +336,7 @@ class Watches:
             self._send(watch, changes)
         return watch.reset is None
 
-    def _go_on(self, watch: Watch) -> Iterator[None]:
+    def _go_on(self, feed: _Feed, watch: Watch) -> Iterator[None]:
         """Begin or continue its snapshot, a message at a time."""
         if watch.ended:
             return
@@ -347,12 +347,15 @@ class Watches:
         left = PIECES * MAX_UPDATE_BYTES
         while not watch.ended and watch.snapshot is not None and left > 0 and watch.receiver.has_room():
             changes: list[Change] = []
-            room = MAX_UPDATE_BYTES
+            room, wait = MAX_UPDATE_BYTES, False
             while watch.snapshot is not None and room > 0:
                 try:
                     change = next(watch.snapshot)
                 except StopIteration:
-                    watch.snapshot = None
+                    # What has come since the last message may be what the snapshot waited for: it goes first.
+                    wait = not feed.empty
+                    if not wait:
+                        watch.snapshot = None
                     break
                 if change is None:
                     room -= MAX_UPDATE_BYTES // 32  # to find nothing takes its time as well
@@ -362,6 +365,8 @@ class Watches:
             left -= MAX_UPDATE_BYTES - room
             if changes or watch.snapshot is None:
                 self._send(watch, tuple(changes), complete=watch.snapshot is None)
+            if wait:
+                return
             yield
 
     def _send(self, watch: Watch, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
