@@ -66,5 +66,5 @@ class HttpServer:
     async def stop(self) -> None:
         await self._tasks.cancel()
         if self._listener is not None:
-            self._listener.close()
+            await self._listener.close()
         await self._runner.cleanup()

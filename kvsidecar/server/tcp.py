@@ -136,7 +136,7 @@ class RemoteServer:
 
     async def stop(self, grace: float) -> None:
         """Refuse new calls; running calls may end within ``grace`` seconds."""
-        self._listener.stop_listening()
+        await self._listener.stop_listening()
         await self._server.stop(grace)
         self._front.close()
         if self._inner is not None:

@@ -64,15 +64,17 @@ class TcpListener:
                 self._bind(listener, (address[0], port, *address[2:]), only_v6=not both)
                 port = listener.getsockname()[1]
         except OSError:
-            self.close()
+            await self.close()
             raise
         self._accepting = [self._tasks.spawn(self._accept(each), name="tcp-accept") for each in self._listeners]
         return port
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Listen no more."""
         for task in self._accepting:
             task.cancel()
+        if self._accepting:  # they have registered the sockets' descriptors, which others may get next
+            await asyncio.wait(self._accepting)
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()

@@ -74,9 +74,9 @@ class TlsFront:
         self._seconds = self._tasks.spawn(self._each_second(), name="handshake-seconds")
         return port
 
-    def stop_listening(self) -> None:
+    async def stop_listening(self) -> None:
         """Take no more connections, and give up the handshakes; the connections that there are go on."""
-        self._listener.close()
+        await self._listener.close()
         if self._seconds is not None:
             self._seconds.cancel()
         for task in tuple(self._under_way.values()):

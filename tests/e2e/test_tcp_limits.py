@@ -23,7 +23,7 @@ from tests.e2e.test_grpc_front import LOOKUP
 from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_tcp import Pki, Remote, pki, remote, stub
 from tests.e2e.test_unfinished import open_fds, refusals
-from tests.harness import NAMESPACE, SECONDS, eventually, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 
 trustme = pytest.importorskip("trustme")
 
@@ -64,6 +64,11 @@ def is_closed(connection: socket.socket) -> bool:
     return False
 
 
+def logged(daemon: DaemonProcess) -> int:
+    """How many lines say that something was refused."""
+    return len([line for line in daemon.read_so_far() if line["event"] == "gRPC refused"])
+
+
 def hits(client: RemoteClient) -> int:
     return client.lookup(NAMESPACE, {0: hashes("a")}).groups[0].hits
 
@@ -95,7 +100,7 @@ def begin_handshake(connection: socket.socket, context: ssl.SSLContext) -> None:
 
 def test_headers_that_become_a_hundred_times_as_large_cost_nothing(remote: Remote, pki: Pki) -> None:
     """One connection alone took 44 MiB, and 40 of them 1.3 GiB."""
-    daemon, context = remote.daemon, context_of(pki, pki.client(HOSTILE))
+    daemon, context, began = remote.daemon, context_of(pki, pki.client(HOSTILE)), time.monotonic()
     bomb = request() + b"\x90" * headers_bomb.FIELDS
     with ExitStack() as stack, honest(remote, pki) as client:
         start = most = rss_mib(daemon)
@@ -115,8 +120,7 @@ def test_headers_that_become_a_hundred_times_as_large_cost_nothing(remote: Remot
     line = daemon.wait_log("gRPC refused")
     assert line["certificate"] == HOSTILE
     assert "header block" in line["reason"]
-    said = [line for line in daemon.read_so_far() if line["event"] == "gRPC refused"]
-    assert len(said) < headers_bomb.CONNECTIONS / 2, "one line for each"
+    assert logged(daemon) <= time.monotonic() - began + 1, "one line for each"
 
 
 def test_half_sent_calls_are_ended_in_words_and_their_connection_goes_on(remote: Remote, pki: Pki) -> None:
@@ -259,7 +263,8 @@ def test_who_is_refused_is_counted_and_the_log_says_why_once(
     context = context_of(pki, tls, "http/1.1" if shown == "HTTP/1.1" else "h2")
     if shown == "TLS 1.2":
         context.maximum_version = ssl.TLSVersion.TLSv1_2
-    for _ in range(20):
+    began = time.monotonic()
+    for _ in range(8):
         with raw(remote) as connection:
             if shown == "plain text":
                 connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
@@ -270,19 +275,18 @@ def test_who_is_refused_is_counted_and_the_log_says_why_once(
                     continue
             eventually(lambda: is_closed(connection))  # noqa: B023 - called at once
             connection.close()
-    eventually(lambda: refusals(remote.daemon, reason) == 20)
+    eventually(lambda: refusals(remote.daemon, reason) == 8)
     line = remote.daemon.wait_log("gRPC refused")
     assert line["address"] == "127.0.0.1"
     assert said in line["reason"]
-    lines = [each for each in remote.daemon.read_so_far() if each["event"] == "gRPC refused"]
-    assert len(lines) < 10, "one line for each"
+    assert logged(remote.daemon) <= time.monotonic() - began + 1, "one line for each"
 
 
 def test_a_probe_of_the_port_is_no_refusal(remote: Remote, pki: Pki) -> None:
     for _ in range(5):
         raw(remote).close()
     with honest(remote, pki):
-        assert not [line for line in remote.daemon.read_so_far() if line["event"] == "gRPC refused"]
+        assert not logged(remote.daemon)
     assert sum(refusals(remote.daemon, reason) for reason in ("client_gone", "unfinished", "invalid_request")) == 0
 
 
@@ -332,10 +336,11 @@ def test_a_handshake_in_single_bytes_succeeds(remote: Remote, pki: Pki) -> None:
         call += frame(DATA, 1, message(LOOKUP.SerializeToString()), END_STREAM)
         tls.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4) + call)
         connection.sendall(to_send.read())  # the end of the handshake and a call, at once
-        answer, until = b"", time.monotonic() + SECONDS
+        answer = b""
         while b"grpc-status\x010" not in answer:
-            assert time.monotonic() < until
-            received.write(connection.recv(65536))
+            data = connection.recv(65536)
+            assert data, "the daemon has closed the connection"
+            received.write(data)
             try:
                 answer += tls.read(65536)
             except ssl.SSLWantReadError:
