@@ -77,28 +77,22 @@ PUBLISHED = frozenset({State.CONNECTED, State.ATTACHED})
 HUNG = frozenset({State.GIVEN_UP, State.ABANDONING})
 CLOSING = frozenset({State.LEAVING, State.ENDING, State.ABANDONING, State.CLOSED})
 
-_BEGIN = {Event.START: State.CONNECTING, Event.TRY: State.TRYING}
+S, E = State, Event
 _NEXT: dict[State, dict[Event, State]] = {
-    State.IDLE: {**_BEGIN, Event.DIAL: State.DIALLING, Event.CLOSE: State.CLOSED},
-    State.DIALLING: {
-        **_BEGIN, Event.CONNECTED: State.CONNECTED, Event.FAILED: State.DIALLING, Event.CLOSE: State.CLOSED,
+    S.IDLE: {E.DIAL: S.DIALLING, E.START: S.CONNECTING, E.TRY: S.TRYING, E.CLOSE: S.CLOSED},
+    S.DIALLING: {
+        E.CONNECTED: S.CONNECTED, E.FAILED: S.DIALLING, E.START: S.CONNECTING, E.TRY: S.TRYING, E.CLOSE: S.CLOSED,
     },
-    State.CONNECTED: {**_BEGIN, Event.LOST: State.DIALLING, Event.CLOSE: State.CLOSED},
-    State.TRYING: {
-        Event.CONNECTED: State.TRYING, Event.ATTACHED: State.ATTACHED, Event.FAILED: State.CLOSED,
-        Event.CLOSE: State.CLOSED,
-    },
-    State.CONNECTING: {
-        Event.CONNECTED: State.CONNECTING, Event.ATTACHED: State.ATTACHED, Event.FAILED: State.CONNECTING,
-        Event.CLOSE: State.CLOSED,
-    },
-    State.ATTACHED: {Event.LOST: State.QUIESCING, Event.GIVE_UP: State.GIVEN_UP, Event.CLOSE: State.LEAVING},
-    State.QUIESCING: {Event.ENDED: State.CONNECTING, Event.CLOSE: State.ENDING},
-    State.GIVEN_UP: {Event.ENDED: State.CONNECTING, Event.CLOSE: State.ABANDONING},
-    State.LEAVING: {Event.ENDED: State.CLOSED},
-    State.ENDING: {Event.ENDED: State.CLOSED},
-    State.ABANDONING: {Event.ENDED: State.CLOSED},
-    State.CLOSED: {Event.CONNECTED: State.CLOSED, Event.ATTACHED: State.LEAVING, Event.FAILED: State.CLOSED},
+    S.CONNECTED: {E.LOST: S.DIALLING, E.START: S.CONNECTING, E.TRY: S.TRYING, E.CLOSE: S.CLOSED},
+    S.TRYING: {E.CONNECTED: S.TRYING, E.ATTACHED: S.ATTACHED, E.FAILED: S.CLOSED, E.CLOSE: S.CLOSED},
+    S.CONNECTING: {E.CONNECTED: S.CONNECTING, E.ATTACHED: S.ATTACHED, E.FAILED: S.CONNECTING, E.CLOSE: S.CLOSED},
+    S.ATTACHED: {E.LOST: S.QUIESCING, E.GIVE_UP: S.GIVEN_UP, E.CLOSE: S.LEAVING},
+    S.QUIESCING: {E.ENDED: S.CONNECTING, E.CLOSE: S.ENDING},
+    S.GIVEN_UP: {E.ENDED: S.CONNECTING, E.CLOSE: S.ABANDONING},
+    S.LEAVING: {E.ENDED: S.CLOSED},
+    S.ENDING: {E.ENDED: S.CLOSED},
+    S.ABANDONING: {E.ENDED: S.CLOSED},
+    S.CLOSED: {E.CONNECTED: S.CLOSED, E.ATTACHED: S.LEAVING, E.FAILED: S.CLOSED},
 }  # fmt: skip
 
 
@@ -107,6 +101,6 @@ def after(state: State, event: Event) -> State:
     following = _NEXT[state].get(event)
     if following is not None:
         return following
-    if event in (Event.DIAL, Event.GIVE_UP) or (state in CLOSING and event in (Event.CLOSE, *_BEGIN)):
+    if event in (E.DIAL, E.GIVE_UP) or (state in CLOSING and event in (E.START, E.TRY, E.CLOSE)):
         return state
     raise ClientError(f"{event.value!r} is impossible while the connection is {state.value}")

@@ -4,14 +4,11 @@ How the client works
 ====================
 
 A client has one `Supervisor` and one `Ledger` for its whole life, and one `Transport` with one `Session` for each run
-of the daemon that it connects to. `states` draws the states of the connection.
-
-- While it connects, attempts repeat with a backoff.
-- While it is connected, the supervisor waits for the end of the daemon's process, of the attach socket or of the
-  stream, whichever is first, and makes the circuit breaker's probes.
-- While a session ends, a job that was not sent ends at once; a store, when its daemon has said that it goes down; the
-  others, when there is proof (`quiescing`) that no copy of the session runs. There is no new session with that run of
-  the daemon before the memory of the last one is unmapped.
+of the daemon that it connects to. `states` draws the states of the connection. While it is connected, the supervisor
+waits for the end of the daemon's process, of the attach socket or of the stream, whichever is first, and makes the
+circuit breaker's probes. While a session ends, a job that was not sent ends at once; a store, when its daemon has said
+that it goes down; the others, when there is proof (`quiescing`) that no copy of the session runs. There is no new
+session with that run of the daemon before the memory of the last one is unmapped.
 
 A store goes down through these layers; no layer calls back up::
 
@@ -94,21 +91,17 @@ STREAM_END_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Dialling:
-    """How a client connects."""
+    """How a client connects: arguments of `Client`. Times are in seconds."""
 
     socket: str
-    """Path of the daemon's gRPC socket."""
     name: str
-    """Free text for the daemon's log."""
     local: bool
-    """Whether to use the local protocol if the daemon offers it."""
     timeout: float
-    """Time limit of a connection and of a registration, in seconds."""
+    """Of a connection, and of a registration."""
     step_budget: float
-    """Default time limit of a lookup, and that of the breaker's probes, in seconds."""
+    """Also for the breaker's probes."""
     breaker: CircuitBreaker
     backoff: Backoff
-    """Delays between attempts to connect."""
 
 
 class Supervisor:
@@ -289,9 +282,10 @@ class Supervisor:
             if session.id and not session.ended:
                 return session
             error = session.error
-        # Look before this end closes the connection.
         unavailable = error is not None and error.code is grpc.StatusCode.UNAVAILABLE
-        going_down = unavailable and self._is_going_down(transport)
+        # Look before this end closes the connection. A daemon that is draining or has lost the device refuses with the
+        # same status code, and keeps the attach socket open.
+        going_down = unavailable and self.wait_until(transport.connection.ended, STREAM_END_SECONDS / 5)
         # No job was sent on it. A daemon that hangs in the registration unmaps the memory when the stream breaks.
         session.cancel()
         session.join()
@@ -304,24 +298,16 @@ class Supervisor:
             raise DaemonUnreachable(f"the daemon at {self._dialling.socket} went away: {error.text}")
         raise AttachRefused(error.text)
 
-    def _is_going_down(self, transport: Transport) -> bool:
-        """Whether the daemon also closes the attach socket. A daemon that is draining or has lost the device refuses
-        with the same status code, and keeps the socket open."""
-        return self.wait_until(transport.connection.ended, STREAM_END_SECONDS / 5)
-
     def _log_failure(self, error: ClientError) -> None:
         if self._state is State.CLOSED:
             return
-        if isinstance(error, AttachRefused) and str(error) != self._refused_before:
-            self._refused_before = str(error)
-            _log.warning(
-                "the daemon at %s refuses this rank; trying again until it accepts: %s",
-                self._dialling.socket,
-                self._refused_before,
-            )
+        text, socket = str(error), self._dialling.socket
+        if isinstance(error, AttachRefused) and text != self._refused_before:
+            self._refused_before = text
+            _log.warning("the daemon at %s refuses this rank; trying again until it accepts: %s", socket, text)
         elif not self._lost:
-            self._lost = str(error)
-            _log.warning("going on without a daemon, still trying to connect: %s", self._lost)
+            self._lost = text
+            _log.warning("going on without a daemon, still trying to connect: %s", text)
 
     def _pause(self, begun: State) -> None:
         """Wait for the next attempt."""
