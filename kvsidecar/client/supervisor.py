@@ -149,7 +149,6 @@ class Supervisor:
         with self._changed:
             self._enter(Event.TRY if once else Event.START)
             self._registration, self.error = registration, None
-            self._start_thread()
         self._wake.set()
 
     @property
@@ -160,18 +159,15 @@ class Supervisor:
         """Begin to connect, unless it has begun."""
         with self._changed:
             self._enter(Event.DIAL)
-            self._start_thread()
-
-    def _start_thread(self) -> None:
-        if self._state in CONNECTING and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvsidecar-keep", daemon=True)
-            self._thread.start()
 
     def _enter(self, event: Event) -> State:
         """The only place where the state changes. With the lock held."""
         self._state = after(self._state, event)
         if self._state not in PUBLISHED:
             self.transport = self.session = None
+        if self._state in CONNECTING and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvsidecar-keep", daemon=True)
+            self._thread.start()  # it waits for the lock
         self._changed.notify_all()
         return self._state
 

@@ -84,10 +84,7 @@ class RankFacts:
 
 
 class RankSide:
-    """
-    Args:
-        clock: monotonic seconds.
-    """
+    """One per rank. ``clock`` tells monotonic seconds."""
 
     def __init__(
         self,
