@@ -155,6 +155,7 @@ class _Part(Watch):
 
     def release(self) -> None:
         self._topic.release(self._holder)
+        self.known.clear()  # at once: it is part of a circle of references, which the collector finds much later
 
     @property
     def pending(self) -> bool:

@@ -21,6 +21,10 @@ from tests.publisher.test_publisher import Engine, replay, subscribe, wait_for
 ATTACK_SECONDS = 6.0
 SLACK_BYTES = 64 << 20
 """For what is under way, and for what the allocator keeps."""
+REMEMBERED_BYTES = 72 << 20
+"""Of what engines have noted, before it is forgotten: less than one group may have."""
+GIVEN_BACK_SLACK = 40 << 20
+"""What the publisher may keep when it has forgotten that, beside the messages that it keeps for replays."""
 UNREAD_BYTES = 1 << 20
 """More than the kernel takes for a router that does not read."""
 CONNECTION_BYTES = 1 << 20
@@ -37,8 +41,8 @@ def replay_bytes(publisher: PublisherProcess) -> int:
     return sum(len(payload) for _, _, payload in replay(publisher.replay, 1))
 
 
-def attack(directory: Path, name: str, *kinds: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"tests.attacks.{name}", str(directory), str(ATTACK_SECONDS), *kinds]
+def attack(directory: Path, name: str, *kinds: str, seconds: float = ATTACK_SECONDS) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"tests.attacks.{name}", str(directory), str(seconds), *kinds]
     return child_process.start(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -70,6 +74,41 @@ def test_no_attack_takes_more_memory_than_is_allowed(short_dir: Path, kind: str,
                 time.sleep(0.05)
             assert result(process)[did] > 0
             assert highest - before < most + SLACK_BYTES
+            eventually(lambda: engine.store(2) <= set(router.cpu()), pause=0.2)
+        engine.rank.close()
+
+
+def test_the_memory_comes_back_when_the_attacks_are_over(short_dir: Path) -> None:
+    metrics = ("--metrics", "127.0.0.1:0")
+    with (
+        DaemonProcess(short_dir, "--pool-size", "1MiB") as daemon,
+        PublisherProcess(short_dir, daemon.socket, *metrics) as each,
+    ):
+        engine = Engine(daemon.wait_ready())
+        with subscribe(each) as router:
+            wait_for(router, engine.store(1))
+            before = rss(each.process.pid)
+            process = attack(short_dir, "publisher_memory", seconds=SECONDS)
+            try:
+                eventually(
+                    lambda: (
+                        each.metric("kvsidecar_publisher_known_bytes") > REMEMBERED_BYTES or process.poll() is not None
+                    ),
+                    lambda: f"{each.metric('kvsidecar_publisher_known_bytes')} bytes are remembered",
+                    pause=0.2,
+                )
+            finally:
+                process.kill()
+                process.communicate()
+            assert rss(each.process.pid) - before > REMEMBERED_BYTES
+            with daemon.client() as client:
+                client.clear()
+
+            def extra() -> float:
+                return rss(each.process.pid) - before - each.metric("kvsidecar_publisher_kept_bytes")
+
+            eventually(lambda: extra() < GIVEN_BACK_SLACK, lambda: f"{extra() / 2**20:.0f} MiB are kept", pause=0.2)
+            eventually(lambda: each.metric('kvsidecar_publisher_connections{endpoint="replay"}') == 0)
             eventually(lambda: engine.store(2) <= set(router.cpu()), pause=0.2)
         engine.rank.close()
 

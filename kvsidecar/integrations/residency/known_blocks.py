@@ -87,6 +87,11 @@ class KnownBlocks:
         if self.nbytes > MAX_KNOWN_BYTES:
             self.shrink(self.nbytes - MAX_KNOWN_BYTES + MAX_KNOWN_BYTES // 64)
 
+    def clear(self) -> None:
+        """Forget all of them, without a word to `forgotten`."""
+        self._infos.clear()
+        self.nbytes = 0
+
     def shrink(self, nbytes: int) -> None:
         """Forget the oldest blocks, of so many bytes."""
         # Many at once: each deletion at the front of a dict makes finding its first entry slower.
