@@ -44,6 +44,7 @@ accepts `true|false` and, in the file, a bare `true`.
 **Reload**: SIGHUP (`systemctl reload kvsidecar`) makes the daemon read the file again. Some options, marked below, take
 effect at once. The log names other options that have changed and need a restart. A reload does not change flags and
 environment variables. At a terminal SIGHUP [stops the daemon](operating.md#run).
+`kvsidecar serve --check` says what is wrong with a file before that; `systemctl reload` fails for one that is invalid.
 
 These variables are not options: `{CONFIG_VARIABLE}`; `KVSIDECAR_CONNECT` and variables that begin with it, which are
 for the admin commands ([operating.md](operating.md#from-another-host)); `KVSIDECAR_FAILPOINTS`, which injects faults in

@@ -58,7 +58,7 @@ def main() -> None:
     terminal.never_fail_to_encode()
 
 
-def _serve(**flags: str | None) -> None:
+def _serve(check: bool, **flags: str | None) -> None:
     """Run the daemon until SIGTERM.
 
     The daemon listens at once and pins the pool in the background. It is ready when the whole pool is pinned, a
@@ -70,6 +70,10 @@ def _serve(**flags: str | None) -> None:
     options that need a restart. Where standard input or the log is a terminal, SIGHUP means that it was closed, and
     stops the daemon as SIGTERM does; under nohup it reloads.
 
+    With --check it reads all of that as a start and a reload do, starts nothing and touches nothing: it prints what is
+    wrong and exits as a start would (78), or prints one line that begins with ok. Ports, memory and GPUs are for
+    kvsidecar doctor.
+
     Exit codes: 0 after SIGTERM, 1 the pool could not be pinned (--on-pin-failure), 69 no usable driver, 73 the socket
     or the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not
     return), 75 a port is in use or an address does not exist yet (a restart may help), 78 a setting is invalid, a
@@ -80,6 +84,11 @@ def _serve(**flags: str | None) -> None:
     from kvsidecar.daemon.serve import serve
 
     try:
+        if check:
+            from kvsidecar.daemon.check import check as checked
+
+            click.echo(checked(flags))
+            return
         sys.exit(serve(flags))
     except errors.KVSidecarError as error:
         fail(str(error), _exit_code(error))
@@ -101,19 +110,24 @@ def _exit_code(error: Exception) -> int:
     return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), 1)
 
 
+CHECK = click.Option(["--check"], is_flag=True, help="Check the settings, and start nothing.")
+
+
 class _Serve(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        starts = "--check" not in args  # click takes them out
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            from kvsidecar.daemon.systemd import Notifier
-            from kvsidecar.errors import ConfigError
+            if starts:
+                from kvsidecar.daemon.systemd import Notifier
+                from kvsidecar.errors import ConfigError
 
-            Notifier.from_environment().failed(ConfigError(error.format_message()))
+                Notifier.from_environment().failed(ConfigError(error.format_message()))
             raise
 
 
-main.add_command(_Serve("serve", callback=_serve, help=_serve.__doc__, params=[*click_options()]))
+main.add_command(_Serve("serve", callback=_serve, help=_serve.__doc__, params=[CHECK, *click_options()]))
 for _command in COMMANDS:
     main.add_command(_command)
 

@@ -158,7 +158,7 @@ def _load(
     from kvsidecar.pool.host_pool import HostPool, PoolSpec
     from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
 
-    tracing = _tracing(settings)
+    tracing = tracing_of(settings)
 
     async def make(life: Lifecycle, first: Launched) -> Daemon:
         """Raises ConfigError, DriverUnusable."""
@@ -278,7 +278,7 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _tracing(settings: Settings) -> Callable[[Metrics], Tracing] | None:
+def tracing_of(settings: Settings) -> Callable[[Metrics], Tracing] | None:
     """The function that opens tracing, if it is on. Raises ConfigError if it is not installed."""
     if settings.tracing == "off":
         return None

@@ -6,6 +6,7 @@ Whether their contents can be used is for others to say: the table's header, and
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 from collections.abc import Callable, Mapping, Sequence
@@ -101,14 +102,27 @@ class PoolDirectory:
         self._stays: int | None = None
         """While it is open, this process says that it stays."""
         self.path = path
-        self._fd, self.huge_page_bytes = _open_directory("pool_dir", path)
-        self._table_fd = self._fd
-        if table_path is not None:
-            self._table_fd, in_table = _open_directory("table_dir", table_path)
-            if in_table:
-                raise ConfigError(f"table_dir='{table_path}' is on hugetlbfs: use a directory on tmpfs")
-        elif self.huge_page_bytes:
-            raise ConfigError(f"pool_dir='{path}' is on hugetlbfs: set table_dir to a directory on tmpfs, too")
+        self.huge_page_bytes = check_directories(path, table_path)
+        self._made: list[Path] = []
+        """The directories that were not there before."""
+        self._fd = self._open("pool_dir", path)
+        self._table_fd = self._fd if table_path is None else self._open("table_dir", table_path)
+
+    def _open(self, option: str, path: Path) -> int:
+        try:
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                self._made.append(path)
+            return _open_directory(path)
+        except OSError as error:
+            self.undo()
+            raise _unusable(option, path, error) from error
+
+    def undo(self) -> None:
+        """Remove the directories that this object has made, if they are empty: the daemon does not start."""
+        while self._made:
+            with suppress(OSError):
+                self._made.pop().rmdir()
 
     @property
     def locks(self) -> tuple[int, ...]:
@@ -185,21 +199,51 @@ class PoolDirectory:
             os.close(fd)
 
 
-def _open_directory(option: str, path: Path) -> tuple[int, int]:
-    """A descriptor of a directory in memory, and the size of its explicit huge pages, 0 if it has none."""
+def check_directories(path: Path, table_path: Path | None) -> int:
+    """Refuse directories that `PoolDirectory` cannot use, and make none. Returns the size of the explicit huge pages of
+    the first, 0 if it has none.
+
+    Raises:
+        ConfigError: one cannot be used; the text is one sentence.
+    """
+    huge_page_bytes = _huge_page_bytes("pool_dir", path)
+    if table_path is not None:
+        if _huge_page_bytes("table_dir", table_path):
+            raise ConfigError(f"table_dir='{table_path}' is on hugetlbfs: use a directory on tmpfs")
+    elif huge_page_bytes:
+        raise ConfigError(f"pool_dir='{path}' is on hugetlbfs: set table_dir to a directory on tmpfs, too")
+    return huge_page_bytes
+
+
+def _huge_page_bytes(option: str, path: Path) -> int:
+    """Of a directory in memory, or of the one in which it is going to be made."""
     try:
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fd = _open_directory(path)
+        except FileNotFoundError:
+            if path.is_symlink():
+                raise
+            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+                os.close(fd)
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from None
     except OSError as error:
-        raise ConfigError(f"{option}='{path}' cannot be opened as a directory: {error.strerror}") from error
+        raise _unusable(option, path, error) from error
     huge_page_bytes = host_memory.huge_page_bytes(fd)
+    os.close(fd)
     if huge_page_bytes is None:
-        os.close(fd)
         raise ConfigError(
             f"{option}='{path}' is not in memory: use a directory on tmpfs or hugetlbfs, such as /dev/shm/kvsidecar"
         )
-    return fd, huge_page_bytes
+    return huge_page_bytes
+
+
+def _open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _unusable(option: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{option}='{path}' cannot be opened as a directory: {error.strerror}")
 
 
 class Send(Protocol):

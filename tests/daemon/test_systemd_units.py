@@ -76,6 +76,12 @@ def test_a_start_that_no_repetition_helps_is_not_repeated() -> None:
     assert {str(mistyped.returncode), str(EXIT_CONFIG), str(EXIT_SOCKET)} == set(prevented.split())
 
 
+def test_a_reload_checks_the_settings_before_the_daemon_is_told() -> None:
+    start = re.findall(r"^ExecStart=(.*)$", UNIT, re.MULTILINE)
+    reload = re.findall(r"^ExecReload=(.*)$", UNIT, re.MULTILINE)
+    assert reload == [f"{start[0]} --check", "/bin/kill -HUP $MAINPID"]
+
+
 systemd_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
 
 

@@ -57,6 +57,12 @@ def unusable() -> str | None:
     return f"namespaces are not allowed: {tried.stderr.strip()}" if tried.returncode else None
 
 
+def _reloads() -> list[str]:
+    """What the unit runs for a reload."""
+    unit = (UNITS / "kvsidecar.service").read_text()
+    return [line for line in unit.splitlines() if line.startswith("ExecReload=")]
+
+
 def _cgroup_root() -> Path | None:
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
@@ -118,6 +124,8 @@ class Systemd:
         lines = [
             "ExecStart=",
             f"ExecStart={sys.executable} -m kvsidecar serve --device host --http-port 0 {' '.join(flags)}",
+            "ExecReload=",
+            *(line.replace("/opt/kvsidecar/bin/kvsidecar", f"{sys.executable} -m kvsidecar") for line in _reloads()),
             f"StandardError=append:{self.log}",
             f"Environment=PYTHONPATH={REPOSITORY} PYTHONDONTWRITEBYTECODE=1",
             f"BindReadOnlyPaths={' '.join(sorted(needed))}",
@@ -145,6 +153,10 @@ class Systemd:
         """Such as ``start kvsidecar``: returns when that is done."""
         done = self._systemctl(*command)
         assert done.returncode == 0, done.stderr
+
+    def refuses(self, *command: str) -> bool:
+        """Whether this fails."""
+        return self._systemctl(*command).returncode != 0
 
     def show(self, name: str) -> str:
         """A property of the unit."""

@@ -166,6 +166,32 @@ def test_a_hung_event_loop_is_restarted_and_leaves_its_stack(short_dir: Path) ->
 
 
 @under_systemd
+def test_a_reload_of_an_invalid_file_fails_and_changes_nothing(short_dir: Path) -> None:
+    file = short_dir / "kvsidecar.toml"
+    file.write_text("stuck_after = 4\n")
+    file.chmod(0o644)
+    variables = {"KVSIDECAR_POOL_SIZE": "1MiB", "KVSIDECAR_CONFIG": str(file)}  # which the check has, too
+    with Systemd(short_dir, f"BindReadOnlyPaths={file}", **variables) as systemd:
+        systemd.systemctl("start", "kvsidecar")
+        serves = systemd.show("MainPID")
+        for wrong in ("stuck_after = 'soon'", "stuck_aftr = 4", "stuck_after = ", share("2MiB")):
+            file.write_text(wrong)
+            assert systemd.refuses("reload", "kvsidecar"), wrong
+            assert (systemd.show("ActiveState"), systemd.show("MainPID")) == ("active", serves)
+            assert systemd.show("StatusText") == "ready: 1 MiB pinned"
+        assert "stuck_aftr in " in systemd.log.read_text(), "the reason is not in the journal"
+        assert "settings not reloaded" not in systemd.log.read_text(), "the daemon was told of a file that is invalid"
+        file.write_text("stuck_after = 5\n" + share("1MiB"))
+        systemd.systemctl("reload", "kvsidecar")
+        systemd.wait("StatusText", "settings reloaded")
+        assert systemd.show("MainPID") == serves
+
+
+def share(guaranteed: str) -> str:
+    return f'[[share]]\nname = "a"\nnamespaces = ["a"]\nguaranteed = "{guaranteed}"\n'
+
+
+@under_systemd
 def test_a_pin_that_fails_is_shown_and_started_again_at_once(short_dir: Path) -> None:
     failpoints = "pool.pin_chunk@0=raise(no more pages)"
     with Systemd(short_dir, flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:

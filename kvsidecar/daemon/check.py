@@ -1,0 +1,73 @@
+"""``kvsidecar serve --check``: refuses the settings that a start would refuse, without one.
+
+It touches nothing: no socket, lock, directory, pool or device. So it can be run beside the daemon that it is for, and
+the unit runs it before a reload. What depends on the moment (ports, memory, GPUs, another daemon) is the doctor's.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvsidecar.daemon.config import Settings, load_settings
+from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
+from kvsidecar.errors import ConfigError
+from kvsidecar.server.socket_files import group_id
+from kvsidecar.support import failpoints, kernel_calls
+from kvsidecar.support.addresses import cannot_listen
+from kvsidecar.support.units import format_size
+
+
+def check(flags: Mapping[str, str | None]) -> str:
+    """Look at all settings, in the order of a start. Returns one line that says what they come to.
+
+    Args:
+        flags: as of `kvsidecar.daemon.serve.serve`.
+
+    Raises:
+        ConfigError, KernelRefuses: as a start with these settings does.
+    """
+    settings = load_settings(flags)
+    failpoints.configure_from_environment()
+    kernel_calls.check()
+    geometry = pool_geometry(settings)
+    group_id("socket_group", settings.socket_group)
+    _check_address("HTTP", settings.http_host, f"{settings.http_host}:{settings.http_port}", "http_host and http_port")
+    _check_what_is_imported_late(settings, geometry)
+    if settings.tcp_listen is not None:
+        host = settings.tcp_listen.rpartition(":")[0].strip("[]")
+        _check_address("gRPC", host, settings.tcp_listen, "tcp_listen")
+    return f"ok: a pool of {format_size(geometry.pool_bytes)}, served at {settings.socket}"
+
+
+def _check_what_is_imported_late(settings: Settings, geometry: PoolGeometry) -> None:
+    from kvsidecar.core.metrics import Metrics
+    from kvsidecar.core.shares import resolve, resolve_disk
+    from kvsidecar.daemon.serve import tracing_of
+    from kvsidecar.pool.kept_files import check_directories
+
+    if settings.pool_dir is not None:
+        table_dir = None if settings.table_dir is None else Path(settings.table_dir)
+        check_directories(Path(settings.pool_dir), table_dir)
+    open_tracing = tracing_of(settings)
+    if open_tracing is not None:
+        open_tracing(Metrics("host"))
+    resolve(settings.share, settings.policy, geometry.pool_bytes)
+    disk_bytes = settings.disk_size if settings.disk_dir is not None else None
+    resolve_disk(settings.share, settings.policy, disk_bytes or 0)
+    group_id("admin_group", settings.admin_group)
+    if settings.tcp_listen is not None:
+        from kvsidecar.server.tls import Certificates, TlsFiles
+
+        paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        Certificates(TlsFiles(*(Path(path) for path in paths if path is not None)))
+
+
+def _check_address(service: str, host: str, address: str, option: str) -> None:
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        refused = cannot_listen(service, address, option, error)
+        if isinstance(refused, ConfigError):  # otherwise a name server does not answer just now
+            raise refused from error
