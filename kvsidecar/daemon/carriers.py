@@ -32,7 +32,18 @@ async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.
         if name in FILES:  # of a start without --pool-dir: nobody would ever take them back
             manager.send("FDSTOREREMOVE=1", f"FDNAME={name}")
     table_dir = None if settings.table_dir is None else Path(settings.table_dir)
-    directory = PoolDirectory(Path(settings.pool_dir), table_dir)
+    while True:
+        directory = PoolDirectory(Path(settings.pool_dir), table_dir)
+        if not await _lock(directory, settings, stop):
+            return None
+        if directory.is_there:
+            directory.say_stays()
+            return directory
+        directory.close()
+
+
+async def _lock(directory: PoolDirectory, settings: Settings, stop: asyncio.Event) -> bool:
+    """False if ``stop`` was set while another daemon held the lock. Raises SocketInUse."""
     # Before the first attempt: who holds the lock then, and can be seen from here, is among these.
     with Watched(_owners_in(directory)) as watched:
         contended: list[bool] = []
@@ -43,15 +54,14 @@ async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.
 
         try:
             if not await lock_within(directory.lock, settings.lock_wait, stop, waits):
-                return None
+                return False
         except TimeoutError:
             raise SocketInUse(
                 f"another kvsidecar has its pool in {settings.pool_dir}: stop it, or set pool_dir to another directory"
             ) from None
-        directory.say_stays()
         # A daemon that was stopped has taken all owners out.
         directory.left_by_stranger = bool(contended and not watched and _owners_in(directory))
-    return directory
+    return True
 
 
 def _owners_in(directory: PoolDirectory) -> list[ProcessId]:

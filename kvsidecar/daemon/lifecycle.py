@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kvsidecar import __version__
-from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.http import Probes
@@ -22,6 +22,7 @@ from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
+from kvsidecar.types import State
 
 _log = log.get("daemon")
 
@@ -50,6 +51,9 @@ class Lifecycle:
         """Of the users on the event loop: all that they cause, but for the local protocol."""
         self.on_stopping: list[Callable[[], None]] = [self.endpoint.say_ends]
         """Called when the daemon begins to stop: a daemon that starts now waits for the end of this one."""
+        self.on_failed_start: list[Callable[[], None]] = []
+        """Called at the end of a daemon that was never ready, and that nobody has told to stop."""
+        self._was_ready = False
         self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page)
         self.stop = asyncio.Event()
         """Set when the daemon must end."""
@@ -58,6 +62,7 @@ class Lifecycle:
         self.http = ""
         """URL of the probes, once they are answered."""
         self.readiness.listen(notifier.changed)
+        self.readiness.listen(self._changed)
 
     async def __aenter__(self) -> Lifecycle:
         loop = asyncio.get_running_loop()
@@ -76,7 +81,10 @@ class Lifecycle:
         # Probes are answered until here. They stop before the lock is released: the daemon that waits for the lock may
         # use this port.
         await self.probes.stop()
-        self.endpoint.release()
+        never_started = isinstance(error, Exception) and not self._was_ready
+        for call in self.on_failed_start if never_started else ():
+            call()
+        self.endpoint.release(undo=never_started)
         if error is None:  # the caller reports an error
             _log.info("stopped")
 
@@ -93,6 +101,9 @@ class Lifecycle:
         self.http = f"http://{self._settings.http_host}:{port}"
         _log.debug("starting", http=self.http, version=__version__)
         return True
+
+    def _changed(self, now: Snapshot) -> None:
+        self._was_ready = self._was_ready or now.state is State.READY
 
     def begin_stop(self, drain_timeout: float) -> None:
         """Announce the shutdown; running copies get ``drain_timeout`` seconds. Does nothing the second time."""

@@ -64,6 +64,10 @@ class Carrier(Protocol):
     def say_ends(self) -> None:
         """From now on, a daemon that finds the lock taken waits for the end of this one."""
 
+    def undo(self) -> None:
+        """The daemon does not start: remove the files that `create` has made, and what they lie in if that was not
+        there before."""
+
     def find(self) -> KeptFiles | None:
         """The files that an earlier daemon has left, of whatever size; None if there are none that may be used."""
 
@@ -105,6 +109,7 @@ class PoolDirectory:
         self.huge_page_bytes = check_directories(path, table_path)
         self._made: list[Path] = []
         """The directories that were not there before."""
+        self._made_files = False
         self._fd = self._open("pool_dir", path)
         self._table_fd = self._fd if table_path is None else self._open("table_dir", table_path)
 
@@ -118,10 +123,20 @@ class PoolDirectory:
             self.undo()
             raise _unusable(option, path, error) from error
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the path leads to what was opened: the daemon that had the lock may have removed it."""
+        with suppress(OSError):
+            return os.path.samestat(self.path.stat(), os.fstat(self._fd))
+        return False
+
     def undo(self) -> None:
-        """Remove the directories that this object has made, if they are empty: the daemon does not start."""
+        if self._made_files:
+            for name, directory in self._places():
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=directory)
         while self._made:
-            with suppress(OSError):
+            with suppress(OSError):  # others have put something there
                 self._made.pop().rmdir()
 
     @property
@@ -176,6 +191,7 @@ class PoolDirectory:
             except OSError as error:
                 raise PoolRefused(f"no pool can be made in --pool-dir {self.path}: {error.strerror}") from error
             made.pop_all()
+        self._made_files = True
         return KeptFiles(pool, table, False, self.name)
 
     def _check_room(self, pool_bytes: int, table_bytes: int) -> None:
@@ -268,12 +284,17 @@ class DescriptorStore:
     def __init__(self, send: Send, given: Mapping[str, int]) -> None:
         self._send = send
         self._given = dict(given)
+        self._made = False
         for name in set(given) - set(FILES):
             _log.warning("a descriptor from the service manager is not used", name=name)
             os.close(self._given.pop(name))
 
     def say_ends(self) -> None:
         """systemd knows."""
+
+    def undo(self) -> None:
+        for name in FILES if self._made else ():
+            self._send("FDSTOREREMOVE=1", f"FDNAME={name}")
 
     def find(self) -> KeptFiles | None:
         given, self._given = self._given, {}
@@ -298,6 +319,7 @@ class DescriptorStore:
             made.pop_all()
         for name, fd in zip(FILES, (pool, table), strict=True):
             self._send("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=[fd])
+        self._made = True
         return KeptFiles(pool, table, False, self.name)
 
     def _wait_until_read(self) -> None:

@@ -61,12 +61,16 @@ class SocketFiles:
             each: path.with_name(path.name + suffix)
             for each, suffix in zip((self.grpc_path, self.attach_path), _BOUND, strict=True)
         }
+        self._inner = path.with_name(path.name + _INNER)
         self.mode = mode
         self.gid = group_id("socket_group", group)
         self._lock: int | None = None
         self._stays: int | None = None
         """While it is open, this daemon says that it stays."""
         self._ending = False
+        self._made_lock = False
+        self._made: list[Path] = []
+        """Directories that were not there before, the innermost last."""
         self._published: dict[Path, _FileId] = {}
 
     @property
@@ -97,12 +101,18 @@ class SocketFiles:
                     return False
                 # While this waited, the file may have been removed, and be another daemon's by now.
                 if self._is_at(self._lock_path, _file_id(os.fstat(lock))):
-                    self._take(lock)
                     self._lock = lock
-                    return True
             finally:
                 if self._lock is None:
                     os.close(lock)
+            if self._lock is not None:
+                break
+        try:
+            self._take(lock)
+        except SocketInUse:
+            self.release(undo=True)
+            raise
+        return True
 
     def _take(self, lock: int) -> None:
         """The lock of this file is held: say by whom, and remove what nobody serves any more."""
@@ -133,11 +143,35 @@ class SocketFiles:
 
     def _open_lock(self) -> int:
         directory = self.grpc_path.parent
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o755 if self.mode & 0o077 else 0o700)
-            return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._make(directory)
+            try:
+                lock = os.open(self._lock_path, flags | os.O_EXCL, 0o600)
+                self._made_lock = True
+            except FileExistsError:
+                lock = os.open(self._lock_path, flags, 0o600)
+                self._made_lock = False
+            return lock
         except OSError as error:
+            self._remove_made()
             raise SocketInUse(f"cannot use {directory} for the socket ({error.strerror}): set socket") from error
+
+    def _make(self, directory: Path) -> None:
+        if directory.is_dir():
+            return
+        if directory.parent != directory:
+            self._make(directory.parent)
+        # The mode is that of the innermost, as mkdir -m does it.
+        innermost = directory == self.grpc_path.parent
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700 if innermost and not self.mode & 0o077 else 0o755 if innermost else 0o777)
+            self._made.append(directory)
+
+    def _remove_made(self) -> None:
+        while self._made:
+            with suppress(OSError):  # others have put something there
+                self._made.pop().rmdir()
 
     async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
         def waits() -> None:
@@ -196,7 +230,7 @@ class SocketFiles:
         Raises:
             SocketInUse: it cannot be made.
         """
-        path = self.grpc_path.with_name(self.grpc_path.name + _INNER)
+        path = self._inner
         self._remove_stale(path)
         old = os.umask(0o177)
         try:
@@ -285,16 +319,26 @@ class SocketFiles:
             path.unlink(missing_ok=True)
         self._published.pop(path, None)
 
-    def release(self) -> None:
-        """Remove the sockets and release the lock. The lock file stays: if it were removed, two daemons could lock two
-        files of the same name."""
+    def release(self, *, undo: bool = False) -> None:
+        """Remove the sockets and release the lock. The lock file stays, for whoever waits for it.
+
+        Args:
+            undo: the daemon does not start: remove the lock file and the directories, too, that this object has made.
+        """
         if self._lock is None:
             return
         self.say_ends()
         for path in tuple(self._published):
             self.withdraw(path)
+        for path in (*self._bound_at.values(), self._inner):  # of a socket that could not be published
+            with suppress(SocketInUse, OSError):
+                self._remove_stale(path)
+        if undo and self._made_lock and self._is_at(self._lock_path, _file_id(os.fstat(self._lock))):
+            self._lock_path.unlink(missing_ok=True)  # who waits for it takes the next one of this name
         os.close(self._lock)
         self._lock = None
+        if undo:
+            self._remove_made()
 
     def _is_mine(self, path: Path) -> bool:
         """Whether this daemon's socket is published there."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SECONDS, DaemonProcess
+from tests.harness import SECONDS, DaemonProcess, Rank, done
 from tests.service_manager import ServiceManager
 
 CHUNKS = ("--pool-size", "1MiB", "--slab-size", "128KiB", "--chunk-size", "128KiB")
@@ -87,3 +87,71 @@ def test_a_daemon_that_stays_though_its_pool_cannot_be_pinned_keeps_the_reason_w
             assert daemon.terminate() == 0
         manager.drain()
         assert "no more pages" in manager.fields("STATUS")[-1][1]
+
+
+# -- nothing is left ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "failpoints", "code"),
+    [
+        (("--http-port", "taken"), "", 75),
+        (("--devices", "host,none"), "", 78),
+        (("--admin-group", "no-such-group"), "", 78),
+        (("--table-dir", "/proc"), "", 78),
+        (("--pool-size", "900GiB"), "", 78),
+        ((), "start.load=raise(no)", 1),
+        ((), "pool.reserve=raise(no)", 1),
+        ((), "pool.pin_chunk=raise(no)", 1),
+    ],
+)
+def test_a_start_that_fails_leaves_no_directory_and_no_file(
+    short_dir: Path, pool_dir: Path, flags: tuple[str, ...], failpoints: str, code: int
+) -> None:
+    made = short_dir / "made"
+    with socket.create_server(("127.0.0.1", 0)) as other, ServiceManager(short_dir) as manager:
+        flags = tuple(str(other.getsockname()[1]) if each == "taken" else each for each in flags)
+        variables = {"NOTIFY_SOCKET": manager.address, "KVSIDECAR_FAILPOINTS": failpoints}
+        flags = ("--pool-dir", str(pool_dir), *flags)
+        with DaemonProcess(made / "deep", *flags, until="stderr", **variables) as daemon:
+            assert daemon.process.wait(SECONDS) == code
+    assert not made.exists()
+    assert not pool_dir.exists()
+
+
+def test_a_refused_directory_of_the_pool_is_not_made(short_dir: Path) -> None:
+    on_disk = short_dir / "pool"
+    with DaemonProcess(short_dir / "made", "--pool-dir", str(on_disk), until="stderr") as daemon:
+        assert daemon.process.wait(SECONDS) == 78
+        reason = f"pool_dir='{on_disk}' is not in memory: use a directory on tmpfs"
+        if reason not in daemon.log[-1]["text"]:
+            pytest.skip("temporary files are in memory here")
+    assert list(short_dir.iterdir()) == []
+
+
+def test_the_memory_that_a_failed_start_has_given_to_the_manager_is_given_back(short_dir: Path) -> None:
+    with ServiceManager(short_dir) as manager:
+        variables = {"NOTIFY_SOCKET": manager.address, "KVSIDECAR_FAILPOINTS": "pool.pin_chunk=raise(no)"}
+        with DaemonProcess(short_dir, until="stderr", **variables) as daemon:
+            assert daemon.process.wait(SECONDS) == 1
+        manager.drain()
+        assert any("FDSTORE" in each for each in manager.heard)
+        assert manager.stored == {}
+
+
+def test_a_failed_start_leaves_what_was_there_before(short_dir: Path, pool_dir: Path) -> None:
+    flags = ("--pool-dir", str(pool_dir))
+    with DaemonProcess(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("a"))
+        rank.close()
+        assert daemon.terminate() == 0
+    fails = (*flags, "--on-pin-failure", "exit")
+    for failpoints in ("pool.pin_chunk=raise(no)", "start.load=raise(no)"):
+        with DaemonProcess(short_dir, *fails, until="stderr", KVSIDECAR_FAILPOINTS=failpoints) as daemon:
+            assert daemon.process.wait(SECONDS) == 1
+    assert [each.name for each in short_dir.iterdir()] == ["kvs.sock.lock"]
+    with DaemonProcess(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready())
+        assert rank.hits("a") == 1
+        rank.close()

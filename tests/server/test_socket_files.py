@@ -61,8 +61,40 @@ def test_a_file_that_is_no_socket_is_not_replaced(files: SocketFiles) -> None:
     with pytest.raises(SocketInUse, match="is not a socket"):
         files.listen(files.grpc_path)
     assert files.grpc_path.read_text() == "somebody's"
-    files.grpc_path.unlink()
+    files.release()
+    assert sorted(each.name for each in files.grpc_path.parent.iterdir()) == ["kvs.sock", "kvs.sock.lock"]
+
+
+def test_an_acquire_that_is_refused_leaves_what_it_has_found(short_dir: Path) -> None:
+    (short_dir / "kvs.sock").write_text("somebody's")
+    for _ in range(2):
+        with pytest.raises(SocketInUse, match="is not a socket"):
+            acquire(files_at(short_dir))
+        assert os.listdir(short_dir) == ["kvs.sock"]
+
+
+@pytest.mark.parametrize("undo", [True, False])
+def test_a_start_that_fails_removes_what_it_has_made(short_dir: Path, undo: bool) -> None:
+    files = acquire(files_at(short_dir / "made" / "deep"))
     files.listen(files.grpc_path).close()
+    files.release(undo=undo)
+    assert (short_dir / "made").exists() is not undo
+
+
+def test_who_waits_for_a_start_that_fails_has_a_lock_of_its_own(short_dir: Path) -> None:
+    first = acquire(files_at(short_dir))
+    first.say_ends()
+
+    async def run() -> None:
+        second = files_at(short_dir)
+        waiting = asyncio.create_task(second.acquire(wait_seconds=SECONDS, stop=asyncio.Event()))
+        await asyncio.sleep(0)
+        first.release(undo=True)
+        assert await waiting
+        assert second.missing() == []
+        second.release()
+
+    asyncio.run(run())
 
 
 def test_what_was_left_where_a_socket_is_bound_is_in_nobodys_way(files: SocketFiles, short_dir: Path) -> None:
