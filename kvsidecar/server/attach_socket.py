@@ -24,6 +24,7 @@ from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import fence, log
 from kvsidecar.support import peer as peers
+from kvsidecar.support.crowd import READABLE, Crowd
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -70,7 +71,7 @@ class AttachSocket:
         self._on_gone = on_gone
         self._local_connection = local_connection
         self._refuse = refuse
-        self.tasks, self.turns = tasks, turns
+        self.tasks, self.turns, self.crowd = tasks, turns, Crowd()
         self._pidfds = pidfds
         self.arrivals = Arrivals()
         # In turn with what follows: else connections would come faster than their Hellos are read.
@@ -173,7 +174,7 @@ class _Connection:
         self._pidfd: int | None = None
         self._ending = self._ended = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._take, self._refuse_late)
-        self._loop.add_reader(self._connection.fileno(), self._readable)
+        self._watch(self._connection.fileno(), self._readable)
 
     def shut_down(self) -> None:
         """The daemon exits. The end of the stream is seen, and cleaned up as for a client that has gone."""
@@ -183,13 +184,17 @@ class _Connection:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
+    def _watch(self, fd: int, call: Callable[[], None] | None) -> None:
+        """Call this while the descriptor is readable; None: no more."""
+        self._owner.crowd.watch(fd, READABLE if call else 0, lambda _: call() if call else None)
+
     def _take(self, step: Callable[[], None]) -> None:
         self._owner.turns.take((TURNS, self._who.uid), step)
 
     # -- until the Welcome -----------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        self._loop.remove_reader(self._connection.fileno())
+        self._watch(self._connection.fileno(), None)
         self._arrival.waits = not self._frames.buffered  # else it has come in pieces
         self._take(self._read)
 
@@ -200,7 +205,7 @@ class _Connection:
         try:
             hello = self._receive()
             if hello is None:
-                self._loop.add_reader(self._connection.fileno(), self._readable)
+                self._watch(self._connection.fileno(), self._readable)
                 return
             check_protocol(hello.protocol)
             self._owner.arrivals.complete(self._arrival)
@@ -269,12 +274,12 @@ class _Connection:
         """
         self._pidfd = peers.pidfd(self._connection)
         if self._pidfd is not None:
-            self._loop.add_reader(self._pidfd, self._gone)
+            self._watch(self._pidfd, self._gone)
         if self._local is not None:
             self._local.closed.add_done_callback(lambda _: self._gone())
             self._owner.tasks.spawn(self._serve(self._local), name="attach-connection")
         else:
-            self._loop.add_reader(self._connection.fileno(), self._drain)
+            self._watch(self._connection.fileno(), self._drain)
 
     async def _serve(self, local: LocalConnection) -> None:
         try:
@@ -304,9 +309,9 @@ class _Connection:
 
     def _stop_listening(self) -> None:
         if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
+            self._watch(self._pidfd, None)
         if self._local is None:
-            self._loop.remove_reader(self._connection.fileno())
+            self._watch(self._connection.fileno(), None)
 
     def _abort(self) -> None:
         if isinstance(self._transport, asyncio.Transport):

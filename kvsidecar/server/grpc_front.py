@@ -17,6 +17,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.handler import REASONS
 from kvsidecar.server.http2_gate import CallQuotas, Gate, Passed
 from kvsidecar.support import free_memory, log
+from kvsidecar.support.crowd import READABLE, WRITABLE, Crowd
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 
@@ -97,8 +98,8 @@ class Client:
     """Abstract name at which gRPC's server sees the connection; empty: it sees none."""
 
 
-MakeEnd = Callable[[Callable[[], None], Callable[[], None]], "End"]
-"""Makes the client's end of a connection of these functions; see `End`."""
+MakeEnd = Callable[[Crowd, Callable[[], None], Callable[[], None]], "End"]
+"""Makes the client's end of a connection; see `End`."""
 
 
 class GrpcFront:
@@ -122,7 +123,7 @@ class GrpcFront:
                 everyone.messages_bytes,
             ),
         )
-        self.turns = turns
+        self.turns, self.crowd = turns, Crowd()
         self._relays: set[_Relay] = set()
         self._users: dict[str, Hashable] = {}
         """Of the connections that gRPC's server sees at a name."""
@@ -146,6 +147,7 @@ class GrpcFront:
             self._seconds.cancel()
         for relay in tuple(self._relays):
             relay.close()
+        self.crowd.close()
 
     def admit(self, client: Client, make_end: MakeEnd) -> None:
         """Serve a connection, or close it. Without a word: a gRPC client that has had the server's settings begins anew
@@ -154,7 +156,7 @@ class GrpcFront:
             self._connections_of.take(client.user)
         except LimitExceeded as error:
             self.refused(client.shown, error)
-            make_end(_nothing, _nothing).close()
+            make_end(self.crowd, _nothing, _nothing).close()
             return
         if client.name:
             self._users[client.name] = client.user
@@ -216,7 +218,7 @@ class _Relay:
         self.client = client
         self._front = front
         self._gate = Gate(client.user, front.quotas)
-        self._client = make_end(self._client_readable, self._update)
+        self._client = make_end(front.crowd, self._client_readable, self._update)
         self._server: End | None = None
         """None until the client has begun as it must."""
         self._over = 0
@@ -278,11 +280,12 @@ class _Relay:
             self._end()
 
     def _to_server(self, passed: Passed) -> None:
+        front = self._front
         if self._server is None:
-            self._server = End(self._front.connect(self.client), self._server_readable, self._update)
+            self._server = End(front.connect(self.client), front.crowd, self._server_readable, self._update)
         self._server.send(passed.to_server)
         if passed.calls:
-            self._front.turns.end()  # gRPC is going to hand them over in one of the loop's next turns
+            front.turns.end()  # gRPC is going to hand them over in one of the loop's next turns
 
     def _server_readable(self) -> None:
         if self._server is not None:
@@ -332,6 +335,7 @@ class End:
     """One end of a relay. Used without a transport: a transport reads without being asked, up to 256 KiB.
 
     Args:
+        crowd: watches the connection.
         on_readable: called while there is something to read and `listen` has asked for it.
         on_sent: called when something was sent that had to wait for room.
     """
@@ -339,27 +343,30 @@ class End:
     read_bytes = READ_BYTES
     """The most that is read at a time."""
 
-    def __init__(self, connection: socket.socket, on_readable: Callable[[], None], on_sent: Callable[[], None]) -> None:
-        self._connection, self._on_readable, self._on_sent = connection, on_readable, on_sent
-        self._loop = asyncio.get_running_loop()
-        self._listens = self._wants_room = False
+    def __init__(
+        self, connection: socket.socket, crowd: Crowd, on_readable: Callable[[], None], on_sent: Callable[[], None]
+    ) -> None:
+        self._connection, self._crowd = connection, crowd
+        self._on_readable, self._on_sent = on_readable, on_sent
+        self._watched = 0
+        """Events of the crowd."""
         self.waits = False
         """Whether its next read waits for its turn."""
         self.unsent = b""
 
     def listen(self, *, read: bool) -> None:
-        if read != self._listens:
-            self._listens = read
-            if read:
-                self._loop.add_reader(self._connection.fileno(), self._on_readable)
-            else:
-                self._loop.remove_reader(self._connection.fileno())
-        if bool(self.unsent) != self._wants_room:
-            self._wants_room = not self._wants_room
-            if self._wants_room:
-                self._loop.add_writer(self._connection.fileno(), self._has_room)
-            else:
-                self._loop.remove_writer(self._connection.fileno())
+        events = (READABLE if read else 0) | (WRITABLE if self.unsent else 0)
+        if events != self._watched:
+            self._watched = events
+            self._crowd.watch(self._connection.fileno(), events, self._happened)
+
+    def _happened(self, events: int) -> None:
+        # The end of the connection is news of both kinds.
+        if events & ~READABLE and self._watched & WRITABLE:
+            self._flush()
+            self._on_sent()
+        if events & ~WRITABLE and self._watched & READABLE:
+            self._on_readable()
 
     def receive(self) -> bytes | None:
         """What has arrived, perhaps nothing; None at the end of the connection."""
@@ -386,10 +393,6 @@ class End:
             pass
         except OSError:
             self.unsent = b""
-
-    def _has_room(self) -> None:
-        self._flush()
-        self._on_sent()
 
     def close(self) -> None:
         self.unsent = b""

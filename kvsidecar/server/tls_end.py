@@ -12,6 +12,7 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownPeer
 from kvsidecar.server.grpc_front import End
 from kvsidecar.server.tls import PROTOCOL
+from kvsidecar.support.crowd import Crowd
 
 RECORD_BYTES = 16 * 1024
 """The most that TLS seals at once. More would stay allocated in its buffers, which never shrink."""
@@ -96,9 +97,14 @@ class TlsEnd(End):
     read_bytes = RECORD_BYTES
 
     def __init__(
-        self, connection: socket.socket, tls: Tls, on_readable: Callable[[], None], on_sent: Callable[[], None]
+        self,
+        connection: socket.socket,
+        tls: Tls,
+        crowd: Crowd,
+        on_readable: Callable[[], None],
+        on_sent: Callable[[], None],
     ) -> None:
-        super().__init__(connection, on_readable, on_sent)
+        super().__init__(connection, crowd, on_readable, on_sent)
         self._tls = tls
         self._ended = False
 
