@@ -112,11 +112,14 @@ class Copying:
 
     def set_end(self, end: Done | DeviceLost) -> None:
         """The link says that it is over."""
+        # Let go of what is called: it refers to this, and only the garbage collector would free both, in one go with
+        # those of many other copies.
+        on_end, self.on_end, self.on_start = self.on_end, None, None
         self.end = end
         if self._ended is not None:
             _resolve(self._ended, end)
-        if self.on_end is not None:
-            self.on_end(end)
+        if on_end is not None:
+            on_end(end)
 
     @property
     def ended(self) -> asyncio.Future[Done]:

@@ -259,6 +259,7 @@ class JobRunner:
         finally:
             if job.timer is not None:
                 job.timer.cancel()
+                job.timer = None
             del self._running[job.direction][job]
             session.remove(job)
             self._keep_awake_for(session, job)

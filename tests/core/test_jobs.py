@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import cast
@@ -13,7 +14,7 @@ import pytest
 from kvsidecar.cache.block import StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
-from kvsidecar.copier.link import Imported
+from kvsidecar.copier.link import Copying, Imported
 from kvsidecar.copier.messages import Done, Ended
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.checksums import SAMPLE, Checksums
@@ -484,10 +485,31 @@ async def test_a_store_of_what_is_there_already_leaves_nothing_with_the_cache(wo
 async def test_a_deadline_that_has_not_come_goes_with_its_job(world: World) -> None:
     job = Job(1, Direction.STORE, [JobBlocks(0, [bytes(32)], np.zeros(1, np.int64))])
     world.runner.start(world.session, job, deadline=3600.0)
-    assert job.timer is not None
+    timer = job.timer
+    assert timer is not None
     await world.ends(Direction.STORE)
     await job.over()
-    assert job.timer.cancelled()
+    assert timer.cancelled()
+
+
+async def test_a_job_that_is_over_leaves_nothing_for_the_garbage_collector(world: World) -> None:
+    """A collection holds up the event loop the longer, the more there is to collect."""
+
+    async def both() -> None:
+        for direction in Direction:
+            job = Job(1, direction, [JobBlocks(0, [bytes(32)], np.zeros(1, np.int64))])
+            world.runner.start(world.session, job, deadline=3600.0)
+            await world.ends(direction)
+            await job.over()
+
+    gc.collect()
+    gc.disable()
+    try:
+        await both()
+        await asyncio.sleep(0)
+        assert not [each for each in gc.get_objects() if isinstance(each, Job | Copying)]
+    finally:
+        gc.enable()
 
 
 async def test_kept_blocks_are_loaded_before_the_daemon_is_ready_and_nothing_is_stored(world: World) -> None:
