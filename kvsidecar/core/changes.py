@@ -16,6 +16,10 @@ class Change:
     notes: bytes = b""
     """Joined; as many bytes for each hash."""
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.hashes) + len(self.notes)
+
 
 @dataclass(frozen=True, slots=True)
 class Update:

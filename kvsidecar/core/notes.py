@@ -65,7 +65,7 @@ class _Kept:
 
 
 def _bytes_of(change: Change) -> int:
-    return len(change.hashes) + len(change.notes) + ENTRY_BYTES
+    return change.nbytes + ENTRY_BYTES
 
 
 class Notes:

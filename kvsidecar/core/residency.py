@@ -83,7 +83,7 @@ class _Feed:
         if self.flooded:
             return
         change = Change(kind, group, hashes, notes)
-        self._bytes += _log_bytes(change)
+        self._bytes += change.nbytes + 16
         if self._bytes > MAX_LOG_BYTES:
             self.flooded, self._log, self._bytes = True, deque(), 0
             return
@@ -102,23 +102,18 @@ class _Feed:
         log, taken, self.flooded = list[Change](), 0, False
         while self._log and taken < TAKEN_BYTES:
             log.append(self._log.popleft())
-            taken += _log_bytes(log[-1])
+            taken += log[-1].nbytes + 16
         self._bytes -= taken
         pieces: list[list[Change]] = []
         room = 0
         for whole in joined(log, width):
             for change in split(whole, width):
-                nbytes = len(change.hashes) + len(change.notes)
-                if room < nbytes or not pieces:
+                if room < change.nbytes or not pieces:
                     pieces.append([])
                     room = MAX_UPDATE_BYTES
                 pieces[-1].append(change)
-                room -= nbytes
+                room -= change.nbytes
         return [tuple(piece) for piece in pieces]
-
-
-def _log_bytes(change: Change) -> int:
-    return len(change.hashes) + len(change.notes) + 16
 
 
 class Slower(Protocol):
@@ -208,7 +203,6 @@ class Watches:
 
     @property
     def held_bytes(self) -> int:
-        """Of memory, for notes."""
         return self._notes.held_bytes
 
     def begin(self, namespace: Namespace, receiver: Receiver) -> Watch:
@@ -287,7 +281,9 @@ class Watches:
                 for watch in feed.watches:
                     watch.lose(ResetReason.FLOOD)
             for _ in range(MAX_LOG_BYTES // TAKEN_BYTES + 1):
-                for piece in feed.take(namespace.hash_bytes):
+                if pieces := feed.take(namespace.hash_bytes):
+                    yield  # to join them takes as long as to send one
+                for piece in pieces:
                     for watch in tuple(feed.watches):
                         if self._tell(watch, piece):
                             yield
@@ -360,7 +356,7 @@ class Watches:
                 if change is None:
                     room -= MAX_UPDATE_BYTES // 32  # to find nothing takes its time as well
                 else:
-                    room -= len(change.hashes) + len(change.notes)
+                    room -= change.nbytes
                     changes.append(change)
             left -= MAX_UPDATE_BYTES - room
             if changes or watch.snapshot is None:
@@ -372,8 +368,9 @@ class Watches:
     def _send(self, watch: Watch, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
         watch.send(changes, reset=reset, complete=complete)
         self._metrics.residency_messages.inc()
-        for each in changes:
-            self._counts[each.kind].inc(len(each.hashes) // watch.namespace.hash_bytes)
+        for kind in {each.kind for each in changes}:  # not for each change: a snapshot's message has hundreds of notes
+            nbytes = sum([len(each.hashes) for each in changes if each.kind is kind])
+            self._counts[kind].inc(nbytes // watch.namespace.hash_bytes)
 
     def _snapshot(self, namespace: Namespace) -> Iterator[Change | None]:
         """All notes, then all readable blocks, piece by piece as the cache has them then; None for a piece without any.
