@@ -12,7 +12,7 @@ import time
 
 import zmq
 
-from kvsidecar.client import Blocks, Client
+from kvsidecar.client import Blocks, Client, ClientError
 from kvsidecar.integrations.residency.notes import NoteFormat
 from tests.harness import NAMESPACE, Rank
 
@@ -53,16 +53,19 @@ def main(directory: str, seconds: float) -> dict[str, int]:
     end = time.monotonic() + seconds
     rank = Rank(None, client=Client(f"{directory}/kvs.sock", name="attacker"), instance="colliding")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    done = 0
+    done = refused = 0
     for number in itertools.count(1 << 40, 8):
-        circle(rank, number)
+        try:
+            circle(rank, number)
+            done += 1
+        except ClientError:  # other attacks have used up what this user may have
+            refused += 1
         subscribe(context, directory)
-        done += 1
         if time.monotonic() > end:
             break
     rank.close()
     context.term()
-    return {"circles": done}
+    return {"circles": done, "refused": refused}
 
 
 if __name__ == "__main__":

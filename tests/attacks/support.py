@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,19 @@ from kvsidecar.support.child_process import environment
 from tests.harness import SECONDS
 
 
-class Attack:
-    """One attack's process."""
+def behind_all(pid: int = 0) -> None:
+    """From now on this process's thread, and what it starts, runs where a core has nothing else to do."""
+    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
-    def __init__(self, name: str, target: object, seconds: float) -> None:
+
+class Attack:
+    """One attack's process. See `attack`."""
+
+    def __init__(self, name: str, target: object, seconds: float, *, behind: bool) -> None:
         command = [sys.executable, "-m", f"tests.attacks.{name}", str(target), str(seconds)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+        if behind:
+            behind_all(self.process.pid)
 
     def did(self) -> dict[str, int]:
         """Waits for its end. What it did, counted."""
@@ -27,13 +35,15 @@ class Attack:
 
 
 @contextmanager
-def attack(name: str, target: object, seconds: float) -> Iterator[Attack]:
+def attack(name: str, target: object, seconds: float, *, behind: bool = False) -> Iterator[Attack]:
     """Under way inside the block, for ``seconds`` at most.
 
     Args:
         target: the directory of the daemon's socket, or its HTTP port; the module says which.
+        behind: it runs where a core has nothing else to do: what is seen is what it makes the daemon do, not that it
+            takes its core.
     """
-    running = Attack(name, target, seconds)
+    running = Attack(name, target, seconds, behind=behind)
     try:
         yield running
     finally:

@@ -1,10 +1,19 @@
-"""All attacks at once, of one user: each honest lookup is answered, and the memory comes back but for notes. The times
-are printed: with seven busy attackers they are as much the scheduler's of this machine as the daemon's."""
+"""All attacks at once, of the user who is served: no lookup waits for them, and the memory comes back within a minute.
+
+A lookup's time here is that from the question to the answer without what the daemon's threads wait for a core, of which
+the kernel keeps count; attackers and publisher run only where a core has nothing else to do. Left are the daemon's own
+work and stalls of the whole machine, such as a hypervisor's. These strike another daemon as well, which nobody attacks
+and which is asked in turns with the first.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,59 +21,199 @@ import pytest
 from kvsidecar.core.notes import MAX_NOTES_BYTES
 from kvsidecar.server.grpc_front import USER_BYTES
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
-from tests.attacks.support import attack
+from tests.attacks.support import attack, behind_all
 from tests.e2e.test_attacks import port_of
 from tests.e2e.test_limits import rss_mib
+from tests.e2e.test_unfinished import open_fds
 from tests.harness import DaemonProcess, Rank, done, eventually
 from tests.publisher.process import PublisherProcess
 
 ON_SOCKETS = ("headers_bomb", "half_sent_calls", "unfinished_hellos", "colliding_hashes", "publisher_memory")
-ATTACK_SECONDS = 20.0
+STORING = ("colliding_hashes", "publisher_memory")
+ATTACK_SECONDS = 600.0
+"""Longer than the test: they are killed."""
+IDLE_SECONDS, ROUND_SECONDS = 4.0, 20.0
+TIMES = 10
+"""No lookup takes so many times as long as all but one in a hundred when nobody attacks."""
+ROUNDS = 3
+"""What the daemon does it does in each round. A stall of the machine in all of them is not likely."""
+STALLS = 1
+"""Of a round, beyond those that the other daemon has seen."""
+OWN_SECONDS = 0.0002
+"""A lookup is not counted if this process has waited longer for a core: its answer may have been there for long."""
+FULL_SECONDS = 15.0
+"""Then they attack with all that the machine has, for the memory."""
+BACK_SECONDS = 60.0
 STATED_MIB = (USER_BYTES + MAX_PARTIAL_BYTES + MAX_NOTES_BYTES) / 2**20
 """What docs/security.md allows one user of the memory of the daemon: gRPC connections, incomplete messages, notes."""
+KEPT_MIB = 32
+"""What the allocator and the interpreter keep."""
 
-SLACK_MIB = 64
-"""What the allocator keeps, and structures around the notes."""
+
+class Waits:
+    """How long the threads of a process have waited for a core."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._files: list[int] = []
+        self.look()
+
+    def look(self) -> None:
+        """See which threads it has now."""
+        self.close()
+        for task in Path(f"/proc/{self._pid}/task").iterdir():
+            with suppress(FileNotFoundError):  # it has just ended
+                self._files.append(os.open(task / "schedstat", os.O_RDONLY))
+
+    def now(self) -> list[float]:
+        """Of each, in seconds, so far."""
+        found = []
+        for file in self._files:
+            try:
+                found.append(int(os.pread(file, 100, 0).split()[1]) / 1e9)
+            except ProcessLookupError:  # it has ended
+                found.append(0.0)
+        return found
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
 
 
-def lookup_seconds(rank: Rank, count: int) -> list[float]:
-    """How long lookups take, sorted. Whether they hit is not asked: the attackers store, too, and evict what is old."""
-    found = []
-    for _ in range(count):
-        began = time.perf_counter()
-        rank.hits("a")
-        found.append(time.perf_counter() - began)
-    return sorted(found)
+def longest_wait(before: list[float], after: list[float]) -> float:
+    """Of a thread, in seconds: that which waits may have Python's lock, and hold up all."""
+    return max(0.0, *(late - early for early, late in zip(before, after, strict=True)))
+
+
+@dataclass
+class Asked:
+    """A daemon that is asked, and how long its answers took."""
+
+    daemon: DaemonProcess
+    rank: Rank
+    waits: Waits
+    seconds: list[float] = field(default_factory=list)
+    most_mib: float = 0.0
+
+    def ask(self, own: Waits) -> None:
+        own_before, before, began = own.now(), self.waits.now(), time.perf_counter()
+        self.rank.hits("a")  # whether it hits is not asked: the attackers store, too, and evict what is old
+        took = time.perf_counter() - began
+        waited = longest_wait(before, self.waits.now())
+        if longest_wait(own_before, own.now()) < OWN_SECONDS:
+            self.seconds.append(took - waited)
+
+    def taken(self) -> list[float]:
+        found, self.seconds = sorted(self.seconds), []
+        return found
+
+
+@contextmanager
+def asked(directory: Path) -> Iterator[Asked]:
+    directory.mkdir()
+    with DaemonProcess(directory, "--log-level", "info") as daemon, ExitStack() as stack:
+        daemon.wait_ready()
+        rank, waits = Rank(daemon), Waits(daemon.process.pid)
+        stack.callback(waits.close)
+        done(rank.store("a"))
+        yield Asked(daemon, rank, waits)
+        rank.close()
+        assert daemon.terminate() == 0
+
+
+def ask_in_turns(attacked: Asked, other: Asked, own: Waits, seconds: float) -> tuple[list[float], list[float]]:
+    """Returns how long the answers of both took, sorted."""
+    for each in (attacked.waits, other.waits, own):
+        each.look()
+    until = time.monotonic() + seconds
+    gc.disable()  # a pause of this process would count as the daemon's
+    try:
+        while time.monotonic() < until:
+            for _ in range(100):
+                attacked.ask(own)
+                other.ask(own)
+            attacked.most_mib = max(attacked.most_mib, rss_mib(attacked.daemon))
+    finally:
+        gc.enable()
+    return attacked.taken(), other.taken()
+
+
+@contextmanager
+def all_attacks(attacked: Asked, *, behind: bool) -> Iterator[None]:
+    """Under way inside the block, all of them until its end."""
+    directory, port = Path(attacked.daemon.socket).parent, port_of(attacked.daemon)
+    targets = {**dict.fromkeys(ON_SOCKETS, str(directory)), "scrapers": str(port)}
+    ranks = attacked.daemon.metric("kvsidecar_attached_ranks")
+    with ExitStack() as stack:
+        running = []
+        # Those that store are first attached: the others leave them little room for it.
+        for names in (STORING, [name for name in targets if name not in STORING]):
+            running += [
+                stack.enter_context(attack(name, targets[name], ATTACK_SECONDS, behind=behind)) for name in names
+            ]
+            eventually(lambda: attacked.daemon.metric("kvsidecar_attached_ranks") == ranks + len(STORING))
+        yield
+        assert [each for each in running if each.process.poll() is not None] == [], "an attack has ended"
+    eventually(lambda: attacked.daemon.metric("kvsidecar_attached_ranks") == ranks)
 
 
 def said(seconds: list[float]) -> str:
-    half, most, last = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100], seconds[-1]
-    return f"p50 {half * 1e3:.2f} ms, p99 {most * 1e3:.2f} ms, most {last * 1e3:.2f} ms"
+    half, most, last = seconds[len(seconds) // 2], p99(seconds), seconds[-3:]
+    longest = " ".join(f"{each * 1e3:.2f}" for each in reversed(last))
+    return f"{len(seconds)} lookups, p50 {half * 1e3:.2f} ms, p99 {most * 1e3:.2f} ms, longest {longest} ms"
+
+
+def p99(seconds: list[float]) -> float:
+    return seconds[len(seconds) * 99 // 100]
+
+
+def late(seconds: list[float], limit: float) -> int:
+    return sum(each > limit for each in seconds)
 
 
 @pytest.mark.alone
-def test_all_attacks_at_once_leave_lookups_answered_and_give_the_memory_back(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, "--log-level", "info") as daemon, PublisherProcess(short_dir, daemon.socket):
-        daemon.wait_ready()
-        rank = Rank(daemon)
-        done(rank.store("a"))
-        lookup_seconds(rank, 300)
-        idle = lookup_seconds(rank, 1000)
-        start, most, busy = rss_mib(daemon), 0.0, list[float]()
-        with ExitStack() as stack:
-            running = [stack.enter_context(attack(name, short_dir, ATTACK_SECONDS)) for name in ON_SOCKETS]
-            running.append(stack.enter_context(attack("scrapers", port_of(daemon), ATTACK_SECONDS)))
-            began = time.monotonic()
+def test_under_all_attacks_at_once_no_lookup_is_late_and_the_memory_comes_back(short_dir: Path) -> None:
+    if not os.path.exists("/proc/self/schedstat"):
+        pytest.skip("this kernel does not count how long a thread waits for a core")
+    with asked(short_dir / "a") as attacked, asked(short_dir / "b") as other, ExitStack() as outer:
+        daemon, own = attacked.daemon, Waits(os.getpid())
+        outer.callback(own.close)
+        publisher = outer.enter_context(PublisherProcess(short_dir / "a", daemon.socket))
+        publisher.wait_log("publishing")
+        behind_all(publisher.process.pid)
+        ask_in_turns(attacked, other, own, 0.5)
+        idle, idle_other = ask_in_turns(attacked, other, own, IDLE_SECONDS)
+        limit = TIMES * p99(idle)
+        print(f"idle: {said(idle)}; the other daemon: {said(idle_other)}")
+        start, fds = rss_mib(daemon), open_fds(daemon)
+        attacked.most_mib = 0.0
+        with all_attacks(attacked, behind=True):
             eventually(lambda: daemon.refused("limit") > 0)
-            while any(each.process.poll() is None for each in running) and time.monotonic() < began + ATTACK_SECONDS:
-                busy += lookup_seconds(rank, 100)
-                most = max(most, rss_mib(daemon) - start)
-        busy.sort()
-        print(f"idle: {said(idle)}; attacked: {said(busy)}; {most:.0f} MiB of {STATED_MIB:.0f} were taken")
+            rounds = []
+            for _ in range(ROUNDS):
+                busy, busy_other = ask_in_turns(attacked, other, own, ROUND_SECONDS)
+                rounds.append((late(busy, limit), late(busy_other, limit)))
+                print(f"attacked: {said(busy)}; the other daemon: {said(busy_other)}; late: {rounds[-1]}")
+                if rounds[-1][0] <= rounds[-1][1] + STALLS:
+                    break
+        with all_attacks(attacked, behind=False):
+            until = time.monotonic() + FULL_SECONDS
+            while time.monotonic() < until:
+                attacked.most_mib = max(attacked.most_mib, rss_mib(daemon))
+                time.sleep(0.02)
+        most = attacked.most_mib - start
+        print(f"{most:.0f} MiB of {STATED_MIB:.0f} were taken")
+        assert rounds[-1][0] <= rounds[-1][1] + STALLS, (
+            f"lookups of more than {limit * 1e3:.2f} ms, and those of a daemon that nobody attacks: {rounds}"
+        )
         assert most < STATED_MIB
-        kept = MAX_NOTES_BYTES / 2**20 + SLACK_MIB
-        eventually(lambda: rss_mib(daemon) - start < kept, lambda: f"{rss_mib(daemon) - start:.0f} MiB are kept")
-        print(f"{rss_mib(daemon) - start:.0f} MiB are kept after it")
+        ended = time.monotonic()
+        eventually(
+            lambda: rss_mib(daemon) - start < KEPT_MIB and open_fds(daemon) <= fds + 4,
+            lambda: f"{rss_mib(daemon) - start:.0f} MiB and {open_fds(daemon) - fds} descriptors are kept",
+            pause=0.2,
+            seconds=BACK_SECONDS,
+        )
+        print(f"after {time.monotonic() - ended:.0f} s {rss_mib(daemon) - start:.0f} MiB are kept")
         assert daemon.get("/health")[0] == daemon.get("/ready")[0] == 200
-        rank.close()
-        assert daemon.terminate() == 0
