@@ -245,6 +245,15 @@ def test_a_handshake_of_endless_bytes_is_ended(remote: Remote, pki: Pki) -> None
     eventually(lambda: refusals(remote.daemon, "limit") + refusals(remote.daemon, "invalid_request") == 1)
 
 
+def test_certificates_over_the_limit_of_a_handshake_are_refused(remote: Remote, pki: Pki) -> None:
+    """They would be kept as long as the connection."""
+    names = (HOSTILE, *(f"{number}.{'x' * 60}.example" for number in range(900)))
+    with suppress(OSError), shake(remote, context_of(pki, pki.client(*names))) as connection:
+        eventually(lambda: is_closed(connection))
+    eventually(lambda: refusals(remote.daemon, "limit") == 1)
+    assert remote.daemon.wait_log("gRPC refused")["reason"] == "a TLS handshake of more than 32768 bytes"
+
+
 @pytest.mark.parametrize(
     ("shown", "reason", "said"),
     [
