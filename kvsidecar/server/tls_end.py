@@ -94,7 +94,7 @@ class TlsEnd(End):
         tls: after its handshake.
     """
 
-    read_bytes = RECORD_BYTES
+    read_bytes = 2 * RECORD_BYTES  # a lookup of 512 hashes takes a little more than one record
 
     def __init__(
         self,
