@@ -89,6 +89,12 @@ def test_a_number_that_a_text_says_is_the_constant(page: str, phrase: str, name:
     assert said(page, phrase) == pytest.approx([constant(name)])
 
 
+def test_no_two_faults_have_one_number() -> None:
+    numbers = re.findall(r"^\| (\d+) \|", (ROOT / "docs/faults.md").read_text(), re.MULTILINE)
+    assert len(numbers) > 100
+    assert sorted(numbers) == sorted(set(numbers))
+
+
 def test_what_is_wrong_is_found() -> None:
     there = ["test_the_first", "test_wire.py::test_the_first_message…", "…a_memfd_that…", "cache/test_records.py"]
     assert list(unresolved(f"| 1 | a | {', '.join(f'`{each}`' for each in there)} | P |")) == []
