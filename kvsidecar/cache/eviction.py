@@ -397,7 +397,7 @@ class _EvictionPlan:
                 if not second and any(choice.overlaps(window) for choice in self._choices):
                     later.append(candidates.pop())
                     continue
-                owners = [chain for slab in slabs for chain in self._owners(slab)]
+                owners = self._owners(slabs)
                 if not _with_mark(REQUESTED, owners) and self._may_go(_with_mark(0, owners)):
                     return _Choice(_with_mark(0, owners), window.touched, window)
             candidates.pop()
@@ -446,8 +446,9 @@ class _EvictionPlan:
             order.sort(key=lambda each: -ranks[each[0]])
         return [[Chain(chains[queue].blocks, chains[queue].rows[at : at + 1])] for queue, at in order]
 
-    def _owners(self, slab: int) -> list[Chain]:
-        owners = np.unique(self._allocator.owners(slab))
+    def _owners(self, slabs: Iterable[int]) -> list[Chain]:
+        """The blocks with a slot in any of these slabs, each once: its shards may lie in several."""
+        owners = np.unique(np.concatenate([NO_INTS, *map(self._allocator.owners, slabs)]))
         numbers, rows = owners >> 32, owners & 0xFFFFFFFF
         return [Chain(self._tables[number], rows[numbers == number]) for number in np.unique(numbers).tolist()]
 
