@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
 
 from kvsidecar.core import notes, residency
-from kvsidecar.core.notes import LOOKS, STEP_NOTES
+from kvsidecar.core.changes import Change
+from kvsidecar.core.notes import LOOKS, STEP_NOTES, Notes
+from kvsidecar.types import Namespace, Residency
 from tests.cache.support import key, keys, namespace, open_space, store
 from tests.core.test_residency import Daemon, Reader
 
@@ -67,6 +72,111 @@ def test_the_memory_of_a_cleared_namespace_is_freed_in_steps() -> None:
     assert len(held) > 5
 
 
+def note(name: object, nbytes: int = 4) -> Change:
+    return Change(Residency.NOTES, 0, key(name), b"n" * nbytes)
+
+
+def kept(notes_: Notes, model: str = "model") -> set[bytes]:
+    return {change.hashes for change in notes_.of(namespace(model))}
+
+
+class Pool:
+    """Answers which blocks are gone, and keeps how many notes it was asked about at a time."""
+
+    def __init__(self, *there: object) -> None:
+        self.there = set(keys(*there))
+        self.asked: list[Sequence[Change]] = []
+
+    def __call__(self, _: Namespace, changes: Sequence[Change]) -> list[bool]:
+        self.asked.append(changes)
+        return [each.hashes not in self.there for each in changes]
+
+
+@pytest.mark.parametrize("nbytes", [4, 4000])
+def test_no_look_asks_about_more_than_a_step(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few notes of many bytes are a step as well as many of few."""
+    monkeypatch.setattr(notes, "LOOKS", 1)
+    monkeypatch.setattr(notes, "STEP_NOTES", 50)
+    monkeypatch.setattr(notes, "STEP_BYTES", 10 * 4000)
+    held, pool, names = Notes(), Pool("last"), [*range(120), "last"]
+    for name in names:
+        held.add(namespace(), 0, note(name, nbytes))
+    for looks_so_far in range(15):  # the first one only sees where the notes end
+        held.look({namespace()}, pool)
+        assert len(pool.asked) <= looks_so_far
+        if sum(map(len, pool.asked)) >= len(names):
+            break
+    assert kept(held) == set(keys("last"))
+    assert max(map(len, pool.asked)) == (50 if nbytes == 4 else 10)
+    assert sum(map(len, pool.asked)) == len(names), "every note was asked about once"
+
+
+def test_notes_of_every_user_go_and_do_not_count_against_them_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "LOOKS", 1)
+    held, pool = Notes(), Pool("stays")
+    held.add(namespace(), 1, note("stays"))
+    for name in range(20):
+        held.add(namespace(), 1, note(name))
+        held.add(namespace("other"), 2, note(name))
+    for _ in range(4):
+        held.look({namespace(), namespace("other")}, pool)
+    assert kept(held) == set(keys("stays"))
+    assert not kept(held, "other")
+    each = held.total_bytes
+    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 5 * each)
+    given_up = [held.add(namespace("other"), 2, note(f"new {name}")) for name in range(6)]
+    assert [change.hashes for lost in given_up for _, change in lost] == keys("new 0", "new 1")
+    assert kept(held) == set(keys("stays")), "user 1 has one note, not 21"
+
+
+def test_notes_that_come_while_others_are_looked_at_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers are those of the notes that were there when the look began."""
+    monkeypatch.setattr(notes, "LOOKS", 1)
+    monkeypatch.setattr(notes, "STEP_NOTES", 5)
+    held, pool = Notes(), Pool()
+    for name in range(20):
+        held.add(namespace(), 0, note(name))
+    held.look({namespace()}, pool)  # sees where the notes end
+    held.look({namespace()}, pool)
+    assert len(pool.asked) == 1
+    held.forget(namespace())
+    for name in range(20):
+        held.add(namespace(), 0, note(f"new {name}"))
+    for _ in range(2):
+        held.look({namespace()}, pool)
+    assert len(pool.asked) == 1, "new notes are taken for the old ones"
+    assert len(kept(held)) == 20
+    for _ in range(10):
+        held.look({namespace()}, pool)
+    assert not kept(held)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_counted_is_what_is_kept_whatever_comes_and_goes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "LOOKS", 2)
+    monkeypatch.setattr(notes, "STEP_NOTES", 3)
+    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 40 * (32 + 4 + notes.ENTRY_BYTES))
+    rng, held, models = random.Random(seed), Notes(), ["a", "b", "c"]
+    every = {namespace(model) for model in models}
+    for step in range(400):
+        match rng.randrange(8):
+            case 0:
+                held.forget(namespace(rng.choice(models)))
+            case 1 | 2:
+                held.look(every, Pool(*range(0, step, 2)))
+            case _:
+                nbytes = rng.randrange(1, 40)
+                held.add(namespace(rng.choice(models)), rng.randrange(3), note(step, nbytes))
+        there = [change for model in models for change in held.of(namespace(model))]
+        assert held.total_bytes == sum(each.nbytes + notes.ENTRY_BYTES for each in there) <= notes.MAX_NOTES_BYTES
+    held.forget_all()
+    for _ in range(400):
+        held.look(every, None)
+    assert held.held_bytes == 0
+    assert not held._bytes, "a user without notes is forgotten"
+    assert not held._by_user
+
+
 def test_a_message_is_made_in_each_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much has changed, whoever asks in between waits for one of them."""
     monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 1000)
@@ -91,6 +201,37 @@ def test_a_message_is_made_in_each_turn_of_the_loop(monkeypatch: pytest.MonkeyPa
     assert all(set(reader.notes) == set(keys(*range(20))) for reader in readers)
     assert not daemon.soon
     assert not daemon.due
+
+
+def test_changes_are_joined_in_a_turn_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To join them takes as long as to send a message."""
+    joined = 0
+
+    def counted(log: Sequence[Change], width: int) -> list[Change]:
+        nonlocal joined
+        joined += bool(log)
+        return residency_joined(log, width)
+
+    residency_joined = residency.joined
+    monkeypatch.setattr(residency, "joined", counted)
+    monkeypatch.setattr(residency, "TAKEN_BYTES", 4000)
+    daemon, reader = Daemon(), Reader()
+    daemon.watch(reader)
+    daemon.settle()
+    for name in range(40):
+        daemon.watches.note(namespace(), 0, key(name), b"n" * 500, user=0)
+    call = daemon.due.pop()
+    steps = []
+    while True:
+        before = joined, len(reader.updates)
+        call()
+        steps.append((joined - before[0], len(reader.updates) - before[1]))
+        if not daemon.soon:
+            break
+        call = daemon.soon.pop()
+    assert set(reader.notes) == set(keys(*range(40)))
+    assert max(map(sum, steps)) == 1, f"joined and sent in each turn: {steps}"
+    assert joined > 3
 
 
 def test_watchers_that_come_and_go_between_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:

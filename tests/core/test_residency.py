@@ -479,6 +479,24 @@ def test_a_snapshot_waits_for_the_disk_to_be_told() -> None:
     assert not disk.tells
 
 
+def test_what_the_disk_tells_between_two_messages_comes_before_the_end_of_a_snapshot() -> None:
+    daemon, disk = with_disk()
+    store(daemon.cache, open_space(daemon.cache), 1)
+    reader = Reader()
+    daemon.watch(reader)
+    daemon.due.pop()()
+    assert daemon.soon, "the snapshot goes on in the next turn of the loop"
+    disk.tell(Told.STORED, 2, 3)
+    disk.tell(Told.LISTED)
+    while not reader.complete:
+        daemon.turn()
+    told = [{change.kind for change in update.changes} for update in reader.updates]
+    assert Residency.TIER_STORED in set().union(*told), "the snapshot ended without what the disk has"
+    assert reader.on_disk == set(keys(2, 3))
+    daemon.settle()
+    assert sum(update.complete for update in reader.updates) == 1
+
+
 def test_a_disk_that_is_not_used_delays_no_snapshot() -> None:
     daemon, disk = with_disk()
     store(daemon.cache, open_space(daemon.cache), 1)
