@@ -23,6 +23,7 @@ class Quota:
         self._total = total
         self.held = 0
         """By all holders together."""
+        self._peak = 0
         self._held_by: Counter[Hashable] = Counter()
 
     def take(self, holder: Hashable, count: int = 1) -> None:
@@ -33,6 +34,12 @@ class Quota:
             raise LimitExceeded(f"all users together may have {self._total} {self._what} at once")
         self._held_by[holder] += count
         self.held += count
+        self._peak = max(self._peak, self.held)
+
+    def peak(self) -> int:
+        """The most that all holders together had since the last call."""
+        peak, self._peak = self._peak, self.held
+        return peak
 
     def give_back(self, holder: Hashable, count: int = 1) -> None:
         self._held_by[holder] -= count

@@ -199,9 +199,13 @@ class GrpcFront:
             await asyncio.sleep(1.0)
             for relay in tuple(self._relays):
                 relay.second()
-            connections = len(self._relays) * self._limits.connection_bytes
-            # At the bounds above.
-            await self._peak.used(connections + self.quotas.calls.held * CALL_BYTES + self.quotas.nbytes.held)
+            connections, calls, nbytes = self._connections_of, self.quotas.calls, self.quotas.nbytes
+            most = self._memory(connections.peak(), calls.peak(), nbytes.peak())
+            await self._peak.used(self._memory(connections.held, calls.held, nbytes.held), most)
+
+    def _memory(self, connections: int, calls: int, nbytes: int) -> int:
+        """At the bounds above."""
+        return connections * self._limits.connection_bytes + calls * CALL_BYTES + nbytes
 
 
 def _nothing() -> None:

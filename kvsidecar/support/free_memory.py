@@ -25,9 +25,14 @@ class Peak:
     def __init__(self) -> None:
         self._most = 0
 
-    async def used(self, nbytes: int) -> None:
-        """So much is in use now."""
-        self._most = max(self._most, nbytes)
+    async def used(self, nbytes: int, most: int = 0) -> None:
+        """So much is in use now.
+
+        Args:
+            most: what was at most since the last call, if that is known: what comes and goes between two of them is not
+                seen otherwise.
+        """
+        self._most = max(self._most, nbytes, most)
         if nbytes + TRIM_BYTES <= self._most:
             self._most = nbytes
             await asyncio.to_thread(give_back)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from kvsidecar.support import free_memory
+from kvsidecar.support.free_memory import TRIM_BYTES, Peak
+
+
+@pytest.fixture
+def given_back(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    calls: list[None] = []
+    monkeypatch.setattr(free_memory, "give_back", lambda: calls.append(None))
+    return calls
+
+
+async def test_memory_is_given_back_once_when_much_less_is_in_use(given_back: list[None]) -> None:
+    peak = Peak()
+    await peak.used(2 * TRIM_BYTES)
+    await peak.used(TRIM_BYTES + 1)
+    assert not given_back, "too little for it"
+    for _ in range(3):
+        await peak.used(TRIM_BYTES)
+    assert len(given_back) == 1
+
+
+async def test_what_came_and_went_between_two_looks_is_given_back_too(given_back: list[None]) -> None:
+    peak = Peak()
+    await peak.used(0)
+    await peak.used(0, most=TRIM_BYTES - 1)
+    assert not given_back
+    await peak.used(0, most=TRIM_BYTES)
+    await peak.used(0)
+    assert len(given_back) == 1
