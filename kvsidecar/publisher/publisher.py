@@ -44,8 +44,6 @@ MESSAGE_TOKENS = 16 * 1024
 """The same in tokens: 80 KB at most, with an event more."""
 MAX_KNOWN_BYTES = 128 * 1024 * 1024
 """Of blocks that are announced, or may be with the next daemon, in all namespaces: see `KnownBlocks.nbytes`."""
-GIVE_BACK_BYTES = 8 * 1024 * 1024
-"""When so much less is remembered than before, memory is given back to the system."""
 REPLAY_SECONDS = 10.0
 """A router that does not take a message of a replay within it is disconnected."""
 MAX_REPLAYS = 4
@@ -63,8 +61,6 @@ class Publisher:
     def __init__(self, options: Options, *, look_seconds: float = LOOK_SECONDS) -> None:
         self._options, self._look_seconds = options, look_seconds
         self._sequence = Sequence()
-        self._most_bytes = 0
-        """What it has remembered at most since memory was given back to the system."""
         self._topics: dict[str, Topic] = {}
         self._followed: dict[Namespace, _Followed] = {}
         self._ending: list[_Followed] = []
@@ -129,6 +125,7 @@ class Publisher:
     # -- namespaces --------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
+        remembered = free_memory.Peak()
         while True:
             try:
                 reply = await asyncio.to_thread(self._operator.status)
@@ -137,20 +134,12 @@ class Publisher:
             else:
                 self._say_problem("")
                 self._follow(reply)
-            await self._give_back()
+            await remembered.used(self._known_bytes + self._sequence.nbytes)
             await asyncio.sleep(self._look_seconds)
 
     @property
     def _known_bytes(self) -> int:
         return sum(each.follower.known_bytes for each in [*self._followed.values(), *self._ending])
-
-    async def _give_back(self) -> None:
-        """Give memory back to the system when much less is remembered than before: the C library keeps it."""
-        nbytes = self._known_bytes + self._sequence.nbytes
-        self._most_bytes = max(self._most_bytes, nbytes)
-        if self._most_bytes - nbytes >= GIVE_BACK_BYTES:
-            self._most_bytes = nbytes
-            await asyncio.to_thread(free_memory.give_back)
 
     def _say_problem(self, problem: str) -> None:
         if problem != self._problem:
