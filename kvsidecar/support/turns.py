@@ -71,12 +71,6 @@ class Turns:
             self._begin(now)
         self._run(queue, (step, seconds), now)
 
-    async def wait(self, user: Hashable, seconds: float) -> None:
-        """Wait until it is the user's turn to do something that takes about so long."""
-        turn = asyncio.get_running_loop().create_future()
-        self.take(user, lambda: None if turn.done() else turn.set_result(None), seconds)
-        await turn
-
     def end(self) -> None:
         """The step that runs is the last one of this turn of the loop: it has made work for somebody else."""
         self._until = 0.0
