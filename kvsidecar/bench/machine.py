@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.driver import Cuda
+from kvsidecar.support.process_ids import stat_fields
 
 _SYS_PCI = Path("/sys/bus/pci/devices")
 
@@ -65,7 +66,7 @@ def _first(file: str, pattern: str) -> str | None:
 
 def cpu_seconds(pid: int) -> float:
     """What a process has used so far, in all of its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -15,15 +15,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvsidecar.support.boot import boot_time
+from kvsidecar.support.process_ids import stat_fields
 
-_PROC = Path("/proc/self")
 _CPU_TEXT = "Total user and system CPU time spent in seconds."
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessMetrics(Collector):
     def __init__(self) -> None:
-        ticks = float(_stat()[19])
+        ticks = float(stat_fields("self")[19])
         self._started_at = time.time() - boot_time() + ticks / _TICKS
 
     def describe(self) -> Iterable[Metric]:
@@ -32,7 +32,7 @@ class ProcessMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at a scrape."""
-        fields = _stat()
+        fields = stat_fields("self")
         most_fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         gauges = (
             ("virtual_memory_bytes", "Virtual memory size in bytes.", float(fields[20])),
@@ -47,12 +47,7 @@ class ProcessMetrics(Collector):
         yield CounterMetricFamily("process_cpu_seconds_total", _CPU_TEXT, spent)
 
 
-def _stat() -> list[str]:
-    """proc_pid_stat(5), from the third field on."""
-    return (_PROC / "stat").read_text().rpartition(")")[2].split()
-
-
-def open_descriptors(proc: Path = _PROC) -> int:
+def open_descriptors(proc: Path = Path("/proc/self")) -> int:
     """How many descriptors the process has, without a look at each where the kernel counts them (Linux 6.2)."""
     directory = proc / "fd"
     return directory.stat().st_size or len(list(directory.iterdir()))

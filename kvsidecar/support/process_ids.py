@@ -28,24 +28,34 @@ class ProcessId(NamedTuple):
     """Clock ticks since the boot (field 22 of /proc/PID/stat)."""
 
 
+def stat_fields(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat from the third on: field 22 is at index 19.
+
+    Args:
+        pid: or ``self``.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    # The second field is the program's name in parentheses, and may contain anything.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def process_id(pid: int) -> ProcessId | None:
     """A process that lives, or has ended and is not waited for yet; None if there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return ProcessId(pid, int(stat_fields(pid)[19]))
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the program's name in parentheses, and may contain anything.
-    return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
 
 
 def is_ending(pid: int) -> bool:
     """Whether this process has begun to end, or has ended and is not waited for yet. It may take seconds: the kernel
     frees a process's memory before it closes its files."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return bool(int(stat_fields(pid)[6]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_EXITING)
 
 
 class Watched:
