@@ -103,8 +103,7 @@ class PoolDirectory:
     def __init__(self, path: Path, table_path: Path | None = None) -> None:
         self.left_by_stranger = False
         """To be set by who takes the lock."""
-        self._stays: int | None = None
-        """While it is open, this process says that it stays."""
+        self._stays = file_lock.Stays()
         self.path = path
         self.huge_page_bytes = check_directories(path, table_path)
         self._made: list[Path] = []
@@ -135,9 +134,7 @@ class PoolDirectory:
             for name, directory in self._places():
                 with suppress(OSError):
                     os.unlink(name, dir_fd=directory)
-        while self._made:
-            with suppress(OSError):  # others have put something there
-                self._made.pop().rmdir()
+        private_files.remove_directories(self._made)
 
     @property
     def locks(self) -> tuple[int, ...]:
@@ -150,15 +147,11 @@ class PoolDirectory:
 
     def say_stays(self) -> None:
         """The lock was taken, and is kept until `say_ends`."""
-        try:
-            self._stays = file_lock.say_stays(self._fd)
-        except OSError as error:
-            _log.warning("another daemon will wait for this one", directory=str(self.path), reason=error.strerror)
+        if reason := self._stays.say(self._fd):
+            _log.warning("another daemon will wait for this one", directory=str(self.path), reason=reason)
 
     def say_ends(self) -> None:
-        if self._stays is not None:
-            os.close(self._stays)
-            self._stays = None
+        self._stays.end()
 
     def find(self) -> KeptFiles | None:
         with ExitStack() as opened:

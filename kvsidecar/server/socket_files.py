@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvsidecar.errors import ConfigError, SocketInUse
-from kvsidecar.support import log
-from kvsidecar.support.file_lock import lock_within, say_stays, try_lock
+from kvsidecar.support import file_lock, log
+from kvsidecar.support.file_lock import lock_within, try_lock
+from kvsidecar.support.private_files import remove_directories
 from kvsidecar.support.process_ids import is_ending
 
 _BOUND = (".bound1", ".bound2")
@@ -65,9 +66,7 @@ class SocketFiles:
         self.mode = mode
         self.gid = group_id("socket_group", group)
         self._lock: int | None = None
-        self._stays: int | None = None
-        """While it is open, this daemon says that it stays."""
-        self._ending = False
+        self._stays = file_lock.Stays()
         self._made_lock = False
         self._made: list[Path] = []
         """Directories that were not there before, the innermost last."""
@@ -118,28 +117,14 @@ class SocketFiles:
         """The lock of this file is held: say by whom, and remove what nobody serves any more."""
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        self._say_stays(lock)
+        if reason := self._stays.say(lock):
+            _log.warning("another daemon will wait for this one", lock=str(self._lock_path), reason=reason)
         for path in self._bound_at:
             self._remove_stale(path)
 
-    def _say_stays(self, lock: int) -> None:
-        if self._ending:
-            return
-        self._no_longer_stays()
-        try:
-            self._stays = say_stays(lock)
-        except OSError as error:
-            _log.warning("another daemon will wait for this one", lock=str(self._lock_path), reason=error.strerror)
-
-    def _no_longer_stays(self) -> None:
-        if self._stays is not None:
-            os.close(self._stays)
-            self._stays = None
-
     def say_ends(self) -> None:
         """From now on, a daemon that starts waits for the end of this one."""
-        self._ending = True
-        self._no_longer_stays()
+        self._stays.end()
 
     def _open_lock(self) -> int:
         directory = self.grpc_path.parent
@@ -154,7 +139,7 @@ class SocketFiles:
                 self._made_lock = False
             return lock
         except OSError as error:
-            self._remove_made()
+            remove_directories(self._made)
             raise SocketInUse(f"cannot use {directory} for the socket ({error.strerror}): set socket") from error
 
     def _make(self, directory: Path) -> None:
@@ -167,11 +152,6 @@ class SocketFiles:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700 if innermost and not self.mode & 0o077 else 0o755 if innermost else 0o777)
             self._made.append(directory)
-
-    def _remove_made(self) -> None:
-        while self._made:
-            with suppress(OSError):  # others have put something there
-                self._made.pop().rmdir()
 
     async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
         def waits() -> None:
@@ -338,7 +318,7 @@ class SocketFiles:
         os.close(self._lock)
         self._lock = None
         if undo:
-            self._remove_made()
+            remove_directories(self._made)
 
     def _is_mine(self, path: Path) -> bool:
         """Whether this daemon's socket is published there."""

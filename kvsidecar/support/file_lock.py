@@ -72,18 +72,39 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def say_stays(fd: int) -> int:
-    """Say of a file or directory whose lock this process has that it stays, until the returned descriptor is closed.
-    It must not be given to another process. Raises OSError."""
-    # Opened again, by a path that cannot be another file by now: the lock is that of an open file, and copies of ``fd``
-    # are given to other processes.
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(own, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
-        os.close(own)
-        raise
-    return own
+class Stays:
+    """Says of a file or directory whose lock this process has that the process stays. It cannot say so again after
+    `end`."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        """Has the second lock. It must not be given to another process."""
+        self._ended = False
+
+    def say(self, fd: int) -> str:
+        """Say it of this file, instead of the last one. Returns why it cannot be said; empty if it was."""
+        if self._ended:
+            return ""
+        self._close()
+        try:
+            # Opened again, by a path that cannot be another file by now: the lock is that of an open file, and copies
+            # of ``fd`` are given to other processes.
+            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError as error:
+            self._close()
+            return error.strerror or str(error)
+        return ""
+
+    def end(self) -> None:
+        """From now on, whoever waits for the lock waits for the end of this process."""
+        self._ended = True
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 def stays(fd: int) -> bool:

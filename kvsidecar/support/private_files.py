@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
+from pathlib import Path
 
 
 def open_file(name: str, directory: int) -> int:
@@ -40,3 +42,11 @@ def make_file(name: str, directory: int, nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def remove_directories(made: list[Path]) -> None:
+    """Remove the directories that were made for a start that fails, the last one first, where nobody else has put
+    anything there. The list is empty then."""
+    while made:
+        with suppress(OSError):
+            made.pop().rmdir()
