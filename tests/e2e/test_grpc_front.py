@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import grpc
@@ -16,7 +15,8 @@ from kvsidecar.server import grpc_front, http2_gate
 from kvsidecar.server.header_block import literal_fields
 from kvsidecar.support.child_process import environment
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, Connection, frame, message, request
+from tests.attacks.http2_client import DATA, END_HEADERS, HEADERS, Connection, frame, message, request
+from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
 from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_policy import daemon_for_others, needs_root
 from tests.e2e.test_unfinished import refusals
@@ -75,37 +75,17 @@ def test_half_sent_calls_of_one_user_lock_nobody_else_out(short_dir: Path) -> No
 
 
 def test_half_sent_calls_are_ended_in_words_and_their_connection_goes_on(daemon: DaemonProcess) -> None:
-    began = time.monotonic()
     with stub(daemon) as sidecar:
         assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
     connection = Connection(Path(daemon.socket))
-    connection.socket.settimeout(SECONDS)
-    whole = message(LOOKUP.SerializeToString())
-    connection.socket.sendall(frame(HEADERS, 1, request(), END_HEADERS) + frame(DATA, 1, whole[:-1]))
-    received = b""
-    while b"was not complete within 10 s" not in received:
-        chunk = connection.socket.recv(65536)
-        assert chunk, received
-        received += chunk
-    assert b"grpc-status\x014" in received
-    assert time.monotonic() - began < SECONDS
-    connection.socket.sendall(frame(HEADERS, 3, request(), END_HEADERS) + frame(DATA, 3, whole, END_STREAM))
-    answer = b""
-    while b"grpc-status" not in answer:
-        answer += connection.socket.recv(65536)
-    assert b"grpc-status\x010" in answer
+    half_send_a_call_and_go_on(connection.socket, LOOKUP)
     assert refusals(daemon, "unfinished") == 1
     connection.close()
 
 
 def test_a_message_over_the_limit_is_refused_and_counted(daemon: DaemonProcess) -> None:
     with stub(daemon) as sidecar:
-        large = pb.LookupRequest(namespace=LOOKUP.namespace)
-        large.groups.add(group=0, hashes=bytes(5 << 20))
-        with pytest.raises(grpc.RpcError, match="over the limit of 4194304") as caught:
-            sidecar.Lookup(large, timeout=SECONDS)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready, "the connection is gone"
+        send_a_message_over_the_limit(sidecar, LOOKUP)
     assert refusals(daemon, "limit") == 1
 
 

@@ -19,6 +19,7 @@ from kvsidecar.server.header_block import literal_fields
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.attacks import headers_bomb
 from tests.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, Connection, frame, message, request
+from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
 from tests.e2e.test_grpc_front import LOOKUP
 from tests.e2e.test_limits import rss_mib
 from tests.e2e.test_tcp import Pki, Remote, pki, remote, stub
@@ -125,33 +126,14 @@ def test_headers_that_become_a_hundred_times_as_large_cost_nothing(remote: Remot
 
 def test_half_sent_calls_are_ended_in_words_and_their_connection_goes_on(remote: Remote, pki: Pki) -> None:
     connection = Connection(shake(remote, context_of(pki, pki.client(HOSTILE)))).socket
-    connection.settimeout(SECONDS)
-    whole = message(LOOKUP.SerializeToString())
-    connection.sendall(frame(HEADERS, 1, request(), END_HEADERS) + frame(DATA, 1, whole[:-1]))
-    with honest(remote, pki):
-        received = b""
-        while b"was not complete within 10 s" not in received:
-            chunk = connection.recv(65536)
-            assert chunk, received
-            received += chunk
-    assert b"grpc-status\x014" in received
-    connection.sendall(frame(HEADERS, 3, request(), END_HEADERS) + frame(DATA, 3, whole, END_STREAM))
-    answer = b""
-    while b"grpc-status" not in answer:
-        answer += connection.recv(65536)
-    assert b"grpc-status\x010" in answer
+    half_send_a_call_and_go_on(connection, LOOKUP, lambda: honest(remote, pki))
     assert refusals(remote.daemon, "unfinished") == 1
     connection.close()
 
 
 def test_a_message_over_the_limit_is_refused_and_counted(remote: Remote, pki: Pki) -> None:
     with stub(remote, pki.client(HONEST)) as sidecar:
-        large = pb.LookupRequest(namespace=LOOKUP.namespace)
-        large.groups.add(group=0, hashes=bytes(5 << 20))
-        with pytest.raises(grpc.RpcError, match="over the limit of 4194304") as caught:
-            sidecar.Lookup(large, timeout=SECONDS)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready, "the connection is gone"
+        send_a_message_over_the_limit(sidecar, LOOKUP)
     assert refusals(remote.daemon, "limit") == 1
 
 
