@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -15,6 +16,12 @@ from collections.abc import Sequence
 
 from kvsidecar.support import child_process
 from tests.harness import environment, eventually
+
+
+def _as_a_terminal_does() -> None:
+    """In the child. Its signals are not what the tests were started with, as by nohup."""
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Terminal:
@@ -42,7 +49,7 @@ class Terminal:
             command, stdin=slave if stdin else subprocess.DEVNULL, stdout=slave, stderr=slave,
             env={**inherited, "TERM": "xterm", **variables},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0) and None,
+            preexec_fn=_as_a_terminal_does,
         )  # fmt: skip
 
     def until(self, wanted: str, *, raw: bool = False) -> str:

@@ -143,7 +143,7 @@ def needs(*programs: str | None) -> pytest.MarkDecorator:
 
 def test_every_block_of_the_page_is_run_here() -> None:
     assert {section: len(blocks) for section, blocks in BLOCKS.items() if blocks} == {
-        "Install": 1, "Run": 2, "Store and load": 1, "Look": 2, "Prometheus": 2, "Grafana": 2, "A whole scenario": 1,
+        "Install": 1, "Run": 2, "Store and load": 1, "Watch it": 2, "Prometheus": 2, "Grafana": 2, "A complete scenario": 1,
     }  # fmt: skip
     _, compose = BLOCKS["Grafana"]
     assert compose.split() == ["docker", "compose", "--file", "checkout/examples/compose.yaml", "up"], (
@@ -152,7 +152,7 @@ def test_every_block_of_the_page_is_run_here() -> None:
 
 
 def test_there_is_something_to_see(terminals: Terminals) -> None:
-    load, look = BLOCKS["Look"]
+    load, look = BLOCKS["Watch it"]
     assert "blocks were hits" in terminals.run(load)
     top, _ = look.splitlines()
     assert "Hits" in terminals.run(f"{top} --once")
@@ -160,7 +160,7 @@ def test_there_is_something_to_see(terminals: Terminals) -> None:
 
 @needs(BROWSER, DRIVER)
 def test_the_page_opens_in_a_browser(terminals: Terminals) -> None:
-    _, open_page = BLOCKS["Look"][1].splitlines()
+    _, open_page = BLOCKS["Watch it"][1].splitlines()
     assert open_page == "xdg-open http://localhost:9464"
     browser = Browser()
     try:
@@ -171,7 +171,7 @@ def test_the_page_opens_in_a_browser(terminals: Terminals) -> None:
 
 
 def test_the_scenario_runs(terminals: Terminals) -> None:
-    (demo,) = BLOCKS["A whole scenario"]
+    (demo,) = BLOCKS["A complete scenario"]
     terminals.run(demo)
 
 
