@@ -143,8 +143,14 @@ def needs(*programs: str | None) -> pytest.MarkDecorator:
 
 def test_every_block_of_the_page_is_run_here() -> None:
     assert {section: len(blocks) for section, blocks in BLOCKS.items() if blocks} == {
-        "Install": 1, "Run": 2, "Store and load": 1, "Watch it": 2, "Prometheus": 2, "Grafana": 2, "A complete scenario": 1,
-    }  # fmt: skip
+        "Install": 1,
+        "Run": 2,
+        "Store and load": 1,
+        "Watch it": 2,
+        "Prometheus": 2,
+        "Grafana": 2,
+        "A complete scenario": 1,
+    }
     _, compose = BLOCKS["Grafana"]
     assert compose.split() == ["docker", "compose", "--file", "checkout/examples/compose.yaml", "up"], (
         "tests/examples looks at what that file says"
