@@ -46,8 +46,8 @@ FULL_SECONDS = 15.0
 BACK_SECONDS = 60.0
 STATED_MIB = (USER_BYTES + MAX_PARTIAL_BYTES + MAX_NOTES_BYTES) / 2**20
 """What docs/security.md allows one user of the memory of the daemon: gRPC connections, incomplete messages, notes."""
-KEPT_MIB = 32
-"""What the allocator and the interpreter keep."""
+KEPT_MIB = 48
+"""What the allocator and the interpreter keep. Less than the notes of attackers, which go with their blocks."""
 
 
 class Waits:
