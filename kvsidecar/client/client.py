@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Final
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.jobs import Jobs
-from kvsidecar.client.ledger import Job, Ledger
+from kvsidecar.client.ledger import Ledger
 from kvsidecar.client.lookups import LeaseRenewal, Lookups, PendingLookup
 from kvsidecar.client.messages import MAX_TTL_SECONDS, LookupQuery, Registration, Watching, whole_seconds
 from kvsidecar.client.operator import Operator, OperatorCalls
@@ -267,7 +266,7 @@ class Client(OperatorCalls):
         """
         if after is Order.DEVICE and self._jobs.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
-        job = self._new_job(Direction.STORE, blocks, timeout, traceparent)
+        job = self._jobs.new(Direction.STORE, blocks, self._seconds(timeout), traceparent)
         job.ttl_seconds = whole_seconds("ttl", ttl, MAX_TTL_SECONDS)
         job.idle_ttl_seconds = whole_seconds("idle_ttl", idle_ttl, MAX_IDLE_SECONDS)
         job.priority = Priority(priority)
@@ -290,25 +289,12 @@ class Client(OperatorCalls):
         Args:
             timeout, traceparent: as in `store`.
         """
-        job = self._new_job(Direction.LOAD, blocks, timeout, traceparent)
+        job = self._jobs.new(Direction.LOAD, blocks, self._seconds(timeout), traceparent)
         job.lease = lease or 0
         return self._jobs.submit(job, after)
 
-    def _new_job(
-        self,
-        direction: Direction,
-        blocks: Sequence[Blocks],
-        timeout: float | Default | None,
-        traceparent: str | None,
-    ) -> Job:
-        seconds = self._job_timeout if isinstance(timeout, Default) else timeout
-        if seconds is not None and math.isnan(seconds):
-            raise ValueError("timeout is nan: it must be a number of seconds, or None")
-        job = Job(
-            self._ledger.next_number(), direction, blocks, traceparent=(traceparent or "").encode(errors="replace")
-        )
-        job.deadline = None if seconds is None else time.monotonic() + seconds
-        return job
+    def _seconds(self, timeout: float | Default | None) -> float | None:
+        return self._job_timeout if isinstance(timeout, Default) else timeout
 
     def poll(self) -> list[JobDone]:
         """The jobs that have ended since the last call. Never waits. Beyond 65,536, the oldest results are dropped.

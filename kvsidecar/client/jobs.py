@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -11,8 +12,9 @@ from kvsidecar.client.ledger import Flush, Job, Ledger
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
-from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, JobDone
+from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
 from kvsidecar.client.waiting import Monitor
+from kvsidecar.types import Direction
 
 
 class Jobs:
@@ -27,6 +29,18 @@ class Jobs:
         self._closed = False
         self.events: EventRing | None = None
         """For jobs that come after ``Order.DEVICE``."""
+
+    def new(
+        self, direction: Direction, blocks: Sequence[Blocks], seconds: float | None, traceparent: str | None
+    ) -> Job:
+        """A job to `submit`. ``seconds`` from now it may no longer start; None: it always may."""
+        if seconds is not None and math.isnan(seconds):
+            raise ValueError("timeout is nan: it must be a number of seconds, or None")
+        job = Job(
+            self._ledger.next_number(), direction, blocks, traceparent=(traceparent or "").encode(errors="replace")
+        )
+        job.deadline = None if seconds is None else time.monotonic() + seconds
+        return job
 
     def submit(self, job: Job, after: Completion | Order | None) -> int:
         """Returns the job's number."""
