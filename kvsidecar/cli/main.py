@@ -149,7 +149,7 @@ def _device_option(whose: str) -> Callable[..., Any]:
 @click.option("--pool-dir", metavar="DIRECTORY", help="Directory of the pool to check. [default: as for serve]")
 @click.option("--disk-dir", metavar="DIRECTORY", help="Directory of the disk tier to check. [default: as for serve]")
 @click.option("--disk-size", metavar="SIZE", help="Size of the disk tier to check for. [default: as for serve]")
-@click.option("--disk-speed", is_flag=True, help="Also write and read 256 MiB there, in a file without a name.")
+@click.option("--disk-speed", is_flag=True, help="Also write and read 256 MiB there, in an unnamed file.")
 @click.option("--cluster-master", metavar="HOST:PORT", help="Mooncake master to check. [default: as for serve]")
 @click.option("--shared-dir", metavar="DIRECTORY", help="Directory of the shared tier. [default: as for serve]")
 @click.option("--shared-size", metavar="SIZE", help="Size of the shared tier. [default: as for serve]")
@@ -194,7 +194,7 @@ def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None
 @click.option(
     "--replay",
     metavar="ENDPOINT",
-    help="ZeroMQ endpoint where routers ask for what they have missed. [env: KVSIDECAR_PUBLISH_REPLAY]",
+    help="ZeroMQ endpoint where routers request missed messages. [env: KVSIDECAR_PUBLISH_REPLAY]",
     envvar="KVSIDECAR_PUBLISH_REPLAY",
 )
 @click.option(
@@ -220,7 +220,7 @@ def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None
 @click.option(
     "--model", "models", multiple=True, metavar="PATTERN", help="Only namespaces of these models; repeatable."
 )
-@click.option("--ownership", metavar="NAME", help="The events' `ownership`, for routers that know owners of caches.")
+@click.option("--ownership", metavar="NAME", help="`ownership` of the events, for routers that know owners of caches.")
 @click.option(
     "--log-format",
     type=click.Choice(["auto", "text", "json"]),

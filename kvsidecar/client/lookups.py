@@ -216,11 +216,11 @@ class Lookups:
             self._failing, self._said = (transport, now), False
         elif not self._said and now - self._failing[1] > UNAVAILABLE_SECONDS:
             self._said = True
-            _log.warning("the daemon at %s takes no calls, so lookups miss: %s", self._socket, error.text)
+            _log.warning("the daemon at %s accepts no calls, so lookups miss: %s", self._socket, error.text)
 
     def _note_answer(self) -> None:
         if self._said:
-            _log.info("the daemon at %s takes calls again", self._socket)
+            _log.info("the daemon at %s accepts calls again", self._socket)
         self._failing, self._said = None, False
 
 

@@ -178,6 +178,8 @@ def operator_error(error: grpc.RpcError, where: str) -> ClientError:
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return RequestDenied(text)
         case grpc.StatusCode.UNIMPLEMENTED:
-            return ClientError(f"the daemon at {where} is of another release and lacks this call ({text}): upgrade it")
+            return ClientError(
+                f"the daemon at {where} runs a different release and lacks this call ({text}): upgrade it"
+            )
         case _:
             return ClientError(text)

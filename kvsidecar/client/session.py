@@ -220,4 +220,4 @@ class Session:
                     self.readiness = readiness_from(reply.readiness)
             self._monitor.changed.notify_all()
         if self._inbox is None and self.readiness.state is State.FAILED is not before:
-            _log.warning("the daemon has failed, and stores nothing: %s", self.readiness.reason)
+            _log.warning("the daemon has failed and stores nothing: %s", self.readiness.reason)

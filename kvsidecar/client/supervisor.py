@@ -291,7 +291,7 @@ class Supervisor:
                 f"the daemon at {self._dialling.socket} did not answer the registration in {self._dialling.timeout:g} s"
             )
         if going_down:
-            raise DaemonUnreachable(f"the daemon at {self._dialling.socket} went away: {error.text}")
+            raise DaemonUnreachable(f"the daemon at {self._dialling.socket} is gone: {error.text}")
         raise AttachRefused(error.text)
 
     def _log_failure(self, error: ClientError) -> None:
@@ -303,7 +303,7 @@ class Supervisor:
             _log.warning("the daemon at %s refuses this rank; trying again until it accepts: %s", socket, text)
         elif not self._lost:
             self._lost = text
-            _log.warning("going on without a daemon, still trying to connect: %s", text)
+            _log.warning("continuing without a daemon, still trying to connect: %s", text)
 
     def _pause(self, begun: State) -> None:
         """Wait for the next attempt."""

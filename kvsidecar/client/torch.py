@@ -91,7 +91,7 @@ class TorchExporter:
             buffer = HostBuffer.holding(pointer)
             if buffer is None:
                 raise NotExportable(
-                    "a CPU tensor is in memory of this process alone: allocate it with "
+                    "a CPU tensor is in this process's private memory: allocate it with "
                     "kvsidecar.client.torch.shared_empty"
                 )
             device, base = "host", buffer.address

@@ -169,7 +169,7 @@ def _rule(name: str, table: Mapping[str, Any]) -> Rule:
     if not (rule.uids or rule.gids or rule.certificates):
         raise ValueError(f"has a {name} that matches no client: give uids, gids or certificates")
     if not (rule.namespaces or rule.admin):
-        raise ValueError(f"has a {name} that gives nothing: give namespaces or admin = true")
+        raise ValueError(f"has a {name} that grants nothing: give namespaces or admin = true")
     return rule
 
 

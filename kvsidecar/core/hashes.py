@@ -19,7 +19,7 @@ class PackedHashes(Sequence[bytes]):
 
     def __init__(self, packed: bytes, width: int) -> None:
         if len(packed) % width:
-            raise InvalidRequest(f"{len(packed)} bytes of hashes are no multiple of the namespace's width {width}")
+            raise InvalidRequest(f"{len(packed)} bytes of hashes are not a multiple of the namespace's width {width}")
         self.packed = packed
         self._width = width
 

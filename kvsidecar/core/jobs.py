@@ -146,7 +146,7 @@ class JobRunner:
             return _declined(refusal)
         groups = _groups(session, job.parts)
         if any(part.slice for part in job.parts):
-            raise InvalidRequest("a store names a slice of a group: it stores all of its blocks")
+            raise InvalidRequest("a store names a slice of a group, but a store always copies whole blocks")
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         parts_of = _shard_parts(groups, job.parts)
@@ -326,7 +326,7 @@ def _groups(session: RankSession, parts: Sequence[JobBlocks]) -> list[SessionGro
     """The registered group of each part. Raises InvalidRequest."""
     if len({part.group for part in parts}) < len(parts):
         # Block ids are checked for duplicates within a part only: two parts could name one block twice.
-        raise InvalidRequest("a group comes twice in one job: put all of its blocks into one part")
+        raise InvalidRequest("a group appears twice in one job: put all of its blocks into one part")
     return [_group(session, part) for part in parts]
 
 
@@ -337,7 +337,7 @@ def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
     if len(part.hashes) != len(part.block_ids):
         raise InvalidRequest(f"group {part.group}: {len(part.hashes)} hashes but {len(part.block_ids)} block ids")
     if part.slice > len(group.layout.slices):
-        raise InvalidRequest(f"group {part.group} has {len(group.layout.slices)} slices, and no slice {part.slice}")
+        raise InvalidRequest(f"group {part.group} has {len(group.layout.slices)} slices, but no slice {part.slice}")
     check_block_ids(part.block_ids, group.layout.num_blocks)
     return group
 

@@ -90,7 +90,7 @@ class ModelCounts:
         used_bytes = {label: by_label.get(label, 0) for label in self._counts}
         used_bytes[REST] = sum(by_label.values()) - sum(used_bytes.values())
         gauge = GaugeMetricFamily(
-            "kvsidecar_model_used_bytes", "Bytes of the pool that the model's blocks have.", labels=["model"]
+            "kvsidecar_model_used_bytes", "Bytes of the pool that the model's blocks occupy.", labels=["model"]
         )
         for label in labelled:
             gauge.add_metric([label], used_bytes[label])

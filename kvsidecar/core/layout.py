@@ -51,7 +51,7 @@ def checking_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> Ge
         raise InvalidRequest(f"{name} has no regions; name at least one")
     if layout.slices and (min(layout.slices) < 1 or sum(layout.slices) != len(layout.regions)):
         sizes = ", ".join(map(str, layout.slices[:8]))
-        raise InvalidRequest(f"{name}: slices of {sizes} regions do not make up its {len(layout.regions)}")
+        raise InvalidRequest(f"{name}: slices of {sizes} regions do not add up to its {len(layout.regions)}")
     rows = 0
     by_allocation: defaultdict[int, list[int]] = defaultdict(list)
     for index, region in enumerate(layout.regions):
@@ -199,4 +199,4 @@ def check_block_ids(ids: npt.NDArray[np.int64], num_blocks: int) -> None:
         raise InvalidRequest(f"block id {ids[bad[0]]} is outside 0 .. {num_blocks - 1} (number {bad[0]} of the list)")
     order = np.argsort(ids, kind="stable")
     first = order[1:][ids[order[1:]] == ids[order[:-1]]].min()
-    raise InvalidRequest(f"block id {ids[first]} comes twice (number {first} of the list); a block has one writer")
+    raise InvalidRequest(f"block id {ids[first]} appears twice (number {first} of the list); a block has one writer")

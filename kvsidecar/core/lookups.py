@@ -255,7 +255,7 @@ class LookupService:
         """
         if (refusal := self._readiness.read_refusal) is not None:
             self._metrics.refuse(refusal)
-            raise Unavailable("the daemon has no blocks to pin yet, or no more", refusal=refusal)
+            raise Unavailable("the daemon cannot pin: it is not serving blocks", refusal=refusal)
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
         return self._pins.pin(name, owner, namespace, parts, seconds)

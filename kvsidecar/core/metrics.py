@@ -194,10 +194,10 @@ class Metrics:
         )
         self.residency_messages = counter(
             "kvsidecar_residency_messages",
-            "Messages to watchers of what the pool holds, such as engines with KV events.",
+            "Messages to watchers, such as engines with KV events, about what the pool holds.",
         )
         self.residency_blocks = counter(
-            "kvsidecar_residency_blocks", "Blocks in messages to watchers, by what they were told.", ["change"]
+            "kvsidecar_residency_blocks", "Blocks in messages to watchers, by kind of change.", ["change"]
         )
         self.residency_dropped_notes = counter(
             "kvsidecar_residency_dropped_notes",
@@ -320,7 +320,7 @@ class Metrics:
                 pool.serves_kept,
             ),
             ("pool_used_bytes", "Bytes in slots that hold a sealed shard.", cache.used_bytes),
-            ("pool_free_bytes", "Bytes that slots can have and none has.", cache.free_bytes),
+            ("pool_free_bytes", "Bytes that are available for slots.", cache.free_bytes),
             (
                 "pool_rounding_bytes",
                 "Bytes lost to rounding: ends of slabs, and gaps between them, that are too short for a slot of any "
@@ -338,8 +338,8 @@ class Metrics:
             ("blocks", "Readable blocks: all shards are sealed.", cache.readable_blocks),
             ("leases", "Active leases.", cache.leases),
             ("attached_ranks", "Attached engine ranks.", now.attached_ranks),
-            ("watchers", "Clients that are told what the pool holds.", now.watchers),
-            ("residency_notes_bytes", "Engines' notes on blocks, kept for watchers to come.", now.notes_bytes),
+            ("watchers", "Clients that follow what the pool holds.", now.watchers),
+            ("residency_notes_bytes", "Engines' notes on blocks, kept for future watchers.", now.notes_bytes),
         ):
             yield GaugeMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, value in (
@@ -391,7 +391,7 @@ def _share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:
     values: tuple[tuple[str, str, Callable[[Share], float]], ...] = (
         (
             "used_bytes",
-            "Bytes of the pool that the share has.",
+            "Bytes of the pool that the share uses.",
             lambda share: share.used,
         ),
         ("pinned_bytes", "Used bytes that cannot be evicted now.", lambda share: share.busy),
@@ -423,7 +423,7 @@ def _share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:
 def _tier_share_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
     """Of tiers of which shares have a part; as `_share_metrics`."""
     used = GaugeMetricFamily(
-        "kvsidecar_tier_share_used_bytes", "Bytes of the tier that the share has.", labels=["tier", "share"]
+        "kvsidecar_tier_share_used_bytes", "Bytes of the tier that the share uses.", labels=["tier", "share"]
     )
     guaranteed = GaugeMetricFamily(
         "kvsidecar_tier_share_guaranteed_bytes",
@@ -452,9 +452,9 @@ def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
 
     gauges: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
         ("up", "1 if the tier is used, 0 if it has failed or is late.", lambda tier: not tier.off),
-        ("capacity_bytes", "Bytes that the tier can keep.", stat("capacity_bytes")),
-        ("used_bytes", "Bytes that it keeps.", stat("used_bytes")),
-        ("blocks", "Shards of blocks that it keeps.", stat("blocks")),
+        ("capacity_bytes", "Bytes that the tier can hold.", stat("capacity_bytes")),
+        ("used_bytes", "Bytes that it holds.", stat("used_bytes")),
+        ("blocks", "Shards of blocks that it holds.", stat("blocks")),
         ("reading_bytes", "Bytes that are being read from the tier.", lambda tier: tier.reading_bytes),
         ("writing_bytes", "Bytes that wait to be written, or are being written.", lambda tier: tier.writing_bytes),
     )
@@ -473,14 +473,14 @@ def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
             budget.add_metric([tier.name], tier.write_budget_bytes)
     yield budget
     counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
-        ("failures", "Calls of the tier that failed or were late.", lambda tier: tier.counts.failures),
+        ("failures", "Calls to the tier that failed or were late.", lambda tier: tier.counts.failures),
         ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.counts.deaths),
         (
             "corrupt_blocks",
-            "Shards that were not what had been written, by their checksums. They are misses.",
+            "Shards whose bytes differ from those written, by their checksums. They are misses.",
             lambda tier: tier.counts.corrupt_blocks,
         ),
-        ("evicted_blocks", "Shards that made room for others.", stat("evicted_blocks")),
+        ("evicted_blocks", "Shards evicted to make room for others.", stat("evicted_blocks")),
         (
             "quota_blocks",
             "Shards that were not read or written for the sake of what other shares are guaranteed.",
@@ -496,7 +496,7 @@ def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
     for unit, text in (
         ("blocks", "Shards of blocks that were copied between the pool and the tier."),
         ("bytes", "Bytes that were copied between the pool and the tier."),
-        ("seconds", "Time that the tier's calls took; several run at a time."),
+        ("seconds", "Time spent in calls to the tier; several run at a time."),
     ):
         copied = CounterMetricFamily(f"kvsidecar_tier_copied_{unit}", text, labels=["tier", "direction"])
         for tier in tiers:

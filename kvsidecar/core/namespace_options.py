@@ -93,7 +93,7 @@ class NamespaceOptions:
             more = len(names) - len(shown)
             differing += [_difference(name, mine.options.get(name), others.options.get(name)) for name in shown]
         elif one.extra != other.extra and not differing:
-            differing.append("options that are not known, because no engine has attached since the daemon's start")
+            differing.append("options that are unknown, because no engine has attached since the daemon started")
         return [*differing, f"{more} more"] if more else differing
 
 

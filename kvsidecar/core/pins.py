@@ -84,7 +84,7 @@ class Pins:
                 "or digit"
             )
         if not 0 < seconds <= MAX_SECONDS:
-            raise InvalidRequest(f"a pin lasts more than 0 and at most {MAX_SECONDS} seconds")
+            raise InvalidRequest(f"a pin must last more than 0 and at most {MAX_SECONDS} seconds")
         return self._take(name, owner, namespace, parts, seconds)
 
     def _take(

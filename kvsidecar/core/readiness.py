@@ -185,7 +185,7 @@ class DaemonReadiness:
         if now.serves_kept and self._all_down:
             now = replace(now, serves_kept=False)  # nothing can be loaded
         if now.serves_kept:
-            now = replace(now, reason=f"{now.reason}; kept blocks in what is pinned are served")
+            now = replace(now, reason=f"{now.reason}; kept blocks in pinned chunks are served")
         if self._draining:
             now = replace(now, state=State.DRAINING, reason=self._draining, eta_seconds=None, serves_kept=False)
         self._accepts = now.state is State.READY

@@ -241,8 +241,8 @@ class Instances:
         peer = self._peers.get(token)
         if peer is None:
             raise UnknownPeer(
-                "the token is not one of a live attach-socket connection: connect to the attach socket first, keep "
-                "that connection open, and send the token it answered"
+                "the token does not belong to an open attach-socket connection: connect to the attach socket first, "
+                "keep that connection open, and send the token from its answer"
             )
         return peer
 
@@ -319,7 +319,9 @@ class Instances:
         peer = self.peer(registration.token)
         permit(peer.caller, registration.namespace)
         if peer.fence is not None and (peer.registering or any(each.peer is peer for each in self._sessions.values())):
-            raise InvalidRequest("a connection with a fence takes one rank: this one has one, or has not ended it yet")
+            raise InvalidRequest(
+                "a connection with a fence takes one rank: this one already has one, or it has not ended yet"
+            )
         self._ranks_of.take(peer.uid)
         peer.registering += 1
         try:
@@ -483,7 +485,7 @@ def permit(caller: Caller, namespace: Namespace) -> None:
         return
     if caller.identity is None:
         raise unidentified()
-    raise NotPermitted(f"the policy gives {caller.identity} no namespace {str(namespace)!r}")
+    raise NotPermitted(f"the policy grants {caller.identity} no namespace {str(namespace)!r}")
 
 
 def unidentified() -> UnknownPeer:

@@ -74,7 +74,7 @@ def parse(value: object) -> tuple[ShareRule, ...]:
         return value
     rules = tuple(_rule(f"share {number}", each) for number, each in enumerate(read_tables("share", value), 1))
     if len(rules) > MAX_SHARES:
-        raise ValueError(f"has {len(rules)} shares; {MAX_SHARES} are possible")
+        raise ValueError(f"has {len(rules)} shares; at most {MAX_SHARES} are allowed")
     names = [rule.name for rule in rules]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"has two shares with the name {twice[0]!r}")
@@ -133,7 +133,7 @@ def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: 
     if (characters := sum(len(pattern) for each in shares for pattern in each.patterns)) > MAX_DISK_PATTERNS:
         raise ConfigError(
             f"the shares up to {last.name!r}, which has {last.disk_keys[0]}, have patterns of {characters} characters; "
-            f"{MAX_DISK_PATTERNS} are possible"
+            f"at most {MAX_DISK_PATTERNS} are allowed"
         )
     return shares
 
@@ -155,7 +155,7 @@ def _patterns(rule: ShareRule, policy: Policy | None) -> tuple[str, ...]:
         return rule.namespaces
     owned = _owned(rule.owners, policy)
     if not owned:
-        raise ConfigError(f"share {rule.name!r} names owners to whom no rule of the policy gives a namespace")
+        raise ConfigError(f"share {rule.name!r} names owners to whom no policy rule grants a namespace")
     return rule.namespaces + owned
 
 

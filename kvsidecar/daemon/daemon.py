@@ -435,7 +435,7 @@ class Daemon:
             if progress.pinned_bytes < progress.total_bytes:
                 return None
             if not (name := self._pins.give_up()):
-                raise PinFailed("the self-test finds no place among the kept blocks")
+                raise PinFailed("the self-test finds no free slot among the kept blocks")
             _log.warning("a pin has ended: pins hold the whole pool, and the self-test needs a place", pin=name)
         return place
 
@@ -580,7 +580,7 @@ class Daemon:
                 for tier in self._tiers:
                     await tier.close()
         except TimeoutError:
-            _log.error("processes have not ended though they were killed", exit_code=EXIT_COPIERS_LEFT)
+            _log.error("processes have not ended although they were killed", exit_code=EXIT_COPIERS_LEFT)
             exit_at_once(EXIT_COPIERS_LEFT)
         if self._kept is not None:
             self._kept.started()

@@ -96,7 +96,7 @@ class KeptPool:
             if not await owners.wait(0):
                 _log.info("waiting for the processes of the earlier daemon to end", processes=len(owners))
             if not await owners.wait(self._settings.lock_wait):
-                raise KeptRefused("a process of the earlier daemon still lives, and may write to its pool")
+                raise KeptRefused("a process of the earlier daemon is still alive and may write to its pool")
         if self._settings.cold_start:
             raise KeptRefused("--cold-start is set")
         if self._carrier.left_by_stranger:
@@ -157,7 +157,7 @@ class KeptPool:
                 if not self._without_room:
                     self._without_room = error.strerror or str(error)
                     _log.error(
-                        "the pool's table finds no room for more records: stores evict what has some, or are declined",
+                        "no room for more records in the pool's table: stores evict to reuse records, or are declined",
                         carrier=self._carrier.name,
                         reason=self._without_room,
                         hint="free room in --pool-dir, or memory",
@@ -165,7 +165,7 @@ class KeptPool:
                 raise
             if self._without_room:
                 self._without_room = ""
-                _log.info("the pool's table finds room again")
+                _log.info("there is room in the pool's table again")
 
         return take
 

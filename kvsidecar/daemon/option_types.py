@@ -103,7 +103,7 @@ def _master(value: str | None) -> str | None:
     group, separator, address = (value or "").rpartition("://")
     _address(address if separator else value)
     if separator and not group:
-        raise ValueError("has no kind of the group before ://, such as etcd://")
+        raise ValueError("has nothing before ://: name the kind of group, such as etcd://")
     return value
 
 

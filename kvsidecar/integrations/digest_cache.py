@@ -126,7 +126,7 @@ def _read(path: Path | None) -> dict[str, str]:
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
             return {}
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            _log.warning("kvsidecar: %s is not this user's alone, so it is ignored: set its mode to 0600", path)
+            _log.warning("kvsidecar: %s is accessible to other users, so it is ignored: set its mode to 0600", path)
             return {}
         content = json.loads(os.pread(fd, MAX_BYTES, 0))
     except (OSError, ValueError):

@@ -71,9 +71,9 @@ class Facts:
         """Of all of them. Logs the options for which the engine shares with no other."""
         if self.untold:
             _log.warning(
-                "kvsidecar: this engine shares KV with no other, also not with a restarted one, because nobody can "
-                "tell what these options are: %s. Functions that are told have nothing but code, constants and other "
-                "such functions in them",
+                "kvsidecar: this engine shares KV with no other engine, not even with itself after a restart, because "
+                "these options cannot be compared: %s. Functions can be compared if they consist of code, constants "
+                "and other such functions only",
                 ", ".join(self.untold),
             )
         return hashlib.sha256(json.dumps(self.found, sort_keys=True).encode()).hexdigest()

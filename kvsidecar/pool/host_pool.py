@@ -417,8 +417,8 @@ class HostPool:
             os.close(self._fd)
             self._fd = None
         if self._lost:
-            return f"{self._lost} could not be given back; restart the daemon"
-        return "the chunks before it were given back" if pinned else ""
+            return f"{self._lost} could not be released; restart the daemon"
+        return "the chunks before it were released" if pinned else ""
 
 
 def _reason(error: Exception) -> str:

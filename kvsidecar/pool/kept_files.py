@@ -182,7 +182,7 @@ class PoolDirectory:
                 pool = _closed_by(made, private_files.make_file(pool_name, pool_dir, pool_bytes))
                 table = _closed_by(made, private_files.make_file(table_name, table_dir, table_bytes))
             except OSError as error:
-                raise PoolRefused(f"no pool can be made in --pool-dir {self.path}: {error.strerror}") from error
+                raise PoolRefused(f"no pool can be created in --pool-dir {self.path}: {error.strerror}") from error
             made.pop_all()
         self._made_files = True
         return KeptFiles(pool, table, False, self.name)

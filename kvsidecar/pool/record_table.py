@@ -182,7 +182,7 @@ def map_table(fd: int) -> Words:
     """
     nbytes = os.fstat(fd).st_size
     if nbytes < 8 * _HEADER_WORDS or nbytes % 8:
-        raise KeptRefused(f"the record table has {nbytes} bytes, less than its header or no whole words")
+        raise KeptRefused(f"the record table has {nbytes} bytes, less than its header, or not a whole number of words")
     os.posix_fallocate(fd, 0, 8 * _HEADER_WORDS)
     words: Words = np.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), np.uint64)
     return words

@@ -27,7 +27,7 @@ CONTROL_FRAMES_PER_SECOND = 64
 FRAMES_AT_ONCE = 64
 """Frames to read before others have their turn: about 0.2 ms."""
 MESSAGE_SECONDS = 10
-"""Time limit of the begin of a connection, of the first message of a call, and from the first byte of a message to its
+"""Time limit of the start of a connection, of the first message of a call, and from the first byte of a message to its
 last. Counted in `Gate.second`, so that a daemon that stood still does not count its own pause."""
 
 _PREFIX_BYTES = 5
@@ -216,7 +216,7 @@ class Gate:
 
     def _take_headers(self, stream: int, flags: int, start: int, end: int) -> KVSidecarError | None:
         if stream & 1 == 0 or (stream <= self._last and stream not in self._calls):
-            raise InvalidRequest(f"HTTP/2 headers on stream {stream}, which is not a new one")
+            raise InvalidRequest(f"HTTP/2 headers on stream {stream}, which is not new")
         self._block_flags = flags
         self._block = bytearray()
         return self._extend_block(stream, flags, start + 5 if flags & h2.WITH_PRIORITY else start, end)
@@ -355,7 +355,7 @@ class Gate:
         if not self.over and (not self._begun or self._block is not None):
             self._seconds += 1
             if self._seconds > MESSAGE_SECONDS:
-                what = "a header block" if self._begun else "the begin of a connection"
+                what = "a header block" if self._begun else "the start of a connection"
                 self._refuse_connection(Unfinished(f"{what} was not complete within {MESSAGE_SECONDS} s"))
         else:
             self._seconds = 0

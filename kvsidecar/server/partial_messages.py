@@ -104,6 +104,6 @@ class PartialMessages:
                 f"a message of {message.nbytes} bytes was not complete {self._seconds:g} s after its first byte"
             )
         return LimitExceeded(
-            f"one user may have {self._limit} bytes of messages whose end has not arrived: there was no room for one "
+            f"one user may have {self._limit} bytes of incomplete messages: there was no room for one "
             f"of {message.nbytes} bytes in {self._seconds:g} s"
         )

@@ -259,7 +259,7 @@ class SocketFiles:
             self._remove_stale(path)
             bound.rename(path)
         except OSError as error:
-            raise SocketInUse(f"{path} cannot be made: {error.strerror}") from error
+            raise SocketInUse(f"{path} cannot be created: {error.strerror}") from error
         self._published[path] = _file_id(found)
 
     def missing(self) -> list[Path]:
@@ -289,7 +289,7 @@ class SocketFiles:
             self._take(lock)
             os.dup2(lock, self.lock, inheritable=False)  # the number that new copiers are given
         except OSError as error:
-            raise SocketInUse(f"{self._lock_path} cannot be made again: {error.strerror}") from error
+            raise SocketInUse(f"{self._lock_path} cannot be created again: {error.strerror}") from error
         finally:
             os.close(lock)
 

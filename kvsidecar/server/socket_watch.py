@@ -64,9 +64,9 @@ class SocketWatch:
             except SocketInUse as error:
                 reason = str(error)
             if reason and reason != self._reason:
-                _log.error("sockets are gone and cannot be made again", missing=_names(missing), reason=reason)
+                _log.error("sockets are gone and cannot be created again", missing=_names(missing), reason=reason)
             elif missing and not reason:
-                _log.warning("sockets were removed and are made again", missing=_names(missing))
+                _log.warning("sockets were removed and are created again", missing=_names(missing))
             elif self._reason and not reason:
                 _log.info("the sockets are there again")
             if reason != self._reason:

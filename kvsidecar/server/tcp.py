@@ -76,7 +76,7 @@ class RemoteService(Service):
     def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
         if isinstance(request, pb.LookupRequest) and (request.lease_ms or request.token):
             raise NotPermitted(
-                "leases are not available over TCP, because nothing would end them with their client; use lease_ms 0"
+                "leases are not available over TCP, because they would not end with their client; use lease_ms 0"
             )
         names = self._names(context)
         if not names:

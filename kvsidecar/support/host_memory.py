@@ -165,7 +165,7 @@ def bind(address: int, nbytes: int, node: int) -> None:
     """Bind pages that are not faulted in yet to one NUMA node. libc has no wrapper of mbind without libnuma."""
     number = _SYS_MBIND.get(os.uname().machine)
     if number is None:
-        raise OSError(errno.ENOSYS, f"the number of mbind is unknown on {os.uname().machine}")
+        raise OSError(errno.ENOSYS, f"the number of the system call mbind is unknown on {os.uname().machine}")
     words = (ctypes.c_ulong * (node // 64 + 1))()
     words[node // 64] = 1 << node % 64
     # The kernel reads one bit less than this number (get_nodes in mm/mempolicy.c).

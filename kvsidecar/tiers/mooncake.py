@@ -200,7 +200,7 @@ class MooncakeEngine:
                 codes = self._store.batch_get_into_multi_buffers([key], [[_address(back)]], [[len(back)]])
                 _check("the read of a probe failed", codes, ())
                 if sent != back:
-                    raise TierFailed("Mooncake Store does not give back what was written to it")
+                    raise TierFailed("Mooncake Store does not return what was written to it")
             finally:
                 self._store.remove(key, True)
 
@@ -249,7 +249,7 @@ def reach(master: str) -> str:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
             return str(connection.getsockname()[0])
     except (OSError, ValueError) as error:
-        raise TierFailed(f"the Mooncake master {master} is not reached: {error}") from error
+        raise TierFailed(f"the Mooncake master {master} cannot be reached: {error}") from error
 
 
 def _keys(space: ShardSpace, hashes: Sequence[bytes]) -> list[str]:

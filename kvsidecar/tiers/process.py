@@ -197,7 +197,7 @@ def _to_the_end(run: Callable[[], None]) -> None:
     try:
         run()
     except BaseException as error:  # noqa: BLE001 - see above
-        _log.error("the tier tells nothing more", error=str(error), exc_info=error)
+        _log.error("the tier reports nothing more", error=str(error), exc_info=error)
         os._exit(EXIT_FAILED)
 
 

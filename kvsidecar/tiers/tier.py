@@ -114,7 +114,7 @@ class Tier:
     def off(self) -> str:
         """Why it is not asked for anything; empty while it is."""
         if self._to_forget:
-            return self.down or "it has not forgotten yet what was cleared"
+            return self.down or "it has not yet removed what was cleared"
         return self.down or ("" if self._breaker.allows else self._last_failure)
 
     @property

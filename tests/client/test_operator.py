@@ -27,7 +27,7 @@ def test_a_daemon_that_does_not_know_the_request_is_of_another_release(
     server.start()
     operator = Operator(socket, timeout=30.0)
     try:
-        with pytest.raises(ClientError, match=f"the daemon at {socket} is of another release") as raised:
+        with pytest.raises(ClientError, match=f"the daemon at {socket} runs a different release") as raised:
             operator.call("CancelDrain", pb.CancelDrainRequest())
         assert not isinstance(raised.value, DaemonUnreachable | RequestDenied)
     finally:

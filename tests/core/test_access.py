@@ -104,7 +104,7 @@ def test_a_rule_may_name_users_and_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("uids = [1]", "rule 1 that gives nothing: give namespaces or admin = true"),
+        ("uids = [1]", "rule 1 that grants nothing: give namespaces or admin = true"),
         ('namespaces = ["*"]', "rule 1 that matches no client: give uids, gids or certificates"),
         ('uids = ["nobody-of-that-name"]', "uids have 'nobody-of-that-name', which this machine does not know"),
         ("uids = 1", "uids is 1; it must be a list"),

@@ -96,7 +96,7 @@ GOOD = Region(allocation=0, offset=0, row_stride=64, block_stride=16, row_bytes=
         (group(GOOD, num_blocks=0), [128], "num_blocks is 0"),
         (group(GOOD, num_blocks=2**31), [2**62], "num_blocks is 2147483648"),
         (group(), [128], "no regions"),
-        (replace(group(GOOD), slices=(1, 1)), [128], "slices of 1, 1 regions do not make up its 1"),
+        (replace(group(GOOD), slices=(1, 1)), [128], "slices of 1, 1 regions do not add up to its 1"),
         (replace(group(GOOD), slices=(1, 0)), [128], "slices of 1, 0 regions"),
         (group(replace(GOOD, row_stride=8)), [128], "rows overlap: row_stride 8 is less than row_bytes 16"),
         (group(replace(GOOD, block_stride=8)), [128], "blocks overlap: block_stride 8 is less than row_bytes 16"),
@@ -138,7 +138,7 @@ def test_layouts_of_real_engines_pass() -> None:
     [
         ([0, 4, 9], "block id 4 is outside 0 .. 3 \\(number 1 "),
         ([-1], "block id -1"),
-        ([2, 1, 3, 1, 2], "block id 1 comes twice \\(number 3 "),
+        ([2, 1, 3, 1, 2], "block id 1 appears twice \\(number 3 "),
     ],
 )
 def test_bad_block_ids(ids: list[int], text: str) -> None:

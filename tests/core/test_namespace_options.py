@@ -27,7 +27,7 @@ def test_what_is_in_the_namespace_itself_needs_nobody_to_say_it() -> None:
     options = NamespaceOptions()
     assert options.differences(replace(ONE, tp_size=2, dtype="x" * 1000), ONE) == ["dtype", "tp_size (2 instead of 1)"]
     (unknown,) = options.differences(TWO, ONE)
-    assert "not known" in unknown
+    assert "unknown" in unknown
 
 
 def test_the_first_of_a_namespace_is_told_of_another_of_its_model() -> None:
@@ -66,10 +66,10 @@ def test_the_oldest_of_a_user_and_then_of_all_are_forgotten(monkeypatch: pytest.
     assert options.nbytes == 3 * each
     assert options.differences(mine[4], mine[3]) == ["a (4 instead of 3)"]
     assert options.differences(others[0], mine[4]) == ["a (0 instead of 4)"], "another user's stay"
-    assert "not known" in options.differences(mine[2], mine[3])[0]
+    assert "unknown" in options.differences(mine[2], mine[3])[0]
     options.add(others[1], {"a": "1"}, 2)
     assert options.nbytes == 3 * each
-    assert "not known" in options.differences(others[0], mine[4])[0]
+    assert "unknown" in options.differences(others[0], mine[4])[0]
     for namespace in (*mine, *others):
         options.add(namespace, {"a": "1"}, 3)
     assert options.nbytes <= 3 * each

@@ -35,7 +35,7 @@ def test_kept_blocks_are_read_while_the_pool_is_pinned_and_in_no_other_state() -
     assert readiness.read_refusal is Refusal.NOT_READY
     readiness.serve_kept(True)
     assert (readiness.read_refusal, readiness.refusal) == (None, Refusal.NOT_READY), "stores are declined as before"
-    reason = "the pool is being pinned; kept blocks in what is pinned are served"
+    reason = "the pool is being pinned; kept blocks in pinned chunks are served"
     assert readiness.now == Snapshot(State.PINNING, 1000, 400, reason=reason, serves_kept=True)
     readiness.pinning(pinned_bytes=500)
     assert (readiness.now.pinned_bytes, readiness.read_refusal) == (500, None)

@@ -100,7 +100,7 @@ def test_a_share_of_an_owner_covers_what_the_policy_gives_it() -> None:
     text = "[{name='a', uids=[1]}, {name='b', gids=[7], namespaces=['x']}]"
     assert limits(text, policy=POLICY) == [("a", 0, None, [True, False]), ("b", 0, None, [False, True])]
     for owner, policy in (("uids=[2]", POLICY), ("certificates=['ops']", POLICY), ("uids=[1]", None)):
-        with pytest.raises(ConfigError, match="share 'a' names owners to whom no rule of the policy gives a namespace"):
+        with pytest.raises(ConfigError, match="share 'a' names owners to whom no policy rule grants a namespace"):
             limits(f"[{{name='a', {owner}}}]", policy=policy)
 
 

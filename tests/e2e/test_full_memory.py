@@ -16,7 +16,7 @@ from tests.harness import NUM_BLOCKS, DaemonProcess, Rank, done, hashes
 
 PAGE = 4096
 POOL, TABLE = FILES
-NO_ROOM = "the pool's table finds no room for more records: stores evict what has some, or are declined"
+NO_ROOM = "no room for more records in the pool's table: stores evict to reuse records, or are declined"
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_store_whose_records_find_no_room_is_declined_until_there_is_some(shor
         assert rank.hits("a", "b") == 0
         filler.unlink()
         done(rank.store("a"))
-        daemon.wait_log("the pool's table finds room again")
+        daemon.wait_log("there is room in the pool's table again")
         filler = fill(small)
         done(rank.store("b"))  # in the slab whose records have memory
         rank.close()

@@ -132,7 +132,7 @@ def test_kept_blocks_are_hit_and_loaded_while_the_pool_is_pinned(
         code, ready = daemon.get("/ready")
         assert (code, ready["ready"], ready["state"]) == (503, False, "pinning")
         assert (ready["serves_kept"], ready["pinned_bytes"]) == (True, 5 * CHUNK)
-        assert ready["reason"] == "the pool is being pinned; kept blocks in what is pinned are served"
+        assert ready["reason"] == "the pool is being pinned; kept blocks in pinned chunks are served"
         assert rank.client.readiness.serves_kept
         assert rank.client.readiness.state is State.PINNING
         assert daemon.metric("kvsidecar_serves_kept_blocks") == 1
@@ -142,7 +142,7 @@ def test_kept_blocks_are_hit_and_loaded_while_the_pool_is_pinned(
             [sys.executable, "-m", "kvsidecar", "status", "--socket", daemon.socket],
             capture_output=True, text=True, timeout=SECONDS, env=child_process.environment(COLUMNS="200"),
         )  # fmt: skip
-        assert "kept blocks in what is pinned are served: 640 KiB of 1 MiB" in shown.stdout
+        assert "kept blocks in pinned chunks are served: 640 KiB of 1 MiB" in shown.stdout
 
         gate.let_pass(3)
         wait_until_ready(rank.client)

@@ -96,7 +96,7 @@ def test_a_user_gets_the_namespaces_of_the_policy_and_is_refused_others(ruled: D
         assert alice.ask("attach", HERS) == "attached"
         assert alice.ask("lookup", HERS) == [0, None]
         for refused in (alice.ask("lookup", HIS), bob.ask("lookup", HERS), bob.ask("attach", HERS)):
-            assert "the policy gives uid 4100" in refused
+            assert "the policy grants uid 4100" in refused
         assert denied(ruled) == 3
         assert bob.ask("attach", HIS) == "attached", "after a refusal"
         # Whether the other namespace exists is not told apart.
@@ -125,7 +125,7 @@ def test_a_status_shows_a_user_what_is_its_own(ruled: DaemonProcess) -> None:
 def test_only_admins_clear_what_is_not_theirs_and_drain(ruled: DaemonProcess) -> None:
     with user(ruled, ALICE) as alice, user(ruled, BOB) as bob:
         assert alice.ask("clear", HERS) == 0
-        assert bob.ask("clear", HERS).startswith("RequestDenied: the policy gives uid 41002")
+        assert bob.ask("clear", HERS).startswith("RequestDenied: the policy grants uid 41002")
         assert bob.ask("clear all").startswith("RequestDenied: only admins may clear all namespaces")
         assert bob.ask("drain").startswith("RequestDenied: only admins may drain")
         assert bob.ask("cancel drain").startswith("RequestDenied: only admins may cancel a drain")
@@ -177,7 +177,7 @@ def test_a_policy_that_takes_a_namespace_away_holds_for_who_is_attached_already(
         refused = rank.store("b")
         assert (refused.outcome, refused.reason) == ("declined", "denied")
         assert rank.load("a", at=[1]).reason == "denied"
-        with pytest.raises(Exception, match="the policy gives uid 0 no namespace"):
+        with pytest.raises(Exception, match="the policy grants uid 0 no namespace"):
             rank.hits("a")
         change_policy(daemon, file, '[[policy]]\nuids = [0]\nnamespaces = ["m"]\n')
         done(rank.load("a", at=[1]))

@@ -52,7 +52,7 @@ def test_they_are_made_again_and_who_is_attached_goes_on(
             shutil.rmtree(directory)
         for suffix in gone if gone != ("directory",) else ():
             os.unlink(daemon.socket + suffix)
-        line = daemon.wait_log("sockets were removed and are made again")
+        line = daemon.wait_log("sockets were removed and are created again")
         assert line["missing"]
         assert answers(daemon)
         eventually(lambda: rank.hits("a") == 1)
@@ -76,7 +76,7 @@ def test_a_directory_that_cannot_be_made_again_is_said(daemon: DaemonProcess, di
     assert rank.hits("a") == 1
     shutil.rmtree(directory)
     directory.write_text("in the way")
-    line = daemon.wait_log("sockets are gone and cannot be made again")
+    line = daemon.wait_log("sockets are gone and cannot be created again")
     assert str(directory) in line["reason"]
     code, ready = daemon.get("/ready")
     assert (code, ready["ready"]) == (503, False)
@@ -85,7 +85,7 @@ def test_a_directory_that_cannot_be_made_again_is_said(daemon: DaemonProcess, di
     done(rank.store("b"))
     assert rank.hits("a", "b") == 2, "who is attached is served as before"
     directory.unlink()
-    daemon.wait_log("sockets were removed and are made again")
+    daemon.wait_log("sockets were removed and are created again")
     eventually(lambda: daemon.get("/ready")[0] == 200)
     assert answers(daemon)
 
@@ -97,15 +97,15 @@ def test_a_client_says_that_a_connected_daemon_takes_no_calls(
     done(rank.store("a"))
     shutil.rmtree(directory)
     directory.write_text("in the way")
-    daemon.wait_log("sockets are gone and cannot be made again")
+    daemon.wait_log("sockets are gone and cannot be created again")
     with caplog.at_level(logging.INFO, "kvsidecar.client"):
-        said = "takes no calls, so lookups miss"
+        said = "accepts no calls, so lookups miss"
         eventually(lambda: rank.hits("a") == 0 and any(said in each.message for each in caplog.records))
         directory.unlink()
         eventually(lambda: rank.hits("a") == 1)
     messages = [each.message for each in caplog.records]
     assert sum(said in each for each in messages) == 1
-    assert sum("takes calls again" in each for each in messages) == 1
+    assert sum("accepts calls again" in each for each in messages) == 1
 
 
 def test_a_second_daemon_that_has_taken_the_sockets_keeps_them(directory: Path, daemon: DaemonProcess) -> None:
@@ -115,17 +115,17 @@ def test_a_second_daemon_that_has_taken_the_sockets_keeps_them(directory: Path, 
     with DaemonProcess(directory) as second:
         second.wait_ready()
         daemon.process.send_signal(signal.SIGCONT)
-        line = daemon.wait_log("sockets are gone and cannot be made again")
+        line = daemon.wait_log("sockets are gone and cannot be created again")
         assert f"another kvsidecar serves {daemon.socket} (pid {second.process.pid}" in line["reason"]
         assert daemon.get("/ready")[0] == 503
         assert second.terminate() == 0
-        daemon.wait_log("sockets were removed and are made again")
+        daemon.wait_log("sockets were removed and are created again")
         eventually(lambda: daemon.get("/ready")[0] == 200)
     daemon.process.send_signal(signal.SIGSTOP)
     shutil.rmtree(directory)
     with DaemonProcess(directory) as second:
         second.wait_ready()
         daemon.process.send_signal(signal.SIGCONT)
-        daemon.wait_log("sockets are gone and cannot be made again")
+        daemon.wait_log("sockets are gone and cannot be created again")
         assert daemon.terminate() == 0
         assert answers(second), "the first one has removed the second one's sockets"

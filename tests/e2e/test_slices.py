@@ -78,12 +78,12 @@ def test_what_cannot_be_cut_is_refused(daemon: DaemonProcess) -> None:
     assert engine.store(0).outcome is Outcome.DONE
     for done, why in (
         (engine.store(1, number=1), "a store names a slice"),
-        (engine.load(0, at=[1], number=3), "group 0 has 2 slices, and no slice 3"),
+        (engine.load(0, at=[1], number=3), "group 0 has 2 slices, but no slice 3"),
     ):
         assert (done.outcome, done.reason) == (Outcome.DECLINED, "invalid_request")
         assert why in done.error
     for slices in ((1, 1), (3, 0), (1, 3), (4,)):
-        with pytest.raises(ClientError, match="do not make up its 3"):
+        with pytest.raises(ClientError, match="do not add up to its 3"):
             Engine(daemon, *slices)
 
 

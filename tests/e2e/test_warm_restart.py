@@ -314,7 +314,7 @@ def test_an_owner_that_does_not_end_has_the_old_memory_for_itself(short_dir: Pat
     old = os.open(pool_dir / FILES[0], os.O_RDWR)
     name_owner(pool_dir, os.getpid())  # this one lives
     with started(short_dir, *flags) as daemon:
-        assert cold_reason(daemon) == "a process of the earlier daemon still lives, and may write to its pool"
+        assert cold_reason(daemon) == "a process of the earlier daemon is still alive and may write to its pool"
         store(daemon, "b")
         os.pwrite(old, b"\xff" * (1 << 20), 0)  # what a copier that lives may do
         all_there(daemon, "b")

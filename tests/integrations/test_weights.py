@@ -268,7 +268,7 @@ def test_a_cache_that_others_may_have_written_is_not_used(
     path.write_text(forged)
     path.chmod(mode)
     assert digest_of(model, cached(path)) == of(model)
-    assert "not this user's alone" in caplog.text
+    assert "accessible to other users" in caplog.text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600, "it was replaced"
     assert digest_of(model, cached(path)) == of(model)
 

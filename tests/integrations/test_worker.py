@@ -184,7 +184,7 @@ def test_an_invalid_job_is_counted_and_the_daemons_reason_is_logged_once(
     assert worker.report.refused == 2
     (text,) = [each.getMessage() for each in caplog.records if "refuses a job" in each.getMessage()]
     assert "invalid_request" in text
-    assert "block id 3 comes twice" in text
+    assert "block id 3 appears twice" in text
 
 
 def test_without_a_daemon_registration_returns_and_jobs_end_at_once(short_dir: Path) -> None:

@@ -127,7 +127,7 @@ def test_jobs_of_a_limited_size_hold_every_block_once(counts: list[int], most: i
     ]
     jobs = split(parts, most)
     assert all(0 < sum(len(each.block_ids) for each in job) <= most for job in jobs)
-    assert all(len({each.group for each in job}) == len(job) for job in jobs), "a group comes twice in one job"
+    assert all(len({each.group for each in job}) == len(job) for job in jobs), "a group appears twice in one job"
     for part in parts:
         pieces = [each for job in jobs for each in job if each.group == part.group]
         assert b"".join(each.hashes for each in pieces) == part.hashes  # type: ignore[misc]

@@ -201,4 +201,4 @@ def test_an_engine_holds_no_kv_if_no_page_is_taken_and_no_request_runs(caplog: p
     assert not holds_none(64, full_available_size=lambda: 48)
     assert not caplog.messages
     assert not holds_no_kv(SimpleNamespace(), SimpleNamespace()), "this is unknown"
-    assert "cannot be told" in caplog.text
+    assert "is unknown whether" in caplog.text

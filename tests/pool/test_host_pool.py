@@ -376,7 +376,7 @@ def test_a_chunk_that_cannot_be_pinned_gives_back_all_before_it_in_reverse(faili
     pool = HostPool(spec(), platform)
     with pytest.raises(PinFailed, match=rf"^chunk {failing + 1} of 5 \(.*\): out of memory") as raised:
         pool.pin(ignore, never())
-    assert str(raised.value).endswith(": the chunks before it were given back") == (failing > 0)
+    assert str(raised.value).endswith(": the chunks before it were released") == (failing > 0)
     done = [call[1:] for call in platform.calls if call[0] == "pin"]
     assert [nbytes for _, nbytes in done] == [nbytes for _, nbytes in CHUNKS[:failing]]
     assert [call[1:] for call in platform.calls if call[0] == "unpin"] == done[::-1]
@@ -415,7 +415,7 @@ def test_what_goes_well_is_not_given_back(pools: list[HostPool]) -> None:
 def test_the_error_of_a_chunk_says_which_and_where() -> None:
     with pytest.raises(PinFailed) as raised:
         HostPool(spec(), MlockPlatform(fail_at=4)).pin(ignore, never())
-    said = "chunk 5 of 5 (4 KiB at 4 MiB): out of memory: the chunks before it were given back"
+    said = "chunk 5 of 5 (4 KiB at 4 MiB): out of memory: the chunks before it were released"
     assert str(raised.value) == said
 
 
@@ -529,7 +529,7 @@ def test_a_chunk_that_cannot_be_unpinned_stays_mapped_and_the_others_are_given_b
     pool.pin(ignore, never())
     base = pool.address
     with (
-        pytest.raises(PinFailed, match="of 5 chunks, 1 could not be given back; restart the daemon"),
+        pytest.raises(PinFailed, match="of 5 chunks, 1 could not be released; restart the daemon"),
         capture_logs() as logs,
     ):
         pool.close()

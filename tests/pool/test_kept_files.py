@@ -129,7 +129,7 @@ def test_only_a_plain_file_of_ours_is_used_and_anything_else_is_replaced(
     assert bool(logs) == (what != "missing"), "what is not used is said, with the reason"
     assert len(os.listdir("/proc/self/fd")) == fds
     if what == "directory":
-        with pytest.raises(PoolRefused, match=r"no pool can be made in --pool-dir .*: Is a directory"):
+        with pytest.raises(PoolRefused, match=r"no pool can be created in --pool-dir .*: Is a directory"):
             create(directory)
         assert len(os.listdir("/proc/self/fd")) == fds
         return

@@ -209,7 +209,7 @@ def test_what_a_router_has_missed_is_replayed(short_dir: Path, daemon: DaemonPro
         # What is not there any more is said to everybody again.
         batches = router.batches
         assert replay(publisher.replay, 1 << 40) == []
-        publisher.wait_log("everything is said again")
+        publisher.wait_log("everything is announced again")
         eventually(lambda: router.batches > batches)
         wait_for(router, engine.store(1))
     engine.rank.close()
@@ -281,6 +281,6 @@ def test_an_address_that_is_in_use_may_be_free_later(short_dir: Path) -> None:
 
 def test_it_waits_for_a_daemon_and_ends_at_once_without_one(short_dir: Path) -> None:
     with PublisherProcess(short_dir, f"{short_dir}/none.sock") as publisher:
-        publisher.wait_log("namespaces are not known")
+        publisher.wait_log("namespaces are unknown")
         publisher.process.send_signal(signal.SIGINT)
         assert publisher.process.wait(SECONDS) == 0

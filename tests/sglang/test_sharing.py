@@ -40,7 +40,7 @@ def failing(home: Path, rules: str, *flags: str) -> DaemonProcess:
 def test_an_engine_that_started_without_a_daemon_uses_one_that_comes(
     engine: SGLangProcess, daemon: DaemonProcess
 ) -> None:
-    assert "going on without a daemon" in engine.text()
+    assert "continuing without a daemon" in engine.text()
     works(engine, daemon)
 
 

@@ -55,16 +55,16 @@ def _host(facts: Facts) -> Iterable[Result]:
     host, on_gpus = facts.host, facts.config.device != "host" and (facts.driver.installed or bool(facts.nvidia_nodes))
     named = f"cgroup v{host.cgroup}" if host.cgroup else "no cgroups"
     if host.gvisor:
-        text = "gVisor, whose sandboxes (a pod, a container of Docker) share no memory: engines in others cannot attach"
+        text = "gVisor, whose sandboxes (a pod, a Docker container) share no memory: engines in others cannot attach"
         yield _PROBLEM, text, "Run the daemon and its engines with another runtime (runc), or all in one sandbox."
     elif host.wsl and on_gpus:
         # NVIDIA's guide to WSL: pinned memory is limited, and legacy CUDA IPC is supported since driver 510.
-        text = "WSL2, where CUDA pins part of the memory only, and where sharing GPU memory was not tested"
+        text = "WSL2, where CUDA can pin only part of the memory, and sharing GPU memory was not tested"
         yield _WARNING, text, "Keep the pool small, use Linux on the machine itself, or --device host for development."
     elif host.confidential:
         # NVIDIA's release notes of trusted computing: cuMemHostRegister is not allowed, and CUDA IPC not everywhere.
         text = f"a confidential virtual machine ({host.confidential}): devices cannot read its memory"
-        fix = "Expect that no pool can be pinned: the CUDA driver refuses cuMemHostRegister there."
+        fix = "Expect that no pool can be pinned, because the CUDA driver refuses cuMemHostRegister there."
         yield (_WARNING if on_gpus else _OK), text, (fix if on_gpus else "")
     else:
         yield _OK, named

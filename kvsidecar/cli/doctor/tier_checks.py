@@ -30,11 +30,11 @@ def disk(facts: Facts) -> Iterable[Result]:
         yield place
     elif tier.direct is False:
         fix = "Use ext4 or XFS for --disk-dir."
-        yield _WARNING, "its file system does not take O_DIRECT, so every block goes through the page cache", fix
+        yield _WARNING, "its file system does not support O_DIRECT, so every block goes through the page cache", fix
     if off:
         yield _WARNING, f"the running daemon does not use it: {off}", _TRIES_AGAIN
     elif tier.in_use and facts.daemon.state is None:
-        yield _WARNING, "another process uses it", "Give each daemon a directory of its own."
+        yield _WARNING, "another process uses it", "Give every daemon its own directory."
 
 
 def _named(tier: DiskTier) -> str:
@@ -46,11 +46,11 @@ def _named(tier: DiskTier) -> str:
 def _rates(tier: DiskTier) -> str:
     if tier.speed is not None:
         return f"writes {format_rate(tier.speed[0])}, reads {format_rate(tier.speed[1])} one call at a time"
-    return f"its speed is not known: {tier.speed_problem}" if tier.speed_problem else "--disk-speed measures it"
+    return f"its speed is unknown: {tier.speed_problem}" if tier.speed_problem else "--disk-speed measures it"
 
 
 def _missing(tier: DiskTier, option: str) -> Result:
-    fix = f"Make the directory, or set {option} to another one."
+    fix = f"Create the directory, or set {option} to another one."
     return _WARNING, f"{tier.directory} cannot be used: {tier.problem}", fix
 
 
@@ -63,7 +63,7 @@ def _directory(facts: Facts, tier: DiskTier, option: str) -> Result | None:
         return _WARNING, f"{tier.directory} has mode {tier.mode:04o}: others could write to it, so it is not used", fix
     if not tier.writable:
         fix = f"Make {tier.directory} and give it to {facts.user}, or set {option} to another one."
-        return _WARNING, f"{facts.user} may not write where {tier.directory} belongs", fix
+        return _WARNING, f"{facts.user} may not create {tier.directory}", fix
     return None
 
 
@@ -120,6 +120,6 @@ def shared(facts: Facts) -> Iterable[Result]:
     yield _directory(facts, tier, "--shared-dir") or (_OK, f"{tier.directory} ({room}")
     if tier.file_system in _OF_A_NODE:
         fix = "Set --shared-dir to a directory that the nodes mount."
-        yield _WARNING, f"{tier.file_system} is a file system of one node: others do not see what is there", fix
+        yield _WARNING, f"{tier.file_system} is a file system of one node: other nodes do not see its files", fix
     if off:
         yield _WARNING, f"the running daemon does not use it: {off}", _TRIES_AGAIN

@@ -98,11 +98,11 @@ def engines(as_json: bool, **where: str | None) -> None:
 @click.option("--all", "everything", is_flag=True, help="Clear all namespaces. Asks for confirmation.")
 @click.option("--yes", is_flag=True, help="Skip the confirmation.")
 @click.option(
-    "--hashes", "file", type=click.File(), metavar="FILE|-", help="Only these blocks: hex hashes, one a line."
+    "--hashes", "file", type=click.File(), metavar="FILE|-", help="Only these blocks: hex hashes, one per line."
 )
 @click.option("--group", default=0, show_default=True, metavar="NUMBER", help="KV cache group of the hashes.")
 @click.option(
-    "--unused", default=0, type=click.IntRange(min=0), metavar="SECONDS", help="Only blocks not used for so long."
+    "--unused", default=0, type=click.IntRange(min=0), metavar="SECONDS", help="Only blocks not used for this long."
 )
 def clear(
     namespace: str | None,

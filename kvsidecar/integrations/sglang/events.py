@@ -123,7 +123,7 @@ class Events:
             return call(argument)
         except Exception as error:  # noqa: BLE001 - see `take`; it is logged
             self._failed, self._made = True, []
-            _log.exception("kvsidecar: routers hear no more of the daemon's pages: %s", error)
+            _log.exception("kvsidecar: the daemon's pages are no longer announced to routers: %s", error)
             return None
 
     def _step(self, own: Sequence[Any]) -> None:

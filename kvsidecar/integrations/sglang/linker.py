@@ -150,12 +150,12 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             wanted = params.enable_kv_cache_events and (options.residency or options.publisher) and full is not None
             if options.publisher and not params.enable_kv_cache_events:
                 _log.warning(
-                    "kvsidecar: routers will not hear of this engine's pages: the option publisher needs SGLang's "
-                    "--kv-events-config, from which the tokens come"
+                    "kvsidecar: this engine's pages will not be announced to routers: the option publisher needs "
+                    "SGLang's --kv-events-config, from which the tokens come"
                 )
             if wanted and params.page_size < MIN_PAGE_TOKENS:
                 _log.warning(
-                    "kvsidecar: KV events do not tell of the daemon's pages: with %d tokens each they would take the "
+                    "kvsidecar: KV events do not include the daemon's pages: with %d tokens each they would take the "
                     "scheduler too long; use --page-size %d or more",
                     params.page_size,
                     MIN_PAGE_TOKENS,

@@ -95,7 +95,7 @@ def _attention(pool: Any, page_size: int, mapping: Mapping[int, int]) -> dict[in
             raise NotExportable(f"the KV cache has the layout {layout}, which is not supported: nhd and hnd are")
         scales = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "native_v_scale_buffer")
         if any(getattr(pool, name, None) is not None for name in scales):
-            raise NotExportable("a KV cache with scales beside it is not supported: choose another --kv-cache-dtype")
+            raise NotExportable("a KV cache with separate scales is not supported: choose another --kv-cache-dtype")
         rows_are_pages = layout == "hnd"
         buffers: list[tuple[torch.Tensor, ...]] = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
     elif kind == "MLATokenToKVPool":

@@ -129,7 +129,7 @@ def holds_no_kv(updater: Any, allocator: Any) -> bool:
         pages = allocator.size_full // allocator.page_size
         return bool(updater.is_fully_idle(ignore_waiting=True)) and free >= pages * allocator.page_size
     except Exception:  # noqa: BLE001 - an error would end SGLang's scheduler
-        _log.exception("kvsidecar: it cannot be told whether SGLang holds KV")
+        _log.exception("kvsidecar: it is unknown whether SGLang holds KV")
         return False
 
 

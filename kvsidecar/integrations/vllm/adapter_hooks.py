@@ -109,7 +109,7 @@ def record_loads(lora_config: Any) -> AdapterLoads:
         load = getattr(WorkerLoRAManager, _LOAD)
     except (ImportError, AttributeError):
         _log.error(
-            "kvsidecar: requests with an adapter are not offloaded: this vLLM loads adapters in an unknown way, and so "
+            "kvsidecar: requests with an adapter are not offloaded: this vLLM loads adapters in an unknown way, so "
             "their content is not known"
         )
         return loads
@@ -139,7 +139,7 @@ def _record(loads: AdapterLoads, manager: Any, lora_request: Any, model: Any, fi
     except (TypeError, RuntimeError) as error:  # must not fail the load
         digest = "own " + secrets.token_hex(16)
         _log.error(
-            "kvsidecar: KV of adapter %r is shared with nobody: its content is not known: %s",
+            "kvsidecar: KV of adapter %r is shared with no other engine, because its content is unknown: %s",
             lora_request.lora_name,
             error,
         )

@@ -162,8 +162,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         adapters.in_hashes = adapter_hooks.hash_by_content(adapters)
         if not adapters.in_hashes:
             _log.error(
-                "kvsidecar: requests with an adapter are not offloaded: this vLLM makes block hashes in an unknown "
-                "way, and so they cannot contain the adapter's content"
+                "kvsidecar: requests with an adapter are not offloaded: this vLLM computes block hashes in an "
+                "unknown way, so they cannot contain the adapter's content"
             )
         return adapters
 
@@ -209,7 +209,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self._share(kv_caches)
         except (KVSidecarError, ValueError) as error:
-            _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
+            _log.error("kvsidecar: no offload on this rank, and therefore on none: %s", error)
         else:
             _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
@@ -274,7 +274,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # The same addresses are backed by other memory now, with new handles.
             self._worker.register(self._export())
         except KVSidecarError as error:
-            _log.error("kvsidecar: no offload on this rank, and so on none: %s", error)
+            _log.error("kvsidecar: no offload on this rank, and therefore on none: %s", error)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -150,7 +150,7 @@ class DiskDirectory:
             table.take_room_by(partial(os.posix_fallocate, index))  # as below: somebody has made holes in it
             table.records.take_room = None  # the engine takes it, see `DiskFiles.allocate_records`
             if table.starts >= MAX_STARTS:
-                raise KeptRefused(f"{table.starts} starts in a row with it have not come to an end")
+                raise KeptRefused(f"{table.starts} starts in a row with it have not completed")
             table.starts += 1
             if os.fstat(extents).st_blocks * 512 < file_bytes(facts):
                 os.posix_fallocate(extents, 0, file_bytes(facts))
@@ -185,7 +185,7 @@ class DiskDirectory:
             for name in (INDEX, EXTENTS):  # a part of what was asked for must not fill the disk
                 with suppress(OSError):
                     os.unlink(name, dir_fd=self._fd)
-            raise TierFailed(f"no disk tier can be made in {self.path}: {error.strerror}") from error
+            raise TierFailed(f"no disk tier can be created in {self.path}: {error.strerror}") from error
 
     def _check_room(self, facts: TableFacts) -> None:
         """Refuse early: where the file system cannot preallocate, to try it takes long."""

@@ -191,7 +191,7 @@ class DiskEngine:
                 self._quota_blocks += wanted - len(which)
                 return which, grant
             if grant is not Refusal.QUOTA:
-                raise AssertionError(f"what a lookup has just found cannot be pinned: {grant}")
+                raise AssertionError(f"blocks just found by a lookup cannot be pinned: {grant}")
             which = which[: len(which) // 2]  # others could not have their guarantee at once
         self._quota_blocks += wanted
         return [], None
@@ -237,7 +237,7 @@ class DiskEngine:
             if not unused:
                 return None
             oldest = min(unused, key=lambda each: int(each.blocks.last_used.max()))
-            _log.warning("the disk tier has forgotten a space: it has too many", limit=MAX_SPACES)
+            _log.warning("the disk tier has dropped a space: it has too many", limit=MAX_SPACES)
             self._forgotten_blocks += cache.clear(oldest.namespace)
         return cache.open_space(name, space.group, 1, 0, space.shard_bytes)
 
@@ -378,7 +378,7 @@ class DiskEngine:
             self._extents.write(at, [sent])
             self._extents.read(at, [back])
         if sent != back:
-            raise TierFailed(f"{self._directory.path / EXTENTS} does not give back what was written to it")
+            raise TierFailed(f"{self._directory.path / EXTENTS} does not return what was written to it")
 
     def stats(self) -> EngineStats:
         with self._lock:

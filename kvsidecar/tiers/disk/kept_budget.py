@@ -64,7 +64,7 @@ class KeptBudget:
             self._budget.at_most(per_day if left is None else left)
             self._write(now)
         except OSError as error:
-            raise TierFailed(f"the budget of writes cannot be kept in {path}: {error.strerror}") from error
+            raise TierFailed(f"the write budget cannot be recorded in {path}: {error.strerror}") from error
 
     @staticmethod
     def _open(directory: int, path: Path, now: Now) -> tuple[int, int | None, float]:
@@ -84,7 +84,7 @@ class KeptBudget:
                 since = now.since_boot - then.since_boot if same_boot else now.wall - then.wall
                 return fd, left, max(0.0, since)
             os.close(fd)
-        _log.warning("the disk tier's budget of writes begins with nothing", directory=str(path), reason=reason)
+        _log.warning("the disk tier's write budget starts empty", directory=str(path), reason=reason)
         return _make(directory), 0, 0.0
 
     def left(self) -> int:

@@ -160,7 +160,7 @@ class FilesEngine:
             else:
                 self._count(1, len(memory) + len(trailer))
                 return WriteEnd.DONE
-        raise TierFailed(f"{path} cannot be written: its directory is removed again and again")
+        raise TierFailed(f"{path} cannot be written: its directory is removed repeatedly")
 
     def _count(self, files: int, nbytes: int) -> None:
         with self._lock:
@@ -211,7 +211,7 @@ class FilesEngine:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if _read_all(fd, back, rest) != len(sent) or sent != back:
-                    raise TierFailed(f"{self._root} does not give back what was written to it")
+                    raise TierFailed(f"{self._root} does not return what was written to it")
             finally:
                 os.close(fd)
         except OSError as error:

@@ -128,7 +128,7 @@ def test_a_probe_compares(tier: DiskEngine, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "pwritev", lambda _, buffers, __: sum(each.nbytes for each in buffers))
     with pytest.raises(TierFailed) as raised:
         tier.probe()
-    assert str(raised.value) == f"{tmp_path}/tier/{EXTENTS} does not give back what was written to it"
+    assert str(raised.value) == f"{tmp_path}/tier/{EXTENTS} does not return what was written to it"
 
 
 def test_a_removal_of_many_gives_back_all_of_their_room(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_capacity_without_room_is_refused_in_one_sentence_and_leaves_nothing(
         real(fd, at, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(TierFailed, match=r"no disk tier can be made in .*: No space left on device"):
+    with pytest.raises(TierFailed, match=r"no disk tier can be created in .*: No space left on device"):
         open_tier(tmp_path)
     assert list((tmp_path / "tier").iterdir()) == []
     monkeypatch.undo()

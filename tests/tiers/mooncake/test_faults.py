@@ -215,7 +215,7 @@ def test_a_shard_under_the_name_of_another_is_corrupt(own_cluster: Cluster) -> N
 
 
 def test_without_a_master_the_engine_says_so_at_once() -> None:
-    with pytest.raises(TierFailed, match=r"the Mooncake master 127\.0\.0\.1:1 is not reached: .*refused"):
+    with pytest.raises(TierFailed, match=r"the Mooncake master 127\.0\.0\.1:1 cannot be reached: .*refused"):
         MooncakeEngine(memoryview(bytearray(4096)), ClusterOptions("127.0.0.1:1"))
 
 
