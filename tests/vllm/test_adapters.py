@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.harness import DaemonProcess, eventually
+from tests.harness import DEVICE, DaemonProcess, eventually
 from tests.vllm import models
 from tests.vllm.engine import Adapter, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
 
 LONG = prompt("long", 700)
 WHOLE = 672
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+if DEVICE == "cuda":
+    LORA["dtype"] = "bfloat16"  # vLLM's kernels take no adapter in float32
 
 Tokens = dict[str, tuple[int, ...]]
 

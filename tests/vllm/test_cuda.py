@@ -1,4 +1,5 @@
-"""What vLLM for the CPU cannot run: MLA with prefix caching, pipeline parallel ranks, memory of the sleep mode.
+"""What vLLM for the CPU cannot run: an FP8 KV cache, MLA with prefix caching, pipeline parallel ranks, memory of the
+sleep mode.
 
 TEST_DEVICE=cuda python -m pytest tests/vllm
 
@@ -50,6 +51,18 @@ def test_latent_attention_is_stored_and_hit(mla: str, daemon: DaemonProcess) -> 
     with EngineProcess(mla, kvsidecar(daemon.socket), variables, **MLA) as engine:
         engine.wait_started()
         _hits_like_the_gpus_own(engine, daemon)
+
+
+def test_an_fp8_kv_cache_is_stored_and_hit_and_shared_with_no_other_format(model: str, daemon: DaemonProcess) -> None:
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    namespaces = set()
+    for cache_dtype in ("fp8", "auto"):
+        options = {"dtype": "bfloat16", "kv_cache_dtype": cache_dtype}
+        with EngineProcess(model, kvsidecar(daemon.socket), variables, **options) as engine:
+            engine.wait_started()
+            _hits_like_the_gpus_own(engine, daemon)  # and begins without a hit
+            namespaces |= {tuple(rank["namespace"].items()) for rank in daemon.get("/status")[1]["ranks"]}
+    assert len(namespaces) == 2
 
 
 def test_latent_attention_of_two_ranks_is_stored_once_and_loaded_by_both(mla: str, daemon: DaemonProcess) -> None:
