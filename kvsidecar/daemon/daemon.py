@@ -11,15 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvsidecar import __version__
 from kvsidecar.cache.block_cache import BlockCache
@@ -27,7 +24,6 @@ from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.copiers import Copier, Copiers
-from kvsidecar.copier.messages import Part
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
@@ -43,10 +39,10 @@ from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
+from kvsidecar.daemon.pool_start import PoolStart
 from kvsidecar.daemon.reload import Reloader
-from kvsidecar.device.base import ScratchSource
 from kvsidecar.errors import DeviceError, KVSidecarError, PinFailed, PinStopped, PoolRefused
-from kvsidecar.pool.host_pool import HostPool, PinProgress
+from kvsidecar.pool.host_pool import HostPool
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.handler import Handler
@@ -62,7 +58,7 @@ from kvsidecar.support import free_memory, log
 from kvsidecar.support.boot import boot_time
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Direction, GroupLayout, Region, Verify
+from kvsidecar.types import Verify
 
 if TYPE_CHECKING:
     from kvsidecar.daemon.tracing import Tracing
@@ -71,14 +67,10 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.25
 """How often leases are expired and the loop's lag is measured."""
 
-SELF_TEST_BYTES = 64 * 1024
-
 EXIT_COPIERS_LEFT = 74
 """sysexits.h EX_IOERR: a copier did not end although it was killed."""
 COPIER_END_SECONDS = 10.0
 """A killed copier's process, which unpins the pool as it ends, has this long."""
-SELF_TEST_SESSION = 0
-"""No rank's: their ids are odd."""
 
 _log = log.get("daemon")
 
@@ -126,11 +118,8 @@ class Daemon:
         backend = copiers.hello.platform
         self._pool = pool
         self._kept = kept
-        self._stop_pinning = threading.Event()
         self._failed: KVSidecarError | None = None
         """Why the daemon ends although nobody has told it to."""
-        self._pinned = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
-        self._serves_kept = False
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = life.readiness
         self._metrics = Metrics(backend)
@@ -185,6 +174,7 @@ class Daemon:
         kept_pins = None if kept is None else kept.pins
         self._pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_pins)
         self._pins.restore()
+        self._pool_start = PoolStart(pool, copiers, self._cache, self._runner, self._pins, self.readiness)
         self._lookups = LookupService(
             self._cache,
             self.readiness,
@@ -260,7 +250,6 @@ class Daemon:
             AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start; nothing is left behind.
             DeviceError, PinFailed, PoolRefused: the pool cannot be pinned, and the daemon is not to stay.
         """
-        self._loop = asyncio.get_running_loop()
         try:
             await self._start()
             await self._life.stop.wait()
@@ -339,13 +328,6 @@ class Daemon:
     async def _become_ready(self) -> None:
         self.readiness.pinning()
         started = time.monotonic()
-
-        def progressed(progress: PinProgress) -> None:
-            asyncio.run_coroutine_threadsafe(self._pin_progressed(progress), self._loop).result()
-
-        def before_unpin() -> None:
-            asyncio.run_coroutine_threadsafe(self._end_loads(), self._loop).result()
-
         try:
             # Apart from pinning, so that the log and a benchmark can tell them apart: to make a context delays an
             # engine's step by a millisecond or two, to pin does not (docs/benchmarks.md).
@@ -356,14 +338,7 @@ class Daemon:
                 seconds=round(time.monotonic() - started, 3),
             )
             self._own()
-            await asyncio.to_thread(self._pool.pin, progressed, self._stop_pinning, before_unpin)
-            self._metrics.pin_seconds.observe(time.monotonic() - started)
-            self._metrics.register_seconds.set(self._pinned.register_seconds)
-            self._report.page_kind = self._pool.page_kind
-            self._report.numa_nodes = self._pool.numa_nodes
-            if not self._has_kept:
-                nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
-                await self._self_test({0, self._pool.nbytes - nbytes}, nbytes)
+            await self._pool_start.pin()
         except PinStopped:
             return
         except (PoolRefused, PinFailed, DeviceError) as error:
@@ -377,18 +352,25 @@ class Daemon:
             self._tasks.spawn(tier.run(), name=f"tier-{tier.name}")  # nobody waits for it
         if self._zeroing is not None:
             self._tasks.spawn(self._zeroing.run(), name="zeroing")
-        self._cache.readable_below = None
         self.readiness.become_ready()
         if self._kept is not None:
             self._kept.started()
+        self._say_ready(time.monotonic() - started)
+
+    def _say_ready(self, seconds: float) -> None:
+        pinned = self._pool_start.progress
+        self._metrics.pin_seconds.observe(seconds)
+        self._metrics.register_seconds.set(pinned.register_seconds)
+        self._report.page_kind = self._pool.page_kind
+        self._report.numa_nodes = self._pool.numa_nodes
         _log.info(
             "ready",
             pool_bytes=self._pool.nbytes,
             pages=self._pool.page_kind,
-            seconds=round(time.monotonic() - started, 3),
-            pin_seconds=round(self._pinned.seconds, 3),
-            register_seconds=round(self._pinned.register_seconds, 3),
-            prefault_seconds=round(self._pinned.faulted_seconds, 3),
+            seconds=round(seconds, 3),
+            pin_seconds=round(pinned.seconds, 3),
+            register_seconds=round(pinned.register_seconds, 3),
+            prefault_seconds=round(pinned.faulted_seconds, 3),
         )
 
     def _own(self) -> None:
@@ -396,81 +378,6 @@ class Daemon:
         if self._kept is not None:
             children = [*self._copiers, *self._tiers]
             self._kept.set_owners([os.getpid(), *(child.pid for child in children)])
-
-    @property
-    def _has_kept(self) -> bool:
-        return bool(self._cache.adopted.kept_blocks)
-
-    async def _pin_progressed(self, progress: PinProgress) -> None:
-        """Some chunks, from the first one on, are pinned in every copier. The next one is pinned after this.
-
-        Raises:
-            DeviceError, PinFailed: the self-test failed.
-        """
-        self._cache.readable_below = progress.pinned_bytes
-        self.readiness.pinning(
-            pinned_bytes=progress.pinned_bytes,
-            bytes_per_second=progress.bytes_per_second,
-            eta_seconds=progress.eta_seconds,
-        )
-        self._pinned = progress
-        _log.debug("pinning", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
-        if not self._serves_kept and progress.pinned_bytes and self._has_kept:
-            place = self._place_among_kept(progress)
-            if place is None:
-                return
-            offset, nbytes = place  # which stays free: stores are declined until the daemon is ready
-            await self._self_test([offset], min(SELF_TEST_BYTES, nbytes))
-            self._serves_kept = True
-            self.readiness.serve_kept(True)
-            _log.info("serving kept blocks", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
-
-    def _place_among_kept(self, progress: PinProgress) -> tuple[int, int] | None:
-        """For the self-test. None: pins hold all of the memory so far, but there is more to come.
-
-        Raises:
-            PinFailed: there is none.
-        """
-        while (place := self._cache.find_place(progress.pinned_bytes)) is None:
-            if progress.pinned_bytes < progress.total_bytes:
-                return None
-            if not (name := self._pins.give_up()):
-                raise PinFailed("the self-test finds no free slot among the kept blocks")
-            _log.warning("a pin has ended: pins hold the whole pool, and the self-test needs a place", pin=name)
-        return place
-
-    async def _end_loads(self) -> None:
-        """Begin no more loads, and wait for those that run: chunks that they read are going to be unpinned."""
-        self.readiness.serve_kept(False)
-        await self._runner.wait_for(Direction.LOAD)
-
-    async def _self_test(self, offsets: Iterable[int], nbytes: int) -> None:
-        """Have each copier copy a random pattern from these places in the pool to its device and back.
-
-        Raises:
-            DeviceError: the copy failed or came back different.
-        """
-        layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
-        for copier in self._copiers:
-            _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
-            try:
-                for offset in offsets:
-                    await self._copy_there_and_back(copier, offset, nbytes)
-            finally:
-                await copier.close_session(SELF_TEST_SESSION, process)
-
-    async def _copy_there_and_back(self, copier: Copier, offset: int, nbytes: int) -> None:
-        window = self._pool.view()[offset : offset + nbytes]
-        pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
-        parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
-        window[:] = pattern
-        await copier.live().submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
-        window[:] = 0
-        await copier.live().submit(SELF_TEST_SESSION, Direction.STORE, parts).ended
-        came_back = np.array_equal(window, pattern)
-        window[:] = 0
-        if not came_back:
-            raise DeviceError(f"the self-test copy to {copier.uuid} and back returned different bytes")
 
     def _fail(self, error: KVSidecarError) -> None:
         self.readiness.fail(str(error))
@@ -556,7 +463,7 @@ class Daemon:
     async def _shut_down(self) -> None:
         deadline = time.monotonic() + self._settings.drain_timeout
         self._life.begin_stop(self._settings.drain_timeout)
-        self._stop_pinning.set()
+        self._pool_start.stop()
         # A session ends when its running jobs are over; its client sees the end of the stream.
         ends = [
             self._tasks.spawn(self._instances.end(session, gone=False), name="end-session")
