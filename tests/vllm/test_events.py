@@ -101,6 +101,18 @@ def evict_from_pool(storing: EngineProcess, daemon: DaemonProcess, routers: list
         stored += len(chain)
 
 
+def wait_all_stored(last: Prompt, router: Subscriber, before: set[int], held: Held) -> None:
+    """Wait until the daemon has all that an engine has computed and still has on its GPU: it stores what has waited for
+    a daemon a few blocks at a time, and what it stores behind a clear stays.
+
+    Args:
+        last: what it was asked last.
+        before: blocks that its router had heard of until then.
+    """
+    eventually(lambda: whole_blocks(last) <= set(router.gpu().values()), "the router has heard of the last prompt")
+    eventually(lambda: set(router.gpu()) - before <= held.blocks(), "what has waited for a daemon is stored")
+
+
 def test_every_engine_of_the_node_announces_what_one_stores_and_hears_what_becomes_of_it(
     model: str, short_dir: Path, pool_dir: Path
 ) -> None:
@@ -143,9 +155,13 @@ def test_every_engine_of_the_node_announces_what_one_stores_and_hears_what_becom
             warm.process.kill()
             warm.process.wait(SECONDS)
         shutil.rmtree(pool_dir)
+        before = set(routers[0].parents())
+        for number in range(13):  # more blocks than are stored at a time
+            storing.generate(prompt(f"waits {number}", 33), tokens=1)
         with DaemonProcess(short_dir, *POOL) as cold:
-            join(storing, cold.wait_ready())
+            last = join(storing, cold.wait_ready())
             eventually(held.blocks, "it stores again")
+            wait_all_stored(last, routers[0], before, held)
             assert not held.known_to_all() & left
             with Client(cold.socket) as operator:
                 operator.clear()
