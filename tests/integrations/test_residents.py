@@ -384,7 +384,7 @@ def test_whatever_is_told_a_router_believes_in_what_is_there_and_known(
 
 
 def test_a_removal_that_overtakes_the_report_of_a_store_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "MAX_REMOVED", 4)
+    monkeypatch.setattr(residents, "MAX_GONE", 8)
     node = Node()
     node.snapshot()
     node.tell(Residency.STORED, CHAIN[:1])

@@ -541,6 +541,33 @@ def test_a_store_that_is_reported_after_its_blocks_were_evicted_is_not_announced
     assert kinds(events) == []
 
 
+@pytest.mark.parametrize("loss", [Residency.CLEARED, Residency.RESET, Residency.LOST])
+def test_a_store_that_is_reported_after_all_was_lost_is_announced_only_once_it_is_there_again(loss: Residency) -> None:
+    watched, events, hashes = followed()
+    watched.tell(Residency.STORED, hashes)
+    assert kinds(events) == [("BlockStored", 1)] * 3
+    watched.tell(loss)
+    if loss is Residency.RESET:
+        watched.tell(Residency.COMPLETE)
+    assert kinds(events) == [("BlockRemoved", 3)]
+    events.stored(0, hashes)
+    assert kinds(events) == [], "routers would believe in it until somebody asks for it"
+    if loss is Residency.LOST:
+        watched.tell(Residency.RESET)
+    watched.tell(Residency.STORED, hashes[:2])
+    assert kinds(events) == [("BlockStored", 1)] * 2
+
+
+def test_stores_into_the_next_daemon_are_announced_even_if_it_tells_nothing() -> None:
+    watched, events, hashes = followed()
+    watched.tell(Residency.STORED, hashes)
+    watched.tell(Residency.LOST)
+    kinds(events)
+    events.all_removed()  # the ranks have attached to it
+    events.stored(0, hashes)
+    assert kinds(events) == [("BlockStored", 1)] * 3
+
+
 def test_a_lookup_takes_back_only_what_the_daemon_does_not_say_it_holds() -> None:
     watched, events, hashes = followed()
     watched.tell(Residency.STORED, hashes[:1])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Protocol, TypeVar
 
 from kvsidecar.client import Residency, ResidencyChange
@@ -12,8 +13,8 @@ from kvsidecar.integrations.residency.known_blocks import BlockInfo, Group, Know
 
 MAX_TOLD = 1 << 19
 """Most blocks that are remembered as held by the daemon, 110 bytes each; the oldest of more are not announced later."""
-MAX_REMOVED = 1 << 16
-"""Latest removals that are remembered: the reports of stores that they overtook come within seconds."""
+MAX_GONE = 1 << 16
+"""Latest blocks that are remembered as gone: the reports of stores that this overtook come within seconds."""
 STEP_BYTES = 32 * 1024
 """Of what the daemon has told, this much is read per step, and a message at least."""
 STEP_BLOCKS = 512
@@ -103,14 +104,14 @@ class Residents:
         """The daemon tells everything: since a snapshot has begun."""
         self._told: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
         """By group: the daemon's keys of what it holds, announced or not."""
-        self._most = max(1, MAX_TOLD // len(groups))
+        self._most, self._most_gone = max(1, MAX_TOLD // len(groups)), max(1, MAX_GONE // len(groups))
         self._orphans: dict[tuple[int, bytes], dict[bytes, None]] = {}
         """By group and parent: blocks that wait for its announcement."""
         self._num_orphans = 0
         self._released: deque[tuple[int, dict[bytes, None]]] = deque()
         """By group: blocks whose parent was announced. Clients choose how many have one parent: a step takes some."""
-        self._removed: dict[tuple[int, bytes], None] = {}
-        """Group and key, the oldest first."""
+        self._gone: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
+        """By group: keys of what the daemon has told and does not hold any more, the oldest first."""
         self._changes: deque[ResidencyChange] = deque()
         self._rest: deque[tuple[int, bytes]] = deque()
         """Blocks of the last change that were not looked at yet."""
@@ -124,8 +125,12 @@ class Residents:
         return self._keys(block_hash) in self._told[index]
 
     def was_removed(self, index: int, block_hash: bytes) -> bool:
-        """Whether the daemon has told lately that it does not hold this block any more."""
-        return (index, self._keys(block_hash)) in self._removed
+        """Whether the daemon has told lately that it does not hold this block any more, or was lost with it."""
+        return self._keys(block_hash) in self._gone[index]
+
+    def forget_gone(self) -> None:
+        """What is stored from now on is reported by another daemon, and it may tell nothing."""
+        self._gone = {index: {} for index in self._groups}
 
     def reconsider(self) -> None:
         """Look at all that the daemon holds again: nothing of it is announced any more, or under other names."""
@@ -221,10 +226,10 @@ class Residents:
                     lambda each: self._rest.extend(((index, each), (index | DISK, each))),
                 )
             case Residency.STORED:
-                told = self._told[index]
+                told, gone = self._told[index], self._gone[index]
                 for each in self._split(change.hashes):
                     told[each] = None
-                    self._removed.pop((index, each), None)
+                    gone.pop(each, None)
                 if len(told) > self._most:
                     for each in list(told)[: len(told) - self._most + self._most // 64]:
                         del told[each]
@@ -233,14 +238,13 @@ class Residents:
                 told = self._told[index]
                 for each in self._split(change.hashes):
                     told.pop(each, None)
-                    self._removed[index, each] = None
+                self._remember_gone(index, self._split(change.hashes))
                 for each in self._split(self._keys(change.hashes)) if self._orphans else ():
                     if (info := self._known.get(group_of(index), each)) is not None:
                         self.wait_no_more(index, each, info)
-                if len(self._removed) > MAX_REMOVED:
-                    self._removed = dict(list(self._removed.items())[MAX_REMOVED // 2 :])
                 self._announcer.retract(index, self._split(self._keys(change.hashes)))
             case Residency.CLEARED:
+                self._remember_gone(index, self._told[index])
                 self._told[index] = {}
                 self._orphans = {place: waiting for place, waiting in self._orphans.items() if place[0] != index}
                 self._num_orphans = sum(map(len, self._orphans.values()))
@@ -259,11 +263,19 @@ class Residents:
 
     def _forget(self) -> None:
         self.live = False
+        for index, told in self._told.items():
+            self._remember_gone(index, told)
         self._told = {index: {} for index in self._groups}
         self._orphans, self._num_orphans = {}, 0
-        self._removed = {}
         self._released.clear()
         self._rest.clear()
+
+    def _remember_gone(self, index: int, keys: Collection[bytes]) -> None:
+        """The latest of them: to remember all that a large pool had would take as long as many steps."""
+        gone = self._gone[index]
+        gone |= dict.fromkeys(islice(keys, max(0, len(keys) - self._most_gone), None))
+        if len(gone) > self._most_gone:
+            self._gone[index] = dict.fromkeys(list(gone)[-self._most_gone // 2 :])
 
     def _split(self, hashes: bytes) -> list[bytes]:
         return split_hashes(hashes, len(hashes) // self._hash_bytes)

@@ -113,9 +113,8 @@ class Events:
 
     def stored(self, index: int, hashes: Iterable[bytes]) -> None:
         """Announce blocks of the group with this index, without waiting until the daemon tells that it holds them."""
-        follows = self._follows
-        if follows is not None:
-            hashes = [each for each in hashes if not follows.was_removed(index, each)]
+        if (residents := self._residents) is not None:
+            hashes = [each for each in hashes if not residents.was_removed(index, each)]
         taken = self._known.pop if self._residents is None else self._known.get
         for each in hashes:
             if self._residents is None or not self._announcements.is_announced(index, each):
@@ -150,6 +149,8 @@ class Events:
         next steps. If the daemon tells what it holds, that is known already."""
         if self._follows is None:
             self.reset()
+            if self._residents is not None:
+                self._residents.forget_gone()
 
     def reset(self) -> None:
         """The weights may have changed: retract everything, over the next steps."""
