@@ -219,7 +219,7 @@ class Supervisor:
             self._publish(transport, session)
             self._lost = self._wait_until_lost(transport, session)
             if self._lost:
-                _log.warning("the daemon at %s is lost, going on without it: %s", self._dialling.socket, self._lost)
+                _log.warning("the daemon at %s is lost, continuing without it: %s", self._dialling.socket, self._lost)
             if session is not None:
                 if not self._end_session(transport, session):
                     self.lost_daemon = LostDaemon(transport.connection.process.duplicate(), session)

@@ -124,7 +124,7 @@ def test_stores_go_on_in_the_slabs_that_there_are_and_evict_the_oldest(short_dir
             done(rank.store(*range(number, number + NUM_BLOCKS)))
             number += NUM_BLOCKS
         assert daemon.metric("kvsidecar_evicted_blocks_total") == before
-        daemon.wait_log("the pool's table finds room again")
+        daemon.wait_log("there is room in the pool's table again")
         rank.close()
         kill(daemon)
     with started(short_dir, *flags(small)) as daemon:
