@@ -4,11 +4,16 @@
     python -m benchmarks.fleet --trace conversation_trace.jsonl --nodes 8 --fleet 8
     python -m benchmarks.fleet --only fleet --fleet 1000 --fleet-hours 0.1 --gpu 96GiB --pool 128GiB --admissions all
     python -m benchmarks.fleet --fit [--trace conversation_trace.jsonl]
+    python -m benchmarks.fleet --agentic FILE --sessions N --pool-tokens M --policy NAME[,NAME...]
     python -m benchmarks.fleet --show FILE [--plot FILE.svg]
 
 The trace is generated, unless a file in the format of Mooncake's traces is named: an object a line with timestamp
 (ms), input_length, output_length and hash_ids of 512 tokens each. Sizes and rates are those of one node. No GPU, disk
 or network is used: the daemon's code decides, and times follow from the rates given.
+
+With --pool-tokens, the trace is replayed over one pool of so many tokens by each policy of eviction, and by one that
+knows what comes, which no policy can exceed. --agentic names a file of recorded sessions of coding agents, of which so
+many run at once, 4 hours by default and the first half hour not counted (benchmarks/fleet/agentic.py has the format).
 """
 
 from __future__ import annotations
@@ -24,8 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet import report
-from benchmarks.fleet.cases import ADMISSIONS, MODELS, SECTIONS, load, plan, run
+from benchmarks.fleet.agentic import WARM_SECONDS, Sessions
+from benchmarks.fleet.cases import ADMISSIONS, HOURS, MODELS, SECTIONS, load, mix_of, plan, run
+from benchmarks.fleet.files import BadFile
 from benchmarks.fleet.fit import fit, statistics
+from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill, Task, load_uses, run_policy
+from benchmarks.fleet.trace import BLOCK_TOKENS
 from kvsidecar.support.units import GiB, TiB, parse_size
 
 
@@ -37,9 +46,32 @@ def counts(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
+def tokens(text: str) -> int:
+    """A number, of thousands, millions or billions with k, M or G."""
+    scale = {"k": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:], 1)
+    number = float(text[:-1] if scale > 1 else text) * scale
+    if not 1 <= number < 1 << 48:
+        raise ValueError(text)
+    return round(number)
+
+
+def policies(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}; there is {', '.join(POLICIES)}")
+    return list(dict.fromkeys(names))
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="a file to replay instead of a generated trace")
+    parser.add_argument("--agentic", type=Path, help="a file of recorded sessions to replay instead")
+    parser.add_argument("--sessions", type=int, help="of --agentic: how many run at once")
+    parser.add_argument("--pool-tokens", type=tokens, help="a pool to replay the trace over, by policy; 500k, 2M")
+    parser.add_argument("--policy", type=policies, default="lru", help=f"of --pool-tokens: {', '.join(POLICIES)}")
+    parser.add_argument(
+        "--store-tokens", type=tokens, default=0, help="of --pool-tokens: store what a prompt misses in such pieces"
+    )
     parser.add_argument("--fit", action="store_true", help="only compare generated requests with what they follow")
     parser.add_argument("--only", choices=SECTIONS, help="one section")
     parser.add_argument("--admissions", type=lambda text: text.split(","), default=",".join(ADMISSIONS))
@@ -54,14 +86,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=1, help="of all sections but fleet")
     parser.add_argument("--fleet", type=counts, default="8", help="numbers of nodes of the section fleet")
     parser.add_argument("--fleet-hours", type=float, default=3.0, help="of its generated trace")
-    parser.add_argument("--hours", type=float, default=12.0, help="of the generated trace")
+    parser.add_argument("--hours", type=float, help=f"of the generated trace ({HOURS:g}) or of --agentic (4)")
     parser.add_argument("--rate", type=float, default=0.42, help="requests a second and node")
     parser.add_argument("--agents", type=float, default=0.5, help="their share of the requests")
     parser.add_argument("--returns", type=float, default=0.1, help="share of turns that come after hours")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="small sizes and short traces: that it works, not what")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=Path, help="file for the results; - is stdout")
     parser.add_argument("--show", type=Path, help="print such a file again instead")
     parser.add_argument("--plot", type=Path, help="file; needs matplotlib")
     return parser
@@ -89,15 +121,74 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
     return {"schema": 1, "model": options.model, "traces": traces, "rows": rows}
 
 
-def main() -> None:
-    options = arguments().parse_args()
-    if options.show:
-        result = json.loads(options.show.read_text())
+def refuse_mixtures(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Of options that exclude or need each other."""
+    if options.agentic and (options.trace or options.sessions is None or options.pool_tokens is None):
+        parser.error("--agentic needs --sessions and --pool-tokens, and no --trace")
+    if options.pool_tokens is None:
+        return
+    if options.plot or options.fit or options.only:
+        parser.error("--pool-tokens goes with none of --plot, --fit and --only")
+    if options.agentic and options.sessions < 1:
+        parser.error("--sessions must be at least 1")
+    if options.agentic and options.hours is not None and options.hours * 3600 <= WARM_SECONDS:
+        parser.error("--hours must be more than 0.5: the first half hour is not counted")
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Policies over one pool, and what is possible.
+
+    Raises:
+        BadFile: the trace is not what it should be.
+    """
+    if options.quick:
+        options.hours = 0.75
+    if options.agentic:
+        hours = Sessions.hours if options.hours is None else options.hours
+        source: Any = Sessions(options.agentic, options.sessions, hours, options.seed)
     else:
-        result = {"schema": 1, "fit": fit(options.trace), "rows": []} if options.fit else simulate(options)
-    report.show(result)
+        source = options.trace or mix_of(options)
+    uses = load_uses(source)  # here first: a file that is wrong is said once
+    if options.pool_tokens < uses.block_tokens:
+        raise BadFile(f"--pool-tokens is less than a block of {uses.block_tokens} tokens")
+    model = MODELS[options.model]
+    prefill = Prefill(model.prefill_rate, model.twice_at)
+    names = [*options.policy, CLAIRVOYANT]
+    tasks = [Task(source, name, options.pool_tokens, prefill, options.store_tokens) for name in names]
+    with ProcessPoolExecutor(min(options.jobs, len(tasks)), multiprocessing.get_context("spawn")) as processes:
+        found = dict(zip(names, processes.map(run_policy, tasks), strict=True))
+    best, block_bytes = found.pop(CLAIRVOYANT), model.block_bytes * uses.block_tokens // BLOCK_TOKENS
+    return {
+        "schema": 1,
+        "model": options.model,
+        "trace": uses.name,
+        "pool_tokens": options.pool_tokens,
+        "pool_bytes": options.pool_tokens // uses.block_tokens * block_bytes,
+        "block_bytes": block_bytes,
+        "policies": found,
+        "clairvoyant": best["hits"],
+        "best": best,
+    }
+
+
+def main() -> None:
+    parser = arguments()
+    options = parser.parse_args()
+    refuse_mixtures(parser, options)
+    try:
+        if options.show:
+            result = json.loads(options.show.read_text())
+        elif options.pool_tokens is not None:
+            result = compare(options)
+        else:
+            result = {"schema": 1, "fit": fit(options.trace), "rows": []} if options.fit else simulate(options)
+    except BadFile as error:
+        parser.error(str(error))
+    to_stdout = options.json == Path("-")
+    report.show(result, sys.stderr if to_stdout else None)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        text = json.dumps(result, indent=1) + "\n"
+        sys.stdout.write(text) if to_stdout else options.json.write_text(text)
     if options.plot:
         report.plot(result, options.plot)
 

@@ -24,15 +24,20 @@ class Model(NamedTuple):
     """KV cache of one engine."""
     prefill_rate: float
     """Tokens a second of one engine."""
+    twice_at: float
+    """Position of the token that takes twice as long as the first one: to attend to all before it takes as many
+    operations as all else."""
 
 
 MODELS: Final = {
-    "70b": Model(160 * MiB, 384 * GiB, 10_000.0),  # 8 GPUs of 80 GB
-    "8b": Model(64 * MiB, 48 * GiB, 20_000.0),  # one GPU of 80 GB
+    "70b": Model(160 * MiB, 384 * GiB, 10_000.0, 53_000.0),  # 8 GPUs of 80 GB
+    "8b": Model(64 * MiB, 48 * GiB, 20_000.0, 30_000.0),  # one GPU of 80 GB
 }
 SECTIONS: Final = ("pool", "disk", "budget", "speed", "returns", "fleet")
 NONE, SECOND_USE = Admission.NONE.value, Admission.SECOND_USE.value
 ADMISSIONS: Final = (SECOND_USE, Admission.ALL.value, Admission.ON_EVICT.value)
+HOURS: Final = 12.0
+"""Of the generated trace."""
 WARM_SHARE: Final = 0.25
 """Of a generated trace. A real one is short: it is counted from its start."""
 
@@ -54,6 +59,12 @@ def run(task: Task) -> dict[str, Any]:
     return {"section": task.section, **mix, **replay(load(task.source), task.case)}
 
 
+def mix_of(options: argparse.Namespace) -> Mix:
+    """The generated trace of one node."""
+    hours = HOURS if options.hours is None else options.hours
+    return Mix(hours, options.rate, options.agents, options.returns, options.seed)
+
+
 def plan(options: argparse.Namespace) -> Iterator[Task]:
     """Sections of the report, one after the other."""
     model = MODELS[options.model]
@@ -66,7 +77,7 @@ def plan(options: argparse.Namespace) -> Iterator[Task]:
         disk_read=options.disk_read,
         disk_write=options.disk_write,
     )
-    one = Mix(options.hours, options.rate, options.agents, options.returns, options.seed)
+    one = mix_of(options)
     mine = replace(one, rate=one.rate * options.nodes)
     source = options.trace or mine
     base = Case(node, options.nodes, True, 0.0 if options.trace else WARM_SHARE, options.seed)

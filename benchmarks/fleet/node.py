@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -104,10 +104,15 @@ def split(hashes: bytes) -> list[bytes]:
 
 
 class Kept:
-    """One level: a cache and its only space. None of its bytes exist."""
+    """One level: a cache and its only space. None of its bytes exist.
 
-    def __init__(self, blocks: int) -> None:
-        self.cache = BlockCache(SlotAllocator(blocks * UNIT, min(blocks, SLAB_BLOCKS) * UNIT))
+    Args:
+        slab_blocks: of one size, so that slabs decide nothing: larger ones are faster with large stores.
+        options: of the cache.
+    """
+
+    def __init__(self, blocks: int, slab_blocks: int = SLAB_BLOCKS, **options: Any) -> None:
+        self.cache = BlockCache(SlotAllocator(blocks * UNIT, min(blocks, slab_blocks) * UNIT), **options)
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, UNIT)
 
     def find(self, hashes: Sequence[bytes] | bytes, mode: LookupMode) -> list[bool]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fleet.cases import ADMISSIONS
+from benchmarks.fleet.policies import CLAIRVOYANT
 from benchmarks.fleet.replay import LEVELS
 from kvsidecar.support.units import TiB, format_size
 
@@ -42,10 +43,24 @@ EXPLAINED = (
 )
 
 
-def show(result: dict[str, Any]) -> None:
-    console = Console()
+EXPLAINED_POLICIES = (
+    "Hits: share of the tokens of all prompts, each up to its first miss. Saved: seconds of prefill, of those that all "
+    "prompts would take; a token takes longer the later it stands in its prompt. Clairvoyant: knows what comes, and "
+    "keeps what is used soonest; no policy can hit more."
+)
+
+
+def show(result: dict[str, Any], file: TextIO | None = None) -> None:
+    console = Console(file=file)
     if not console.is_terminal:
-        console = Console(width=150)
+        console = Console(file=file, width=150)
+    if "policies" in result:
+        pool = f"pool {result['pool_tokens'] / 1e6:g} M tokens, {format_size(result['pool_bytes'])}"
+        counted = f"{result['best']['requests']} requests, {result['best']['tokens'] / 1e6:.0f} M tokens"
+        console.print(f"{result['trace']}: {counted}; {pool}", highlight=False)
+        console.print(_policies(result))
+        console.print(EXPLAINED_POLICIES, highlight=False)
+        return
     for name, columns in result.get("fit", {}).items():
         table = Table(title=name, title_justify="left")
         for column in ("", *columns):
@@ -66,6 +81,24 @@ def show(result: dict[str, Any]) -> None:
         console.print(_table(section, [row for row in result["rows"] if row["section"] == section]))
     if result["rows"]:
         console.print(EXPLAINED, highlight=False)
+
+
+def _policies(result: dict[str, Any]) -> Table:
+    table = Table()
+    table.add_column("policy")
+    for column in ("hits", "saved s", "of all", "stored blocks", "TiB", "evicted blocks", "TiB", "refused blocks"):
+        table.add_column(column, justify="right")
+    for name, row in {**result["policies"], CLAIRVOYANT: result["best"]}.items():
+        blocks = [row[f"{what}_blocks"] for what in ("stored", "evicted")]
+        table.add_row(
+            name,
+            f"{row['hits']:.3f}",
+            f"{row['saved_seconds']:.0f}",
+            f"{row['saved_seconds'] / (row['prefill_seconds'] or 1):.1%}",
+            *[text for each in blocks for text in (f"{each:,}", f"{each * result['block_bytes'] / TiB:.1f}")],
+            f"{row['refused_blocks']:,}",
+        )
+    return table
 
 
 def _table(section: str, rows: list[Row]) -> Table:

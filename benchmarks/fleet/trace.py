@@ -7,7 +7,6 @@ share is an assumption (`Mix.returns`), and it decides what a disk is worth.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.fleet.files import read_lines
 from kvsidecar.cache.arrays import Ints
 
 BLOCK_TOKENS: Final = 512
@@ -80,14 +80,17 @@ def read(path: Path) -> Trace:
     """A trace as Mooncake publishes it: a JSON object a line, blocks of 512 tokens.
 
     Its last block of a prompt is mostly a part of one, which no engine caches; it is left out.
+
+    Raises:
+        BadFile: it is something else.
     """
     numbers: dict[int, int] = {}
     requests = []
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        full = row["hash_ids"][: row["input_length"] // BLOCK_TOKENS]
+    for line in read_lines(path):
+        tokens = line.count("input_length")
+        full = line.counts("hash_ids")[: tokens // BLOCK_TOKENS]
         blocks = np.array([numbers.setdefault(each, len(numbers)) for each in full], np.int64)
-        requests.append(Request(row["timestamp"] / 1000, row["input_length"], row["output_length"], blocks))
+        requests.append(Request(line.number("timestamp") / 1000, tokens, line.count("output_length"), blocks))
     requests.sort(key=lambda request: request.at)
     return Trace(path.stem, requests, len(numbers))
 

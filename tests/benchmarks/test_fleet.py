@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import lzma
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,17 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet import __main__ as command
+from benchmarks.fleet.agentic import Sessions, schedule
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
+from benchmarks.fleet.files import BadFile
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
 from benchmarks.fleet.node import Hardware
+from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill
+from benchmarks.fleet.policies import Task as PoolTask
+from benchmarks.fleet.policies import replay as replay_pool
 from benchmarks.fleet.replay import Case, Router, replay
 from benchmarks.fleet.trace import Mix, Request, Trace, generate, read
+from benchmarks.fleet.uses import Uses, runs_of, uses_of
 from kvsidecar.support.units import GiB, MiB, TiB
 
 SMALL = Mix(hours=0.2, rate=0.42, returns=0.3)
@@ -150,6 +158,184 @@ def test_a_file_of_mooncake_is_read_without_blocks_that_are_not_full(tmp_path: P
     trace = read(file)
     assert [(each.at, each.blocks.tolist()) for each in trace.requests] == [(0.5, [0]), (2.0, [0, 1])]
     assert lru_hits(trace, 8) == pytest.approx(1 / 3)
+
+
+def test_a_pool_of_one_policy_hits_what_is_counted_by_hand() -> None:
+    """Four blocks, two prompts in turns. The oldest use goes first, of a prompt its tail: 0, 0, 2 and 1 hits. Who knows
+    what comes keeps the first prompt whole and the head of the second one: 0, 0, 3 and 1."""
+    uses = uses_of(trace_of((0, 1, 2), (3, 4), (0, 1, 2), (3, 4)), 0.0)
+    assert shares(uses, 4 * 512) == {"lru": 0.3, CLAIRVOYANT: 0.4}
+
+
+def test_to_store_what_was_missed_alone_ages_the_head_before_the_tail() -> None:
+    """As an engine does: of the second prompt 2 is newer then than its head, which makes room for (7, 8)."""
+    uses = uses_of(trace_of((0, 1), (0, 1, 2), (7, 8), (0, 1, 2)), 0.0)
+    assert shares(uses, 4 * 512)["lru"] == pytest.approx(4 / 10)
+    assert shares(uses, 4 * 512, store_tokens=512)["lru"] == pytest.approx(3 / 10)
+
+
+def shares(uses: Uses, pool_tokens: int, **task: Any) -> dict[str, float]:
+    """Hits of each policy."""
+    prefill = Prefill(rate=1000.0, twice_at=1000.0)
+    return {
+        name: replay_pool(uses, PoolTask(Mix(1, 1), name, pool_tokens, prefill, **task))["hits"]
+        for name in (*POLICIES, CLAIRVOYANT)
+        if name in ("lru", CLAIRVOYANT) or not task
+    }
+
+
+def test_later_tokens_of_a_prompt_take_longer_to_compute() -> None:
+    prefill = Prefill(rate=1000.0, twice_at=2000.0)
+    assert prefill.seconds(2000) == 3.0
+    assert prefill.seconds(2001) - prefill.seconds(2000) == pytest.approx(0.002, rel=1e-3)
+
+
+def test_runs_spell_the_blocks_of_a_prompt() -> None:
+    for numbers in ([], [7], [0, 1, 2, 9, 10, 4], [5, 4, 3], [3, 3]):
+        runs = runs_of(np.array(numbers, np.int64))
+        assert runs.numbers().tolist() == numbers
+    assert runs_of(np.array([0, 1, 2, 9, 10])).lengths.tolist() == [3, 2]
+
+
+# -- sessions of coding agents -------------------------------------------------------------------------------------
+
+EXCERPT = Path(__file__).with_name("agentic_excerpt.jsonl")
+"""Of the traces of github.com/callanjfox/kv-cache-tester, Apache-2.0."""
+
+
+ONE_SESSION = ["--agentic", str(EXCERPT), "--sessions", "1"]
+
+
+def session(*requests: list[Any], block: int = 64) -> str:
+    return json.dumps({"id": "one", "block": block, "requests": requests}) + "\n"
+
+
+def test_an_answer_is_stored_as_far_as_a_later_prompt_names_it(tmp_path: Path) -> None:
+    """130 tokens with an answer of 70 are three whole blocks, of which the prompt has two. Another prompt, which does
+    not continue the first one, comes between."""
+    file = tmp_path / "sessions.jsonl"
+    file.write_text(
+        session([0, 130, 70, 0, 2.5, [0, 2]], [9, 70, 9, 4000, 1, [9, 1]], [20, 330, 9, 20, 1, [0, 2, 4, 3]])
+    )
+    uses = schedule(Sessions(file, 1, hours=0.2))
+    first, answer, other, later = uses.uses[:4]
+    blocks = [each.runs.numbers().tolist() for each in (first, answer, other, later)]
+    assert blocks == [[0, 1], [4], [9], [0, 1, 4, 5, 6]]
+    assert (first.tokens, answer.tokens, answer.depth) == (130, 0, 2)
+    assert answer.at - first.at == pytest.approx(2.5)
+    assert other.at - answer.at == pytest.approx(300.0)  # the longest pause that counts
+    found = shares(replace(uses, uses=uses.uses[:4], warm=0.0), 64 * 10)
+    assert found["lru"] == pytest.approx(3 * 64 / (130 + 70 + 330))
+    assert found["lru"] == found[CLAIRVOYANT]
+
+
+def test_sessions_that_follow_each_other_share_nothing() -> None:
+    uses = schedule(Sessions(EXCERPT, 3, hours=1.0))
+    prompts = [each for each in uses.uses if each.tokens]
+    assert [each.at for each in uses.uses] == sorted(each.at for each in uses.uses)
+    assert len({int(each.runs.starts[0]) for each in prompts if len(each.runs.starts)}) > 3 * 7
+    assert schedule(Sessions(EXCERPT, 3, hours=1.0, seed=1)).uses[0] != uses.uses[0]
+
+
+@pytest.mark.parametrize("pool_tokens", [10_000, 40_000, 100_000])
+def test_no_policy_hits_more_than_one_that_knows_what_comes(pool_tokens: int) -> None:
+    found = shares(schedule(Sessions(EXCERPT, 4, hours=1.0)), pool_tokens)
+    best = found.pop(CLAIRVOYANT)
+    assert all(0.05 < each < best < 0.9 for each in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it is empty"),
+        (session([0, 64, 1, 0, 0, [0, 1]]) + "{", "line 2: it is no JSON"),
+        ("[]\n", "line 1: it is no object"),
+        ('{"block": 64}\n', "line 1: there is no 'requests'"),
+        ('{"block": 64, "requests": []}\n', "line 1: 'requests' must be a list of requests"),
+        (session([0, 64, 1, 0, [0, 1]]), "line 1: a request is a list of 6"),
+        (session([0, 64, 1, -1, 0, [0, 1]]), "line 1: a request begins with its time, tokens and seconds"),
+        (session([0, 64, 1, 0, 0, [0]]), "line 1: runs are pairs"),
+        (session([0, 64, 1, 0, 0, [0, 2]]), "line 1: 2 blocks of 64 tokens are more than the prompt's 64 tokens"),
+        (session([0, 64, 1, 0, 0, [0, 1]]) + session([0, 64, 1, 0, 0, [0, 1]], block=32), "line 2: 'block'"),
+        ("\xff", "after line 0"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_line(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sessions.jsonl"
+    file.write_bytes(text.encode("latin-1"))
+    agentic = ["--agentic", str(file), "--sessions", "1", "--pool-tokens", "1k"]
+    monkeypatch.setattr(sys, "argv", ["fleet", *agentic])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    error = capsys.readouterr().err
+    assert str(file) in error
+    assert said in error
+
+
+def test_a_trace_of_mooncake_that_is_wrong_is_refused_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": ["a"]}\n')
+    with pytest.raises(BadFile, match=r"trace\.jsonl, line 1: 'hash_ids' must be a list of whole numbers"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--agentic", str(EXCERPT)], "--agentic needs --sessions and --pool-tokens"),
+        (["--agentic", str(EXCERPT), "--sessions", "0", "--pool-tokens", "1M"], "--sessions must be at least 1"),
+        (
+            ["--agentic", str(EXCERPT), "--sessions", "1", "--pool-tokens", "1M", "--hours", "0.5"],
+            "--hours must be more",
+        ),
+        ([*ONE_SESSION, "--pool-tokens", "63"], "less than a block of 64 tokens"),
+        (["--pool-tokens", "1M", "--policy", "lru,oldest"], "there is no policy 'oldest'; there is lru"),
+        (["--pool-tokens", "1M", "--only", "disk"], "--pool-tokens goes with none of"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fleet", *options])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_policies_are_compared_in_json_and_in_a_table(
+    compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = EXCERPT
+    if compressed:
+        file = tmp_path / "sessions.jsonl.xz"
+        file.write_bytes(lzma.compress(EXCERPT.read_bytes()))
+    agentic = ["--agentic", str(file), "--sessions", "2", "--pool-tokens", "20k", "--hours", "0.6"]
+    monkeypatch.setattr(sys, "argv", ["fleet", *agentic, "--policy", "lru", "--json", "-"])
+    command.main()
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert 0 < result["policies"]["lru"]["hits"] < result["clairvoyant"] < 1
+    saved = (result["policies"]["lru"]["saved_seconds"], result["best"]["saved_seconds"])
+    assert 0 < saved[0] < saved[1] < result["best"]["prefill_seconds"]
+    assert f"{result['clairvoyant']:.3f}" in printed.err
+
+
+def test_a_generated_trace_is_replayed_by_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    pool = ["--pool-tokens", "500k", "--hours", "0.1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["fleet", *pool])
+    command.main()
+    result = json.loads(file.read_text())
+    assert result["policies"]["lru"]["hits"] <= result["clairvoyant"]
+    monkeypatch.setattr(sys, "argv", ["fleet", "--show", str(file)])
+    printed = capsys.readouterr().out
+    command.main()
+    assert capsys.readouterr().out == printed
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

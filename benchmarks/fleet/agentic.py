@@ -1,0 +1,160 @@
+"""Recorded sessions of coding agents, so many at once.
+
+A file has a session a line, blocks of equally many tokens: ``{"id": ..., "block": 64, "requests": [[t, input tokens,
+output tokens, think, api, [first, count, first, count, ...]], ...]}``. The runs spell the prompt's blocks: an id is one
+block of its session, and equal ids are equal KV. ``think`` is the pause before the request and ``api`` how long it
+took, both in seconds; ``t`` is not used. The public traces of github.com/callanjfox/kv-cache-tester (Apache-2.0) can be
+written in this form.
+
+Nothing is shared between sessions. One that ends is followed at once by another one, in an order that the seed decides;
+when all have been replayed they begin anew, with other blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from benchmarks.fleet.files import BadFile, Line, is_count, is_number, read_lines, shown
+from benchmarks.fleet.uses import Runs, Use, Uses, runs_of
+
+MAX_THINK: Final = 300.0
+"""Seconds: longer pauses count as these, as in InferenceX's AgentX."""
+START_WITHIN: Final = 300.0
+"""Seconds in which the first sessions begin."""
+WARM_SECONDS: Final = 1800.0
+NO_RUNS: Final = Runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class _Request(NamedTuple):
+    tokens: int
+    think: float
+    api: float
+    runs: Runs
+    answer: Runs
+    """The answer's blocks, as far as a later prompt names them."""
+    depth: int
+    """Blocks of the prompt."""
+
+
+class _Session(NamedTuple):
+    requests: list[_Request]
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """What is replayed.
+
+    Args:
+        sessions: how many run at once.
+    """
+
+    path: Path
+    sessions: int
+    hours: float = 4.0
+    seed: int = 0
+
+
+def schedule(what: Sessions) -> Uses:
+    """The prompts and answers of a file's sessions.
+
+    Raises:
+        BadFile: it is not what the module describes.
+    """
+    block_tokens, recorded = read_sessions(what.path)
+    rng, uses, end = random.Random(what.seed), list[Use](), what.hours * 3600
+    order: list[int] = []
+    base = 0
+    for _ in range(what.sessions):
+        at = rng.uniform(0, START_WITHIN)
+        while at < end:
+            if not order:
+                order = list(range(len(recorded)))
+                rng.shuffle(order)
+            session = recorded[order.pop()]
+            for number, each in enumerate(session.requests):
+                at += each.think if number else 0
+                if at >= end:
+                    break
+                uses.append(Use(at, each.tokens, _moved(each.runs, base)))
+                at += each.api
+                if len(each.answer.starts) and at < end:
+                    uses.append(Use(at, 0, _moved(each.answer, base), each.depth))
+            base += session.num_blocks
+            if not any(each.think + each.api for each in session.requests):
+                at += 1.0  # else this would go on for ever
+    uses.sort(key=lambda use: use.at)
+    name = f"{what.path.name}, {what.sessions} sessions at once, {what.hours:g} h, seed {what.seed}"
+    return Uses(name, block_tokens, base, WARM_SECONDS, uses)
+
+
+def _moved(runs: Runs, base: int) -> Runs:
+    return Runs(runs.starts + base, runs.lengths)
+
+
+def read_sessions(path: Path) -> tuple[int, list[_Session]]:
+    """Tokens of a block, and the sessions of a file."""
+    block_tokens, found = 0, []
+    for line in read_lines(path):
+        tokens = line.count("block")
+        if not tokens or tokens != (block_tokens or tokens):
+            line.refuse(f"'block' must be the same number of tokens on each line, and not {tokens}")
+        block_tokens = tokens
+        rows = line.value("requests")
+        if not isinstance(rows, list) or not rows:
+            line.refuse(f"'requests' must be a list of requests, not {shown(rows)}")
+        prompts = [_prompt(line, row, block_tokens) for row in rows]
+        found.append(_session(rows, prompts, block_tokens))
+    if not any(session.num_blocks for session in found):
+        raise BadFile(f"{path}: no prompt has a block")
+    return block_tokens, found
+
+
+def _prompt(line: Line, row: Any, block_tokens: int) -> Runs:
+    if not isinstance(row, list) or len(row) != 6 or not isinstance(row[5], list):
+        line.refuse(f"a request is a list of 6 with its runs as the last, not {shown(row)}")
+    numbers = row[:1] + row[3:5]
+    if not all(map(is_number, numbers)) or not is_count(row[1]) or not row[1] or not is_count(row[2]):
+        line.refuse(f"a request begins with its time, tokens and seconds, not {shown(row[:5])}")
+    if len(row[5]) % 2 or not all(is_count(each) and each < 1 << 31 for each in row[5]):
+        line.refuse(f"runs are pairs of whole numbers, not {shown(row[5])}")
+    pairs = np.array(row[5], np.int64).reshape(-1, 2)
+    runs = Runs(pairs[:, 0], pairs[:, 1])
+    if (blocks := int(runs.lengths.sum())) * block_tokens > row[1]:
+        line.refuse(f"{blocks} blocks of {block_tokens} tokens are more than the prompt's {row[1]} tokens")
+    return runs
+
+
+def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> _Session:
+    """Answers are found in the first later prompt that continues theirs: the prompt's last block names all before."""
+    answers = [NO_RUNS] * len(rows)
+    open_ends: list[tuple[int, int, int, int]] = []
+    """Number of a prompt, its blocks, the last of them, and the blocks that it has with its answer."""
+    num_blocks = 0
+    lengths = []
+    for number, (row, runs) in enumerate(zip(rows, prompts, strict=True)):
+        numbers = runs.numbers()
+        left = []
+        for waiting in open_ends:
+            which, length, last, end = waiting
+            if length < len(numbers) and numbers[length - 1] == last:
+                answers[which] = runs_of(numbers[length:end]) if length < end else NO_RUNS
+            else:
+                left.append(waiting)
+        open_ends = left
+        lengths.append(len(numbers))
+        if len(numbers):
+            open_ends.append((number, len(numbers), int(numbers[-1]), (row[1] + row[2]) // block_tokens))
+            num_blocks = max(num_blocks, int(numbers.max()) + 1)
+    return _Session(
+        [
+            _Request(row[1], min(row[3], MAX_THINK), row[4], runs, answer, length)
+            for row, runs, answer, length in zip(rows, prompts, answers, lengths, strict=True)
+        ],
+        num_blocks,
+    )

@@ -1,0 +1,98 @@
+"""Lines of JSON, plain or compressed."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class BadFile(Exception):
+    """Names the file, the line and what is wrong with it."""
+
+
+class Line:
+    """One object of a file.
+
+    Args:
+        number: from 1.
+    """
+
+    def __init__(self, path: Path, number: int, values: dict[str, Any]) -> None:
+        self._path, self._number, self._values = path, number, values
+
+    def refuse(self, why: str) -> NoReturn:
+        raise BadFile(f"{self._path}, line {self._number}: {why}")
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def value(self, name: str) -> Any:
+        if name not in self._values:
+            self.refuse(f"there is no {name!r}")
+        return self._values[name]
+
+    def number(self, name: str) -> float:
+        """Not negative."""
+        value = self.value(name)
+        if not is_number(value):
+            self.refuse(f"{name!r} must be a number that is not negative, not {shown(value)}")
+        return float(value)
+
+    def count(self, name: str) -> int:
+        value = self.value(name)
+        if not is_count(value):
+            self.refuse(f"{name!r} must be a whole number that is not negative, not {shown(value)}")
+        return int(value)
+
+    def counts(self, name: str) -> list[int]:
+        value = self.value(name)
+        if not isinstance(value, list) or not all(map(is_count, value)):
+            self.refuse(f"{name!r} must be a list of whole numbers that are not negative, not {shown(value)}")
+        return value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The objects of a file with one on each line; ``.xz`` is decompressed, empty lines are passed over.
+
+    Raises:
+        BadFile: it cannot be read, has no line, or one that is no object.
+    """
+    number = 0
+    found = False
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if not text.strip():
+                    continue
+                found = True
+                yield Line(path, number, _object(path, number, text))
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise BadFile(f"{path}, after line {number}: {error}") from error
+    if not found:
+        raise BadFile(f"{path}: it is empty")
+
+
+def _object(path: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"{path}, line {number}: it is no JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise BadFile(f"{path}, line {number}: it is no object")
+    return values

@@ -1,0 +1,58 @@
+"""What a pool is asked for, in order of time: prompts, and the answers that are stored behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.fleet.trace import BLOCK_TOKENS, Trace
+from kvsidecar.cache.arrays import Ints
+
+
+class Runs(NamedTuple):
+    """Numbers of blocks in prefix order, as runs of successive ones: prompts that grow are long, and mostly one run."""
+
+    starts: Ints
+    lengths: Ints
+
+    def numbers(self) -> Ints:
+        steps: Ints = np.repeat(self.starts - self.lengths.cumsum() + self.lengths, self.lengths)
+        return steps + np.arange(len(steps))
+
+
+def runs_of(numbers: Ints) -> Runs:
+    begins = np.flatnonzero(np.append(np.ones(len(numbers[:1]), np.bool_), np.diff(numbers) != 1))
+    return Runs(numbers[begins], np.diff(np.append(begins, len(numbers))))
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    at: float
+    """Seconds from the start."""
+    tokens: int
+    """Of the prompt, which is looked up; 0: its answer, which is only stored."""
+    runs: Runs
+    """The same number is the same prefix."""
+    depth: int = 0
+    """Blocks of the prompt before these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    name: str
+    block_tokens: int
+    num_blocks: int
+    """Numbers of blocks are less than this."""
+    warm: float
+    """Seconds after which it is counted."""
+    uses: Sequence[Use]
+    """In order of time."""
+
+
+def uses_of(trace: Trace, warm_share: float) -> Uses:
+    """The prompts of a trace. It does not name the blocks of answers."""
+    prompts = [Use(each.at, each.input_tokens, runs_of(each.blocks)) for each in trace.requests]
+    return Uses(trace.name, BLOCK_TOKENS, trace.num_blocks, warm_share * trace.seconds, prompts)
