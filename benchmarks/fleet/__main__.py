@@ -5,6 +5,7 @@
     python -m benchmarks.fleet --only fleet --fleet 1000 --fleet-hours 0.1 --gpu 96GiB --pool 128GiB --admissions all
     python -m benchmarks.fleet --fit [--trace conversation_trace.jsonl]
     python -m benchmarks.fleet --agentic FILE --sessions N --pool-tokens M --policy NAME[,NAME...]
+    python -m benchmarks.fleet --log FILE --pool-tokens M --policy NAME[,NAME...]
     python -m benchmarks.fleet --show FILE [--plot FILE.svg]
 
 The trace is generated, unless a file in the format of Mooncake's traces is named: an object a line with timestamp
@@ -13,7 +14,8 @@ or network is used: the daemon's code decides, and times follow from the rates g
 
 With --pool-tokens, the trace is replayed over one pool of so many tokens by each policy of eviction, and by one that
 knows what comes, which no policy can exceed. --agentic names a file of recorded sessions of coding agents, of which so
-many run at once, 4 hours by default and the first half hour not counted (benchmarks/fleet/agentic.py has the format).
+many run at once, 4 hours by default and the first half hour not counted; --log names a log of requests, of vLLM or of a
+gateway, of which the first quarter is not counted (benchmarks/fleet/agentic.py and log.py have the formats).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.fleet.agentic import WARM_SECONDS, Sessions
 from benchmarks.fleet.cases import ADMISSIONS, HOURS, MODELS, SECTIONS, load, mix_of, plan, run
 from benchmarks.fleet.files import BadFile
 from benchmarks.fleet.fit import fit, statistics
-from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill, Task, load_uses, run_policy
+from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Log, Prefill, Source, Task, load_uses, run_policy
 from benchmarks.fleet.trace import BLOCK_TOKENS
 from kvsidecar.support.units import GiB, TiB, parse_size
 
@@ -66,6 +68,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="a file to replay instead of a generated trace")
     parser.add_argument("--agentic", type=Path, help="a file of recorded sessions to replay instead")
+    parser.add_argument("--log", type=Path, help="a log of requests, of vLLM or a gateway, to replay instead")
     parser.add_argument("--sessions", type=int, help="of --agentic: how many run at once")
     parser.add_argument("--pool-tokens", type=tokens, help="a pool to replay the trace over, by policy; 500k, 2M")
     parser.add_argument("--policy", type=policies, default="lru", help=f"of --pool-tokens: {', '.join(POLICIES)}")
@@ -123,6 +126,8 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
 
 def refuse_mixtures(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Of options that exclude or need each other."""
+    if options.log and (options.trace or options.agentic or options.pool_tokens is None):
+        parser.error("--log needs --pool-tokens, and neither --trace nor --agentic")
     if options.agentic and (options.trace or options.sessions is None or options.pool_tokens is None):
         parser.error("--agentic needs --sessions and --pool-tokens, and no --trace")
     if options.pool_tokens is None:
@@ -145,9 +150,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         options.hours = 0.75
     if options.agentic:
         hours = Sessions.hours if options.hours is None else options.hours
-        source: Any = Sessions(options.agentic, options.sessions, hours, options.seed)
+        source: Source = Sessions(options.agentic, options.sessions, hours, options.seed)
     else:
-        source = options.trace or mix_of(options)
+        source = Log(options.log) if options.log else options.trace or mix_of(options)
     uses = load_uses(source)  # here first: a file that is wrong is said once
     if options.pool_tokens < uses.block_tokens:
         raise BadFile(f"--pool-tokens is less than a block of {uses.block_tokens} tokens")

@@ -6,7 +6,7 @@ import json
 import lzma
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 
 class BadFile(Exception):
@@ -67,32 +67,50 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The objects of a file with one on each line; ``.xz`` is decompressed, empty lines are passed over.
+class Text(NamedTuple):
+    number: int
+    text: str
+
+
+def read_text(path: Path) -> Iterator[Text]:
+    """The lines of a file that are not empty; ``.xz`` is decompressed.
 
     Raises:
-        BadFile: it cannot be read, has no line, or one that is no object.
+        BadFile: it cannot be read, or has no line.
     """
-    number = 0
-    found = False
+    number, found = 0, False
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                found = True
-                yield Line(path, number, _object(path, number, text))
+                if text := text.strip():
+                    found = True
+                    yield Text(number, text)
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise BadFile(f"{path}, after line {number}: {error}") from error
     if not found:
         raise BadFile(f"{path}: it is empty")
 
 
-def _object(path: Path, number: int, text: str) -> dict[str, Any]:
+def read_lines(path: Path) -> Iterator[Line]:
+    """The objects of a file with one on each line.
+
+    Raises:
+        BadFile: it cannot be read, has no line, or one that is no object.
+    """
+    for line in read_text(path):
+        yield parse_line(path, line)
+
+
+def parse_line(path: Path, line: Text) -> Line:
+    """The object on a line.
+
+    Raises:
+        BadFile: there is none.
+    """
     try:
-        values = json.loads(text)
+        values = json.loads(line.text)
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{path}, line {number}: it is no JSON ({error})") from error
+        raise BadFile(f"{path}, line {line.number}: it is no JSON ({error})") from error
     if not isinstance(values, dict):
-        raise BadFile(f"{path}, line {number}: it is no object")
-    return values
+        raise BadFile(f"{path}, line {line.number}: it is no object")
+    return Line(path, line.number, values)

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.fleet.agentic import Sessions, schedule
 from benchmarks.fleet.cases import WARM_SHARE, load
+from benchmarks.fleet.log import read_log
 from benchmarks.fleet.node import HASH_BYTES, LEASE_SECONDS, Kept, pack
 from benchmarks.fleet.trace import Mix
 from benchmarks.fleet.uses import Use, Uses, uses_of
@@ -197,10 +198,21 @@ def _next_uses(uses: Uses) -> list[tuple[Ints, Ints]]:
 
 
 @dataclass(frozen=True)
+class Log:
+    """Of requests, as `read_log` reads it."""
+
+    path: Path
+
+
+Source = Sessions | Log | Mix | Path
+"""Sessions or a log, or the generated trace or the file of Mooncake that `load` takes."""
+
+
+@dataclass(frozen=True)
 class Task:
     """One policy over one pool."""
 
-    source: Sessions | Mix | Path
+    source: Source
     policy: str
     """`CLAIRVOYANT` among them."""
     pool_tokens: int
@@ -210,7 +222,7 @@ class Task:
 
 
 @lru_cache(maxsize=1)
-def load_uses(source: Sessions | Mix | Path) -> Uses:
+def load_uses(source: Source) -> Uses:
     """What is replayed.
 
     Raises:
@@ -218,6 +230,8 @@ def load_uses(source: Sessions | Mix | Path) -> Uses:
     """
     if isinstance(source, Sessions):
         return schedule(source)
+    if isinstance(source, Log):
+        return read_log(source.path)
     return uses_of(load(source), WARM_SHARE if isinstance(source, Mix) else 0.0)
 
 

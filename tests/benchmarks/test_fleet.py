@@ -17,6 +17,7 @@ from benchmarks.fleet.agentic import Sessions, schedule
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
 from benchmarks.fleet.files import BadFile
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
+from benchmarks.fleet.log import read_log
 from benchmarks.fleet.node import Hardware
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill
 from benchmarks.fleet.policies import Task as PoolTask
@@ -292,6 +293,7 @@ def test_a_trace_of_mooncake_that_is_wrong_is_refused_by_line(tmp_path: Path) ->
         ),
         ([*ONE_SESSION, "--pool-tokens", "63"], "less than a block of 64 tokens"),
         (["--pool-tokens", "1M", "--policy", "lru,oldest"], "there is no policy 'oldest'; there is lru"),
+        (["--log", str(EXCERPT)], "--log needs --pool-tokens"),
         (["--pool-tokens", "1M", "--only", "disk"], "--pool-tokens goes with none of"),
     ],
 )
@@ -336,6 +338,72 @@ def test_a_generated_trace_is_replayed_by_policy(
     printed = capsys.readouterr().out
     command.main()
     assert capsys.readouterr().out == printed
+
+
+# -- logs of requests ----------------------------------------------------------------------------------------------
+
+VLLM_LINE = (
+    "(APIServer pid=7) DEBUG {at} [entrypoints/.../utils/request_logger.py:55] Request cmpl-1 details: prompt: "
+    "'12-31 00:00:00 [prompt_token_ids: [9, 9]', prompt_token_ids: {ids}, prompt_embeds shape: None.\n"
+)
+
+
+def test_prompts_of_a_log_of_vllm_are_read(tmp_path: Path) -> None:
+    """Past the end of a year. Of the second prompt the first block is the same, and so is the second one's content,
+    which stands behind another block then."""
+    first, second = [1] * 64 + [2] * 64 + [3], [1] * 64 + [4] * 64 + [2] * 64
+    file = tmp_path / "vllm.log"
+    file.write_text(
+        "INFO 12-31 23:59:00 [api_server.py:1] started\n"
+        + VLLM_LINE.format(at="12-31 23:59:58", ids=first)
+        + "(APIServer pid=7) INFO 12-31 23:59:58 [request_logger.py:65] Received request cmpl-1: params: None.\n"
+        + VLLM_LINE.format(at="01-01 00:00:03", ids=second)
+    )
+    uses = read_log(file)
+    assert [(each.at, each.tokens, each.runs.numbers().tolist()) for each in uses.uses] == [
+        (0.0, 129, [0, 1]),
+        (5.0, 192, [0, 2, 3]),
+    ]
+    assert uses.num_blocks == 4
+
+
+def test_prompts_of_a_log_of_a_gateway_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"timestamp": 1_800_000_001_500, "input_tokens": 40, "block_tokens": 16, "hash_ids": ["a", "b", "c"]},
+        {"timestamp": "2027-01-15T08:00:00Z", "input_tokens": 16, "block_tokens": 16, "hash_ids": ["a"]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    uses = read_log(file)
+    assert (uses.block_tokens, [each.at for each in uses.uses]) == (16, [0.0, 1.5])
+    assert [each.runs.numbers().tolist() for each in uses.uses] == [[0], [0, 1]]
+    assert shares(replace(uses, warm=0.0), 160) == {"lru": 16 / 56, CLAIRVOYANT: 16 / 56}
+    file.write_text(json.dumps({"timestamp": 1.0, "prompt_token_ids": [5] * 130}) + "\n")
+    assert [each.tokens for each in read_log(file).uses] == [130]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("INFO nothing\n", "there is no prompt; vLLM logs them with"),
+        ('{"timestamp": 1}\n', "line 1: there is no 'block_tokens'"),
+        ('{"timestamp": "noon", "prompt_token_ids": [1]}\n', "line 1: 'timestamp' must be"),
+        ('{"timestamp": 1, "prompt_token_ids": ["a"]}\n', "line 1: 'prompt_token_ids' must be"),
+        ('{"timestamp": 1, "block_tokens": 0, "input_tokens": 1, "hash_ids": []}\n', "line 1: 'block_tokens'"),
+        (
+            '{"timestamp": 1, "prompt_token_ids": [1]}\n'
+            '{"timestamp": 1, "block_tokens": 8, "input_tokens": 8, "hash_ids": [1]}\n',
+            "line 2: its blocks have 8 tokens, those before 64",
+        ),
+    ],
+)
+def test_a_log_that_is_wrong_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "requests.log"
+    file.write_text(text)
+    with pytest.raises(BadFile) as refused:
+        read_log(file)
+    assert str(file) in str(refused.value)
+    assert said in str(refused.value)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
