@@ -23,6 +23,7 @@ from kvsidecar.device.host import HostDevice
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
 from kvsidecar.support.steps import Steps
+from kvsidecar.support.supervised_child import State
 from kvsidecar.types import Direction
 
 Answer = Callable[[dict[str, Any], Sequence[int]], dict[str, Any] | None]
@@ -68,8 +69,9 @@ class NoProcessLink(CopierLink):
 
     def __init__(self, pid: int, answer: Answer, on_kill: Callable[[], None]) -> None:
         # Not the constructor of the class: it wants a process.
+        self.state = State.LAUNCHED
         self._process: Any = NoProcess(pid, on_kill)
-        self._control: Any = SimpleNamespace(close=lambda: None)
+        self._connection: Any = SimpleNamespace(close=lambda: None)
         self._guard = NO_GUARD
         self._steps = Steps(seconds=math.inf)
         self._records = {direction: deque() for direction in Direction}
@@ -86,7 +88,6 @@ class NoProcessLink(CopierLink):
         self._handed = dict.fromkeys(Direction, 0)
         self._numbers = iter(range(1, 1 << 62))
         self._loop = asyncio.get_running_loop()
-        self.greeted = False
         self._asked_at = 0.0
         self._last_words = ""
         self._killed_at = 0.0

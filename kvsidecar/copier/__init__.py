@@ -5,3 +5,5 @@ Imports `pool`, `device` and `support`. In the daemon: `copiers` supervises the 
 `pinning` pins the pool in all. In a copier: `process` is the program, `copy_queue` keeps one direction of the link
 busy, `copy_plan` turns blocks into driver calls. Between them: `ring`, `messages`, `control`.
 """
+
+PROGRAM = "kvsidecar.copier.process"

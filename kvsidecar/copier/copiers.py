@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvsidecar.copier.launch import launch
+from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, Hello, Opened, PoolFile
 from kvsidecar.device.base import MemorySource
 from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed
 from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.support.steps import Steps
+from kvsidecar.support.supervised_child import NOTHING, Given, State, launch
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout
 
@@ -45,11 +46,8 @@ class Options:
     """``auto``, ``cuda`` or ``host``."""
     devices: tuple[str, ...] = ()
     """Those to use, by UUID or index; empty for all."""
-    kept: tuple[int, ...] = ()
-    """Descriptors that stay open in every copier: see `launch`."""
     light_seconds: float = 0.0
-    log_format: str = "json"
-    log_level: str = "info"
+    given: Given = NOTHING
 
 
 class Copier:
@@ -77,6 +75,7 @@ class Copier:
         self.down = "the copier has not started yet"
         """Why it takes no copies; empty while it does."""
         self._options, self._on_change, self._guard, self._steps = options, on_change, guard, steps
+        self._given = options.given
         self._link: CopierLink | None = None
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -116,7 +115,7 @@ class Copier:
         Raises:
             OSError: no process can be started.
         """
-        self._link = first or CopierLink(launch(), self._guard, self._steps)
+        self._link = first or CopierLink(launch(PROGRAM), self._guard, self._steps)
 
     async def run(self) -> None:
         """Set its process up, and replace it whenever it ends; until `close`."""
@@ -150,11 +149,8 @@ class Copier:
 
     async def _set_up(self, link: CopierLink) -> None:
         """Tell a process all that it must know."""
-        if not link.greeted:
-            await link.hello(
-                self._options.device, [self.uuid], log_format=self._options.log_format,
-                log_level=self._options.log_level, kept=self._options.kept,
-            )  # fmt: skip
+        if link.state is State.LAUNCHED:
+            await link.hello(self._options.device, [self.uuid], self._given)
         await link.start(self.uuid, light_seconds=self._options.light_seconds)
         if self._pool is not None:
             await link.map(self._pool)
@@ -183,12 +179,11 @@ class Copier:
 
     async def set_log_level(self, level: str) -> None:
         """For this process, and those after it."""
-        self._options = replace(self._options, log_level=level)
+        self._given = replace(self._given, log_level=level)
         async with self._lock:
-            # One that has not said hello is told the level then.
-            if self._link is not None and self._link.greeted:
+            if self._link is not None and self._link.state is State.GREETED:
                 with suppress(DeviceLost):
-                    await self._link.set_log_level(self._options.log_level)
+                    await self._link.set_log(self._given)
 
     def check(self, stuck_seconds: float) -> str:
         """Kill a process that hangs. Called again and again. Returns what is stuck, if something is."""

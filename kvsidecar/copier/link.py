@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
 
-from kvsidecar import errors
-from kvsidecar.copier.control import Control, pack_layouts, pack_source
-from kvsidecar.copier.launch import Launched
+from kvsidecar.copier.control import pack_layouts, pack_source
 from kvsidecar.copier.messages import (
     Checks,
     Copy,
@@ -30,17 +26,13 @@ from kvsidecar.copier.messages import (
 )
 from kvsidecar.copier.ring import RING_BYTES, Receiver, Ring, RingFull, Sender
 from kvsidecar.device.base import MemorySource
-from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
-from kvsidecar.support.child_process import how_ended
+from kvsidecar.errors import CopyFailed, DeviceError, DeviceLost, ImportRefused
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
+from kvsidecar.support.host_memory import facts_of
 from kvsidecar.support.memory_limits import Pages
 from kvsidecar.support.steps import Steps
+from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched, to_the_end
 from kvsidecar.types import Direction, GroupLayout
-
-T = TypeVar("T")
-
-ANSWER_SECONDS: Final = 60.0
-"""A request that takes longer counts as stuck. The slowest ones pin a chunk or make a context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +153,8 @@ def _resolve(ended: asyncio.Future[Done], end: Done | DeviceLost) -> None:
         ended.set_result(end)
 
 
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Wait until it has ended, even if cancelled meanwhile; raises CancelledError then, after the end."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        task.exception()  # so that asyncio does not complain that nobody asked for it
-        raise cancelled
-    return task.result()
-
-
-class CopierLink:
-    """One process. Used from the event loop.
+class CopierLink(Child):
+    """One process, and the copies that it was handed. Used from the event loop.
 
     A copy that was sent ends exactly once: as the copier says, or with the process. The death of the process proves
     that none of its DMA runs any more (measured: docs/benchmarks.md), so its copies are over then.
@@ -187,9 +164,11 @@ class CopierLink:
         steps: turns of the ends of copies.
     """
 
+    NOUN, LOST, FAILED = "the copier", DeviceLost, DeviceError
+
     def __init__(self, launched: Launched, guard: SleepGuard = NO_GUARD, steps: Steps | None = None) -> None:
-        self._steps = Steps() if steps is None else steps
-        self._process, self._control, self._guard = launched.process, Control(launched.connection), guard
+        super().__init__(launched)
+        self._steps, self._guard = Steps() if steps is None else steps, guard
         self._rings: list[Ring] = []
         self._senders: dict[Direction, Sender] = {}
         self._receivers: dict[Direction, Receiver] = {}
@@ -199,72 +178,26 @@ class CopierLink:
         """It has the pool: its threads take records."""
         self._taken = dict.fromkeys(Direction, (-1, 0.0))
         """Bytes that it has taken of each ring, and when that was last seen to be more than before, or all."""
-        self._asking = asyncio.Lock()
         self._copies: dict[int, Copying] = {}
         self._handed = dict.fromkeys(Direction, 0)
         self._numbers = iter(range(1, 1 << 62))
-        self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(launched.process.pid)
-        self._loop.add_reader(self._pidfd, self._died)
-        self.greeted = False
-        """It has said hello."""
-        self._asked_at = 0.0
-        """When the request was sent that is being answered; 0 if there is none."""
-        self._last_words = ""
-        self._killed_at = 0.0
-        self.ended: asyncio.Future[str] = self._loop.create_future()
-        """Resolved with the reason when the process is dead."""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def pidfd(self) -> int:
-        """Ours; closed when the process has ended."""
-        return self._pidfd
-
-    @property
-    def killed_seconds(self) -> float:
-        """How long ago it was killed, if it still lives; else 0."""
-        return 0.0 if self.ended.done() or not self._killed_at else time.monotonic() - self._killed_at
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def hello(
-        self, device: str, devices: Sequence[str], *, log_format: str, log_level: str, kept: Sequence[int] = ()
-    ) -> Hello:
+    async def hello(self, device: str, devices: Sequence[str], given: Given = NOTHING) -> Hello:
         """Have it look at the machine.
 
         Args:
             device: ``auto``, ``cuda`` or ``host``.
             devices: which to use, by UUID or index; empty for all.
-            kept: descriptors that stay open in the process, such as the daemon's lock: the next daemon gets the lock
-                when the last copier has ended, too.
 
         Raises:
             ConfigError, DriverUnusable, DeviceNotFound: as `kvsidecar.device.platforms.open_platform`.
             DeviceLost: the process has ended.
         """
-        # It answers when the kernel kills it with the daemon, whatever it does. Before that it may have no lock, nor a
-        # descriptor of one that waits in its socket.
-        await self.ask({"do": "bound"})
-        reply = await self.ask(
-            {
-                "do": "hello",
-                "device": device,
-                "devices": list(devices),
-                "log_format": log_format,
-                "log_level": log_level,
-            },
-            kept,
-        )
-        self.greeted = True
+        await self.greet(given)
+        reply = await self.ask({"do": "hello", "device": device, "devices": list(devices)})
         return Hello(reply["platform"], reply["why"], dict(reply["devices"]), reply["pin_limit"])
-
-    async def set_log_level(self, level: str) -> None:
-        """After its hello."""
-        await self.ask({"do": "log", "log_level": level})
 
     async def start(self, uuid: str, *, light_seconds: float = 0.0, ring_bytes: int = RING_BYTES) -> None:
         """Have it open its device, and test it. It copies when it has the pool.
@@ -282,16 +215,7 @@ class CopierLink:
 
     async def map(self, pool: PoolFile) -> None:
         """Have it map the pool."""
-        await self.ask(
-            {
-                "do": "map",
-                "pool_bytes": pool.nbytes,
-                "page_kind": pool.pages.kind.value,
-                "page_bytes": pool.pages.nbytes,
-                "boundary": pool.boundary,
-            },
-            [pool.fd],
-        )
+        await self.ask({"do": "map", "pool": facts_of(pool), "boundary": pool.boundary}, [pool.fd])
         self._mapped = True
 
     async def pin(self, offset: int, nbytes: int) -> None:
@@ -335,7 +259,7 @@ class CopierLink:
             raise ImportRefused(f"the memory cannot be passed to the copier: {error.strerror}") from error
         except asyncio.CancelledError:
             with suppress(DeviceLost):  # a process that has ended holds no memory
-                await _to_the_end(self.close_session(session))  # the caller does not know that it is open
+                await to_the_end(self.close_session(session))  # the caller does not know that it is open
             raise
         memories = tuple(Imported(bytes.fromhex(key), nbytes) for key, nbytes in reply["memories"])
         return Opened(memories, tuple(map(tuple, reply["kinds"])), reply["num_events"], reply["events_refused"])
@@ -343,40 +267,6 @@ class CopierLink:
     async def close_session(self, session: int) -> None:
         """Give a session's memory back, if it is open. None of its copies may be under way."""
         await self.ask({"do": "close", "session": session})
-
-    async def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        """Send one request; requests are answered in order. A request that was sent is not cancelled: the cancellation
-        takes effect when it is answered.
-
-        Raises:
-            DeviceLost: the process has ended.
-            KVSidecarError: the error that it answers with.
-            OSError: nothing was sent: a descriptor cannot be passed.
-        """
-
-        def exchange() -> dict[str, Any] | None:
-            try:
-                self._control.send(request, fds)
-                received = self._control.receive()
-            except ConnectionError:
-                return None
-            return None if received is None else received[0]
-
-        async with self._asking:
-            self._asked_at = time.monotonic()
-            try:
-                reply = None if self.ended.done() else await _to_the_end(asyncio.to_thread(exchange))
-            finally:
-                self._asked_at = 0.0
-                if self.ended.done():
-                    self._control.close()
-        if reply is None:
-            raise DeviceLost(await asyncio.shield(self.ended))
-        if (name := reply.get("error")) is not None:
-            kind = getattr(errors, name, None)
-            known = isinstance(kind, type) and issubclass(kind, KVSidecarError)
-            raise (kind if known else errors.DeviceError)(reply["text"])  # type: ignore[misc]
-        return reply
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -450,9 +340,7 @@ class CopierLink:
             for what, when in since.items():
                 if when and now - when > seconds:
                     return f"{what} for {now - when:.0f} s"
-        if self._asked_at and now - self._asked_at > ANSWER_SECONDS:
-            return f"a request has not been answered for {now - self._asked_at:.0f} s"
-        return ""
+        return super().stuck(seconds)
 
     def _rang(self, direction: Direction) -> None:
         records = self._records[direction]
@@ -495,27 +383,16 @@ class CopierLink:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def kill(self, reason: str = "") -> None:
-        """End the process at once, whatever it does. Its copies end with it."""
-        if not self._killed_at and not self.ended.done():
-            self._last_words, self._killed_at = reason, time.monotonic()
-            self._process.kill()
-
-    def _died(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        if not self._asking.locked():
-            self._control.close()  # else `ask` does, whose thread still uses it
+    def _before_end(self) -> None:
         # The records that it wrote before are taken first: a copy that was done stays done.
         for direction, receiver in self._receivers.items():
             self._records[direction] += receiver.take()
             self._take_records(direction, at_once=True)
             self._loop.remove_reader(receiver.bell)
-        code = self._process.wait()
-        reason = f"the copier has ended ({self._last_words or how_ended(code)})"
+
+    def _after_end(self, reason: str) -> None:
         copies, self._copies = self._copies, {}
         self._handed = dict.fromkeys(Direction, 0)
-        self.ended.set_result(reason)
         for copying in copies.values():
             copying.set_end(DeviceLost(reason))
         for ring in self._rings:

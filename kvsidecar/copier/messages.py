@@ -1,6 +1,6 @@
 """The messages about copies between the daemon and a copier, as records of a `Ring`. Pure.
 
-All other requests are rarer and go over a Unix socket: `kvsidecar.copier.control`.
+All other requests are rarer and go over a Unix socket: `kvsidecar.support.supervised_child`.
 """
 
 from __future__ import annotations

@@ -8,12 +8,7 @@ The main thread answers the daemon's requests; each direction has a thread of it
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import signal
-import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -25,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.copier.control import Control, descriptor, layouts_of, source_of
+from kvsidecar.copier.control import descriptor, layouts_of, source_of
 from kvsidecar.copier.copy_plan import BlockCopies, BoundGroup, bind
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
 from kvsidecar.copier.messages import (
@@ -46,21 +41,18 @@ from kvsidecar.device.base import Device, DeviceEvent, DeviceMemory, ScratchSour
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
 from kvsidecar.support import failpoints, host_memory, log
+from kvsidecar.support.child_side import EXIT_FAILED, Control, prctl, run
 from kvsidecar.support.cpu_sleep import NAP_SECONDS
 from kvsidecar.support.fence import Lane, lanes
-from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.memory_limits import PageKind
 from kvsidecar.support.polling import Sleeper
 from kvsidecar.types import Direction
 
 FULL_SECONDS: Final = 1e-3
 """Between attempts to write into a ring that the daemon does not empty."""
-EXIT_FAILED: Final = 1
 
-_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _PR_SET_TIMERSLACK: Final = 29
-_PR_SET_NO_NEW_PRIVS: Final = 38
-_prctl = ctypes.CDLL(None).prctl
 _log = log.get("copier")
 
 
@@ -212,8 +204,8 @@ class CopyLoop:
 
     def run_to_the_end(self) -> None:
         """`run`, and end the process: its end is the daemon's proof that nothing moves any more."""
-        _prctl(_PR_SET_NAME, str(self._direction).encode(), 0, 0, 0)  # what top and gdb show
-        _prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # ns; the default of 50 us is as long as a copy of one block
+        prctl(_PR_SET_NAME, str(self._direction).encode(), 0, 0, 0)  # what top and gdb show
+        prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # ns; the default of 50 us is as long as a copy of one block
         try:
             self.run()
         except BaseException as error:  # noqa: BLE001 - the daemon is told, whatever it was
@@ -292,9 +284,7 @@ class Copier:
 
     def __init__(self) -> None:
         self._requests: dict[str, Callable[[dict[str, Any], Sequence[int]], dict[str, Any]]] = {
-            "bound": lambda request, _: {},
             "hello": self._hello,
-            "log": self._log_level,
             "start": self._start,
             "map": self._map,
             "pin": self._pin,
@@ -305,23 +295,11 @@ class Copier:
 
     def serve(self, control: Control) -> None:
         """Answer until the daemon has gone, or the device is lost."""
-        while (received := control.receive()) is not None:
-            request, fds = received
-            try:
-                reply = self._requests[request["do"]](request, fds)
-            except (KVSidecarError, OSError, failpoints.FailpointError) as error:
-                reply = {"error": type(error).__name__, "text": str(error)}
-            finally:
-                for fd in fds:
-                    os.close(fd)
-            control.send(reply)
+        while (reply := control.answer(self._requests)) is not None:
             if reply.get("error") == DeviceLost.__name__:
                 return  # the context is gone: a new process gets a new one
 
-    def _hello(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
-        self._kept = [os.dup(fd) for fd in fds]  # until the end of this process
-        self._log_format = request["log_format"]
-        self._log_level(request, ())
+    def _hello(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
         self._platform, why = open_platform(request["device"], devices=request["devices"])
         return {
             "platform": self._platform.name,
@@ -329,10 +307,6 @@ class Copier:
             "devices": [[uuid, self._platform.numa_node(uuid)] for uuid in self._platform.device_uuids()],
             "pin_limit": self._platform.pin_limit(),
         }
-
-    def _log_level(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
-        log.configure(log_format=self._log_format, level=request["log_level"])
-        return {}
 
     def _start(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
         self._device = self._platform.device(request["uuid"])
@@ -346,10 +320,8 @@ class Copier:
 
     def _map(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
         """Map the pool, and start to copy."""
-        pages = Pages(PageKind(request["page_kind"]), request["page_bytes"])
-        self._address = host_memory.map_file(fds[0], request["pool_bytes"], pages)
-        host_memory.advise(self._address, request["pool_bytes"], mmap.MADV_DONTDUMP)  # as the daemon's own mapping
-        pool = host_memory.as_array(self._address, request["pool_bytes"])
+        pool = host_memory.map_by_facts(fds[0], request["pool"])
+        self._address = pool.ctypes.data
         for direction, (there, back) in self._rings.items():
             loop = CopyLoop(
                 self._device, direction, self._sessions, pool, request["boundary"], self._light_seconds,
@@ -371,23 +343,5 @@ class Copier:
         return {}
 
 
-def main() -> None:
-    """``python -m kvsidecar.copier.process FD``: the number of the inherited socket."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's, or the service manager's: the daemon decides
-    failpoints.configure_from_environment()
-    # If the daemon died before the first prctl, its end of the socket is closed, and `serve` returns.
-    try:
-        Copier().serve(Control(socket.socket(fileno=int(sys.argv[1]))))
-    except ConnectionError:
-        pass  # the daemon has gone
-    except BaseException:  # noqa: BLE001 - no end unheard
-        _log.exception("the copier ends")
-    log.flush()
-    os._exit(EXIT_FAILED)  # nothing is waited for
-
-
 if __name__ == "__main__":
-    main()
+    run("copier", Copier().serve)

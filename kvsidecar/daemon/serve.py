@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvsidecar.copier.launch import Launched, launch
+from kvsidecar import copier
 from kvsidecar.core.readiness import Snapshot
 from kvsidecar.daemon.config import Settings, load_settings
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
@@ -33,6 +33,7 @@ from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
 from kvsidecar.support import failpoints, kernel_calls, log, memory_limits, terminal
 from kvsidecar.support.steps import Steps
+from kvsidecar.support.supervised_child import Given, Launched, launch
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
 
@@ -104,7 +105,7 @@ async def _run(
             return 0
         # In this thread, which lives as long as the daemon; it starts while this process imports.
         try:
-            first = launch()
+            first = launch(copier.PROGRAM)
         except OSError as error:
             raise DriverUnusable(f"no copier's process can be started: {error.strerror}") from error
         loading = _in_thread(lambda: _load(settings, geometry, read_settings, carrier))
@@ -178,21 +179,17 @@ def _load(
         options = Options(
             settings.device,
             settings.devices,
-            kept=(life.endpoint.lock, *(() if carrier is None else carrier.locks)),
             light_seconds=light_seconds,
-            log_format=settings.log_format,
-            log_level=settings.log_level,
+            given=Given(
+                (life.endpoint.lock, *(() if carrier is None else carrier.locks)),
+                settings.log_format,
+                settings.log_level,
+            ),
         )
         steps = Steps()
         link = CopierLink(first, guard, steps)
         try:
-            hello = await link.hello(
-                options.device,
-                options.devices,
-                log_format=options.log_format,
-                log_level=options.log_level,
-                kept=options.kept,
-            )
+            hello = await link.hello(options.device, options.devices, options.given)
         except DeviceNotFound as error:
             raise ConfigError(f"--devices={','.join(settings.devices)!r}: {error}") from error
         except DeviceLost as error:
@@ -217,7 +214,7 @@ def _load(
         if carrier is not None:
             kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
             await kept.open()
-        tiers = _tiers(settings, pool, options.kept)
+        tiers = _tiers(settings, pool, options.given)
         return Daemon(
             settings,
             copiers,
@@ -234,18 +231,18 @@ def _load(
     return make
 
 
-def _tiers(settings: Settings, pool: HostPool, kept: tuple[int, ...]) -> list[TierPlan]:
+def _tiers(settings: Settings, pool: HostPool, given: Given) -> list[TierPlan]:
     """The tiers behind the pool, the fastest first.
 
     Args:
-        kept: descriptors that stay open in their processes.
+        given: to their processes.
     """
     from kvsidecar.core.tiering import TierPlan
     from kvsidecar.tiers.link import TierOptions
     from kvsidecar.tiers.tier import Tier
 
     plans = []
-    start = partial(TierOptions, kept=kept, log_format=settings.log_format, log_level=settings.log_level)
+    start = partial(TierOptions, given=given)
     if settings.disk_dir is not None:
         size = settings.disk_size or 0
         options = {

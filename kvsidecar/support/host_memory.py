@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import struct
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +111,30 @@ def map_file(fd: int, nbytes: int, pages: Pages) -> int:
             unmap(address, nbytes)
             raise
     return address
+
+
+class FileInMemory(Protocol):
+    """What a process must know of a file to map it."""
+
+    @property
+    def fd(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def pages(self) -> Pages: ...
+
+
+def facts_of(file: FileInMemory) -> dict[str, Any]:
+    """All but its descriptor, for another process, as JSON: see `map_by_facts`."""
+    return {"nbytes": file.nbytes, "page_kind": file.pages.kind.value, "page_bytes": file.pages.nbytes}
+
+
+def map_by_facts(fd: int, facts: dict[str, Any]) -> npt.NDArray[np.uint8]:
+    """Map a file of another process, which no core dump shows."""
+    nbytes, pages = facts["nbytes"], Pages(PageKind(facts["page_kind"]), facts["page_bytes"])
+    address = map_file(fd, nbytes, pages)
+    advise(address, nbytes, mmap.MADV_DONTDUMP)
+    return as_array(address, nbytes)
 
 
 def populate(address: int, nbytes: int, kind: PageKind) -> int:

@@ -136,12 +136,8 @@ def namespace_of(body: bytes) -> Namespace | None:
     return None if fields is None else Namespace(**fields)
 
 
-def pack_stats(stats: EngineStats) -> bytes:
-    return json.dumps(asdict(stats)).encode()
-
-
-def stats_of(body: bytes) -> EngineStats:
-    fields: dict[str, Any] = json.loads(body)
+def stats_of(fields: dict[str, Any]) -> EngineStats:
+    """Args: fields: as of `dataclasses.asdict`, that JSON has carried."""
     return EngineStats(**{**fields, "shares": [ShareUse(**each) for each in fields["shares"]]})
 
 

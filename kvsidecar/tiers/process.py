@@ -8,26 +8,22 @@ The main thread takes requests; threads of their own find, read and write, becau
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import inspect
 import json
-import mmap
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import asdict
 from typing import Any, Final
 
 from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support import failpoints, host_memory, log
-from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.child_side import EXIT_FAILED, Control, run
 from kvsidecar.tiers.engine import Engine, LimitsShares, ShardSpace, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import (
@@ -37,7 +33,6 @@ from kvsidecar.tiers.messages import (
     Reply,
     Request,
     namespace_of,
-    pack_stats,
     shares_of,
     space_of,
     split,
@@ -51,15 +46,9 @@ ENGINES: Final = {
 }
 """By name: the function that opens the engine with the options of its tier, as keyword arguments, and the pool if it
 has an argument of this name."""
-EXIT_FAILED: Final = 1
-MAX_KEPT: Final = 8
-"""Descriptors that the daemon has it keep: its locks. They stay open until the end of the process."""
 FILTER_EVICTED: Final = 1024
 """The filter is made anew when more blocks than this have gone, and more than half as many as there are."""
 
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_NO_NEW_PRIVS: Final = 38
-_prctl = ctypes.CDLL(None).prctl
 _log = log.get("tier")
 
 
@@ -152,7 +141,7 @@ class TierProcess:
                 stats = engine.stats()
                 if stats.evicted_blocks - self._filtered_evicted > max(FILTER_EVICTED, stats.blocks // 2):
                     self.fill_filter()
-                return pack_stats(stats)
+                return json.dumps(asdict(stats)).encode()
             case Do.FORGET:
                 engine.forget(namespace_of(request.hashes))
                 return b""
@@ -217,49 +206,30 @@ def open_engine(name: str, options: dict[str, Any], pool: memoryview) -> Engine:
     return open_it(**given, **options)
 
 
-def main() -> None:
-    """``python -m kvsidecar.tiers.process SOCKET POOL FILTER JSON``: inherited descriptors, and what `link` says."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's, or the service manager's: the daemon decides
-    connection, told = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[4])
-    if os.getppid() != told["parent"]:
-        os._exit(EXIT_FAILED)  # the daemon died before the first prctl
-    connection.send(b"b")  # bound to the daemon's life: now it may have the locks
-    if not socket.recv_fds(connection, 1, MAX_KEPT)[0]:
-        os._exit(EXIT_FAILED)
-    log.configure(log_format=told["log_format"], level=told["log_level"])
-    failpoints.configure_from_environment()
-    say = partial(_say, connection)
-    try:
-        pages = Pages(PageKind(told["page_kind"]), told["page_bytes"])
-        address = host_memory.map_file(int(sys.argv[2]), told["pool_bytes"], pages)
-        host_memory.advise(address, told["pool_bytes"], mmap.MADV_DONTDUMP)
-        pool = host_memory.as_array(address, told["pool_bytes"]).data
-        engine = open_engine(told["engine"], told["options"], pool)
-    except (KVSidecarError, OSError) as error:
-        say(Reply(0, True, 0.0, str(error).encode()))
-    except BaseException as error:  # noqa: BLE001 - no end unheard
-        _log.exception("the tier does not start")
-        say(Reply(0, True, 0.0, f"{type(error).__name__}: {error}".encode()))
-    else:
+def _serve(control: Control) -> None:
+    """Open the engine as the daemon says, then take requests of the tier's own."""
+    opened: list[TierProcess] = []
+
+    def open_it(request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+        pool = host_memory.map_by_facts(fds[0], request["pool"]).data
         try:
-            tier = TierProcess(connection, pool, engine, KeyFilter(int(sys.argv[3])), told["reads"], told["writes"])
-            tier.fill_filter()
-            say(Reply(0, False, 0.0, pack_stats(engine.stats())))
-            tier.serve()
-        except ConnectionError:
-            pass  # the daemon has gone
-        except BaseException:  # noqa: BLE001 - no end unheard
-            _log.exception("the tier ends")
-    log.flush()
-    os._exit(EXIT_FAILED)  # nothing is waited for
+            engine = open_engine(request["engine"], request["options"], pool)
+        except (KVSidecarError, OSError):
+            raise
+        except Exception as error:
+            _log.exception("the tier does not start")
+            raise TierFailed(f"{type(error).__name__}: {error}") from error
+        key_filter = KeyFilter(fds[1])
+        tier = TierProcess(control.connection, pool, engine, key_filter, request["reads"], request["writes"])
+        tier.fill_filter()
+        opened.append(tier)
+        return asdict(engine.stats())
 
-
-def _say(connection: socket.socket, reply: Reply) -> None:
-    connection.sendall(reply.pack())
+    while (reply := control.answer({"open": open_it})) is not None and "error" not in reply:
+        if opened:
+            opened[0].serve()
+            return
 
 
 if __name__ == "__main__":
-    main()
+    run("tier", _serve)

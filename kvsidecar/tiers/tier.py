@@ -7,6 +7,7 @@ the engine's call returns or its process is dead.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections import Counter
@@ -21,9 +22,11 @@ from kvsidecar.cache.arrays import Bools, Ints, Words
 from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.support import log
 from kvsidecar.support.breaker import Backoff, CircuitBreaker
+from kvsidecar.support.host_memory import FileInMemory
+from kvsidecar.support.supervised_child import launch, to_the_end
 from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, TierShare, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
-from kvsidecar.tiers.link import PoolMemory, TierLink, TierOptions
+from kvsidecar.tiers.link import TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
 from kvsidecar.tiers.policy import ReadRate
 from kvsidecar.tiers.telling import Told
@@ -74,7 +77,7 @@ class Tier:
         self,
         name: str,
         options: TierOptions,
-        pool: PoolMemory,
+        pool: FileInMemory,
         *,
         deadline: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
@@ -125,12 +128,7 @@ class Tier:
     @property
     def pid(self) -> int:
         """Of its process; 0 if there is none."""
-        return 0 if self._link is None or self._link.ended.done() else self._link.pid
-
-    @property
-    def calls(self) -> int:
-        """Calls of the engine that have not returned."""
-        return 0 if self._link is None else self._link.calls
+        return 0 if self.down or self._link is None or self._link.ended.done() else self._link.pid
 
     # -- the process -----------------------------------------------------------------------------------------------
 
@@ -143,8 +141,12 @@ class Tier:
                 return
             pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
             try:
-                self._link, self.stats = await TierLink.start(self._options, self._pool, self._filter_fd)
+                self._link = link = TierLink(launch("kvsidecar.tiers.process"))
+                self.stats = await to_the_end(link.open(self._options, self._pool, self._filter_fd), link.kill)
             except (KVSidecarError, OSError) as error:
+                if self._link is not None:
+                    self._link.kill()
+                    await asyncio.shield(self._link.ended)
                 self._set_down(str(error))
                 continue
             began = self._clock()
@@ -169,17 +171,18 @@ class Tier:
         link = self._link
         if link is None or link.ended.done():
             return
-        if link.oldest_seconds > stuck_seconds:
-            reason = f"a call has not returned for {link.oldest_seconds:.0f} s"
+        if reason := link.stuck(stuck_seconds):
             _log.error("the tier hangs and is killed", tier=self.name, pid=link.pid, reason=reason)
             link.kill(reason)
+        elif self.down:
+            return  # it has not opened yet
         elif self._breaker.begin_probe():
-            link.ask(lambda number: Request(Do.PROBE, number), self._probed)
+            link.call(lambda number: Request(Do.PROBE, number), self._probed)
         elif self._to_forget:
             self._forget_next()
         elif self._clock() - self._asked_stats >= STATS_SECONDS:
             self._asked_stats = self._clock()
-            link.ask(lambda number: Request(Do.STATS, number), self._take_stats)
+            link.call(lambda number: Request(Do.STATS, number), self._take_stats)
 
     async def close(self) -> None:
         """End its process. Returns when it is dead: nothing of it touches the pool any more."""
@@ -197,7 +200,7 @@ class Tier:
 
     def set_log_level(self, level: str) -> None:
         """For the next process."""
-        self._options = replace(self._options, log_level=level)
+        self._options = replace(self._options, given=replace(self._options.given, log_level=level))
 
     def _set_down(self, reason: str) -> None:
         if reason != self.down:
@@ -356,7 +359,7 @@ class Tier:
             self._forget_next()
 
         self._forgetting, namespace = True, self._to_forget[0]
-        link.ask(lambda number: Request(Do.FORGET, number, hashes=pack_namespace(namespace)), ended)
+        link.call(lambda number: Request(Do.FORGET, number, hashes=pack_namespace(namespace)), ended)
 
     def _ask(
         self,
@@ -392,7 +395,7 @@ class Tier:
 
         number_of_space = 0 if space is None else self._link.space(space)
         make = partial(Request, do, space=number_of_space, hashes=hashes, slots=slots, checksums=checksums)
-        self._link.ask(lambda number: make(number=number), ended)
+        self._link.call(lambda number: make(number=number), ended)
         timer = asyncio.get_running_loop().call_later(self._deadline, late)
 
     def _count_failure(self, reason: str) -> None:
@@ -411,4 +414,4 @@ class Tier:
 
     def _take_stats(self, answer: Reply | TierFailed) -> None:
         if isinstance(answer, Reply):
-            self.stats = stats_of(answer.body)
+            self.stats = stats_of(json.loads(answer.body))

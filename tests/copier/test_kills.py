@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.copier.launch import launch
+from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, PoolFile
 from kvsidecar.copier.messages import Part
 from kvsidecar.device.base import CudaIpcSource
@@ -25,6 +25,7 @@ from kvsidecar.errors import DeviceLost
 from kvsidecar.support import host_memory
 from kvsidecar.support.cuda_driver import CudaContext, ipc_handle
 from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.supervised_child import Given, launch
 from kvsidecar.types import Direction, GroupLayout, Region
 
 pytestmark = [
@@ -104,8 +105,8 @@ def engine() -> Iterator[Engine]:
 
 async def started(engine: Engine) -> CopierLink:
     """A copier with the pool pinned and the KV imported."""
-    link = CopierLink(launch())
-    hello = await link.hello("cuda", [], log_format="json", log_level="error")
+    link = CopierLink(launch(PROGRAM))
+    hello = await link.hello("cuda", [], Given(log_level="error"))
     await link.start(next(iter(hello.devices)))
     await link.map(PoolFile(engine.fd, POOL, PAGES, POOL))
     await link.pin(0, POOL)

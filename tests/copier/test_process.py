@@ -6,7 +6,7 @@ import asyncio
 import os
 import select
 import signal
-import threading
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ import pytest
 import xxhash
 
 from kvsidecar.client.buffers import HostBuffer
-from kvsidecar.copier import link as link_module
-from kvsidecar.copier.launch import launch
+from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, Copying, PoolFile
 from kvsidecar.copier.messages import CHECK, Done, Ended, Kind, Part, kind_of
 from kvsidecar.copier.ring import RING_BYTES
 from kvsidecar.device.base import MemfdSource
 from kvsidecar.errors import CopyFailed, DeviceLost, DeviceNotFound, ImportRefused
-from kvsidecar.support import failpoints, host_memory
+from kvsidecar.support import failpoints, host_memory, supervised_child
+from kvsidecar.support.child_side import Message
 from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.support.steps import Steps
+from kvsidecar.support.supervised_child import launch
 from kvsidecar.types import Direction, GroupLayout, Region
 from tests.harness import Gate, eventually_in_loop
 
@@ -81,9 +82,9 @@ class Bench:
 async def started(ring_bytes: int = RING_BYTES) -> AsyncIterator[Bench]:
     fd = host_memory.create_file(POOL, SMALL)
     address = host_memory.map_file(fd, POOL, SMALL)
-    link = CopierLink(launch())
+    link = CopierLink(launch(PROGRAM))
     try:
-        hello = await link.hello("host", [], log_format="json", log_level="info")
+        hello = await link.hello("host", [])
         assert (hello.platform, hello.devices) == ("host", {"host": None})
         await link.start("host", ring_bytes=ring_bytes)
         await link.map(PoolFile(fd, POOL, SMALL, SLAB))
@@ -206,9 +207,9 @@ async def test_memory_that_is_none_is_refused_and_a_session_is_given_back(bench:
 
 
 async def test_an_unknown_device_is_said_by_name() -> None:
-    link = CopierLink(launch())
+    link = CopierLink(launch(PROGRAM))
     with pytest.raises(DeviceNotFound, match="gpu-9"):
-        await link.hello("host", ["gpu-9"], log_format="json", log_level="info")
+        await link.hello("host", ["gpu-9"])
     link.kill()
     await link.ended
 
@@ -251,7 +252,7 @@ async def test_a_copier_that_is_killed_ends_all_copies_and_says_so(bench: Bench)
         bench.store(0)
     copies[0].cancel()  # nobody is told
     assert bench.link.stuck(0.0) == ""
-    assert bench.link._control.fileno() == -1, "the socket is still open"
+    assert bench.link._connection.fileno() == -1, "the socket is still open"
 
 
 async def test_a_signal_without_a_name_ends_all_copies_too(bench: Bench) -> None:
@@ -266,26 +267,26 @@ async def test_a_signal_without_a_name_ends_all_copies_too(bench: Bench) -> None
 async def test_the_socket_is_closed_by_the_request_that_still_uses_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, ended, receive = threading.Event(), threading.Event(), bench.link._control.receive
+    asked, ended, exchange = asyncio.Event(), asyncio.Event(), supervised_child.exchange
 
-    def receive_late() -> object:
+    async def exchange_late(connection: socket.socket, request: Message, fds: Sequence[int]) -> Message | None:
         asked.set()
         try:
-            return receive()
+            return await exchange(connection, request, fds)
         finally:
-            assert ended.wait(60)
+            await ended.wait()
 
-    monkeypatch.setattr(bench.link._control, "receive", receive_late)
+    monkeypatch.setattr(supervised_child, "exchange", exchange_late)
     bench.stop()
     asking = asyncio.create_task(bench.link.pin(SLAB, SLAB))
-    await eventually_in_loop(asked.is_set)
+    await asked.wait()
     bench.link.kill()
     await bench.link.ended
-    assert bench.link._control.fileno() >= 0
+    assert bench.link._connection.fileno() >= 0
     ended.set()
     with pytest.raises(DeviceLost, match="SIGKILL"):
         await asking
-    assert bench.link._control.fileno() == -1
+    assert bench.link._connection.fileno() == -1
 
 
 async def test_a_copy_that_was_done_when_its_process_died_stays_done(bench: Bench) -> None:
@@ -346,7 +347,7 @@ async def test_a_cancelled_wait_for_the_end_does_not_cancel_the_end(bench: Bench
 
 
 async def test_a_copier_ends_with_its_daemons_socket(bench: Bench) -> None:
-    bench.link._control._connection.shutdown(2)
+    bench.link._connection.shutdown(2)
     assert await bench.link.ended == "the copier has ended (exit code 1)"
 
 
@@ -396,8 +397,8 @@ async def test_a_process_that_takes_nothing_from_the_start_is_stuck(bench: Bench
 
 async def test_a_process_without_a_pool_is_not_stuck() -> None:
     """Its threads do not run yet."""
-    link = CopierLink(launch())
-    await link.hello("host", [], log_format="json", log_level="info")
+    link = CopierLink(launch(PROGRAM))
+    await link.hello("host", [])
     await link.start("host")
     link.stuck(0.0)
     link.set_pace(4096)
@@ -418,7 +419,7 @@ async def test_a_thread_that_does_not_come_back_is_stuck(gate: Gate, monkeypatch
 
 
 async def test_a_request_that_is_not_answered_is_stuck(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(supervised_child, "ANSWER_SECONDS", 0.0)
     bench.stop()
     asking = asyncio.create_task(bench.link.pin(SLAB, SLAB))
     await stuck(bench.link, "a request has not been answered")

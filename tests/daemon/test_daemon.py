@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.copier.launch import launch
+from kvsidecar.copier import PROGRAM
 from kvsidecar.daemon import daemon as module
 from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.daemon import EXIT_COPIERS_LEFT, Daemon
@@ -24,6 +24,7 @@ from kvsidecar.daemon.serve import _load
 from kvsidecar.daemon.systemd import Notifier, NotifySocket
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support import failpoints
+from kvsidecar.support.supervised_child import launch
 from tests.harness import SECONDS
 
 MiB = 1 << 20
@@ -45,7 +46,7 @@ async def running(directory: Path) -> AsyncIterator[tuple[Daemon, Lifecycle]]:
     async with Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None)) as life:
         assert await life.open()
         make = _load(settings, PoolGeometry(MiB, MiB, MiB), None)
-        daemon = await make(life, launch())
+        daemon = await make(life, launch(PROGRAM))
         run = asyncio.create_task(daemon.run())
         try:
             await until(daemon, lambda: daemon.readiness.ready)

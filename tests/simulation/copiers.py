@@ -21,6 +21,7 @@ from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
 from kvsidecar.support.steps import Steps
+from kvsidecar.support.supervised_child import State
 from kvsidecar.types import Direction
 from tests.copiers import NoProcessLink
 from tests.plans import copies_of
@@ -92,7 +93,7 @@ class SimProcess:
         match request["do"]:
             case "hello":
                 return {"platform": "simulation", "why": "", "devices": [], "pin_limit": None}
-            case "bound" | "start":
+            case "bound" | "keep" | "log" | "start":
                 return {}
             case "open":
                 reply = self.sessions.open(request, fds)
@@ -267,7 +268,7 @@ class SimCopiers(Copiers):
         """All that have ever been."""
         hello, options = Hello("simulation", "", dict.fromkeys(uuids), None), Options("simulation")
         first = self.process(uuids[0]).link
-        first.greeted = True
+        first.state = State.GREETED
         super().__init__(hello, first, options)
         self._copiers: dict[str, Copier] = {uuid: SimCopier(self, uuid, options) for uuid in uuids}
 

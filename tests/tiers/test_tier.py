@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.support import failpoints, host_memory
+from kvsidecar.support import failpoints, host_memory, supervised_child
 from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.supervised_child import State
 from kvsidecar.tiers import tier as tier_module
 from kvsidecar.tiers.engine import ReadEnd, ShardSpace, TierShare, WriteEnd
 from kvsidecar.tiers.link import TierOptions
@@ -41,8 +42,8 @@ def names(*numbers: int) -> bytes:
 
 
 class Bench:
-    def __init__(self, tier: Tier, fd: int, pool: np.ndarray, changes: list[str]) -> None:
-        self.tier, self.fd, self.pool, self.changes = tier, fd, pool, changes
+    def __init__(self, tier: Tier, fd: int, pool: np.ndarray, changes: list[str], running: asyncio.Task[None]) -> None:
+        self.tier, self.fd, self.pool, self.changes, self.running = tier, fd, pool, changes, running
 
     def slot(self, number: int) -> np.ndarray:
         return self.pool[number * SHARD : (number + 1) * SHARD]
@@ -70,6 +71,15 @@ class Bench:
         flags: list[bool] = await self.asked(lambda end: self.tier.find(space, names(*numbers), end))
         return flags
 
+    async def stop_while_it_opens(self) -> int:
+        """Returns the process."""
+        await eventually_in_loop(lambda: self.tier._link is not None)
+        assert self.tier._link is not None
+        process = self.tier._link.pid
+        os.kill(process, signal.SIGSTOP)
+        assert self.tier.pid == 0
+        return process
+
     async def on(self) -> None:
         await eventually_in_loop(lambda: not self.tier.off)
 
@@ -86,10 +96,11 @@ async def bench(*, deadline: float = NEVER, engine: str = memory_engine.NAME, **
     tier.on_change = lambda each: changes.append(each.down)
     running = asyncio.create_task(tier.run())
     try:
-        yield Bench(tier, fd, host_memory.as_array(address, POOL), changes)
+        yield Bench(tier, fd, host_memory.as_array(address, POOL), changes, running)
     finally:
         await tier.close()
-        await asyncio.wait_for(running, SECONDS)
+        if not running.cancelled():
+            await asyncio.wait_for(running, SECONDS)
         host_memory.unmap(address, POOL)
         os.close(fd)
 
@@ -248,6 +259,30 @@ async def test_a_process_that_hangs_is_killed_and_replaced(gate: Gate, monkeypat
 
         await eventually_in_loop(replaced)
         assert ends == [[]]
+
+
+async def test_a_process_that_does_not_open_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "FIRST_PAUSE_SECONDS", 0.01)
+    async with bench() as each:
+        process = await each.stop_while_it_opens()
+        each.tier.check(0.0)
+        assert not each.tier.off.startswith("its process"), "it has a minute"
+        with monkeypatch.context() as patch:
+            patch.setattr(supervised_child, "ANSWER_SECONDS", 0.0)
+            await eventually_in_loop(lambda: each.tier.check(NEVER) or each.tier._link.state is State.KILLED)
+        await each.on()
+        assert each.tier.pid not in (0, process)
+        assert each.changes[0].startswith("its process has ended (a request has not been answered for ")
+
+
+async def test_a_start_that_is_cancelled_ends_the_process() -> None:
+    async with bench() as each:
+        await each.stop_while_it_opens()
+        each.running.cancel()
+        await asyncio.wait([each.running], timeout=SECONDS)
+        assert each.running.cancelled()
+        assert each.tier._link is not None
+        assert each.tier._link.ended.done()
 
 
 async def test_a_tier_is_off_until_it_has_forgotten_what_was_cleared() -> None:

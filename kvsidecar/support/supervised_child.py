@@ -1,0 +1,251 @@
+"""A child of the daemon: a process of its own that is started, asked, killed when it hangs, and replaced when it ends.
+
+The death of a child is the proof that nothing of it touches the pool any more; its pidfd tells of it. Its own side is
+`kvsidecar.support.child_side`. Imports little: the first child starts while the daemon still imports its own modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeVar
+
+import kvsidecar
+from kvsidecar import errors
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.support.child_process import how_ended
+from kvsidecar.support.child_side import READ_BYTES, Message, pack, unpack
+
+T = TypeVar("T")
+
+ANSWER_SECONDS: Final = 60.0
+"""A request that takes longer counts as stuck. The slowest ones pin a chunk, make a context or open a file system."""
+
+_ROOT: Final = str(Path(kvsidecar.__file__).resolve().parents[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A process that was started, and the daemon's end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What every child is given before it is asked for anything."""
+
+    kept: tuple[int, ...] = ()
+    """Descriptors that stay open in it, such as the daemon's lock: the next daemon gets the lock when the last child
+    has ended, too."""
+    log_format: str = "json"
+    log_level: str = "info"
+
+
+NOTHING: Final = Given()
+
+
+def launch(module: str) -> Launched:
+    """Start a process that runs a module, and waits for requests.
+
+    Call this in the main thread: the kernel kills the process when the thread that started it ends.
+
+    It inherits no lock: stopped in its first instants, before it has asked the kernel to die with the daemon, it would
+    hold it for ever. It is given the locks afterwards: see `Child.greet`.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    near, far = socket.socketpair()
+    # -P: a module in the working directory must not take the place of one of ours.
+    command = [sys.executable, "-P", "-m", module, str(far.fileno())]
+    paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        with far:
+            process = subprocess.Popen(
+                command,
+                pass_fds=(far.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+    except BaseException:
+        near.close()
+        raise
+    return Launched(process, near)
+
+
+async def exchange(connection: socket.socket, request: Message, fds: Sequence[int] = ()) -> Message | None:
+    """Send one request, and wait for its answer. None: the other end has gone.
+
+    Raises:
+        OSError: nothing was sent: a descriptor is not open, or there are too many.
+    """
+    loop, received = asyncio.get_running_loop(), bytearray()
+    data = memoryview(await asyncio.to_thread(pack, request))  # thousands of regions would hold up the loop
+    try:
+        sent = socket.send_fds(connection, [data[:1]], fds) if fds else 0  # at once: what was sent before is answered
+        await loop.sock_sendall(connection, data[sent:])
+        while (reply := unpack(received)) is None:
+            if not (more := await loop.sock_recv(connection, READ_BYTES)):
+                return None
+            received += more
+    except ConnectionError:
+        return None
+    return reply
+
+
+async def to_the_end(work: Coroutine[Any, Any, T], on_cancel: Callable[[], object] = lambda: None) -> T:
+    """Wait until it has ended, even if cancelled meanwhile; raises CancelledError then, after the end."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    if cancelled is not None:
+        task.exception()  # so that asyncio does not complain that nobody asked for it
+        raise cancelled
+    return task.result()
+
+
+class State(Enum):
+    """Of one process."""
+
+    LAUNCHED = "launched"
+    """It has nothing that another daemon waits for: the kernel may not kill it with this one yet."""
+    GREETED = "greeted"
+    KILLED = "killed"
+    ENDED = "ended"
+
+
+_NEXT: Final = {
+    State.LAUNCHED: {State.GREETED, State.KILLED, State.ENDED},
+    State.GREETED: {State.KILLED, State.ENDED},
+    State.KILLED: {State.ENDED},
+    State.ENDED: set[State](),
+}
+
+
+class Child:
+    """One process, and requests to it, one at a time. Used from the event loop."""
+
+    NOUN: ClassVar[str]
+    """What it is, at the beginning of a sentence about its end."""
+    LOST: ClassVar[type[KVSidecarError]]
+    """Raised by whoever needs it when it has ended."""
+    FAILED: ClassVar[type[KVSidecarError]]
+    """Raised for an answer with an error that is none of `kvsidecar.errors`."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.state = State.LAUNCHED
+        self._process, self._connection = launched.process, launched.connection
+        self._connection.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._asking = asyncio.Lock()
+        self._asked_at = 0.0
+        """When the request was sent that is being answered; 0 if there is none."""
+        self._last_words = ""
+        self._killed_at = 0.0
+        self._pidfd = os.pidfd_open(launched.process.pid)
+        self._loop.add_reader(self._pidfd, self._died)
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        """Resolved with the reason when the process is dead."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Ours; closed when the process has ended."""
+        return self._pidfd
+
+    @property
+    def killed_seconds(self) -> float:
+        """How long ago it was killed, if it still lives; else 0."""
+        return time.monotonic() - self._killed_at if self.state is State.KILLED else 0.0
+
+    async def greet(self, given: Given) -> None:
+        """Raises `LOST`: the process has ended."""
+        # It answers when the kernel kills it with the daemon, whatever it does. Before that it may have no lock, nor a
+        # descriptor of one that waits in its socket.
+        await self.ask({"do": "bound"})
+        await self.ask({"do": "keep"}, given.kept)
+        await self.set_log(given)
+        self._become(State.GREETED)
+
+    async def set_log(self, given: Given) -> None:
+        """Raises `LOST`: the process has ended."""
+        await self.ask({"do": "log", "log_format": given.log_format, "log_level": given.log_level})
+
+    async def ask(self, request: Message, fds: Sequence[int] = ()) -> Message:
+        """Send one request; requests are answered in order. A request that was sent is not cancelled: the cancellation
+        takes effect when it is answered.
+
+        Raises:
+            LOST: the process has ended.
+            KVSidecarError: the error that it answers with.
+            OSError: nothing was sent: a descriptor cannot be passed.
+        """
+        async with self._asking:
+            self._asked_at = time.monotonic()
+            try:
+                reply = None if self.ended.done() else await to_the_end(exchange(self._connection, request, fds))
+            finally:
+                self._asked_at = 0.0
+                if self.ended.done():
+                    self._connection.close()
+        if reply is None:
+            raise self.LOST(await asyncio.shield(self.ended))
+        if (name := reply.get("error")) is not None:
+            kind = getattr(errors, name, None)
+            known = isinstance(kind, type) and issubclass(kind, KVSidecarError)
+            raise (kind if known else self.FAILED)(reply["text"])  # type: ignore[misc]
+        return reply
+
+    def stuck(self, seconds: float) -> str:
+        """What has made no progress for longer than this; empty if there is nothing."""
+        if self._asked_at and (waited := time.monotonic() - self._asked_at) > ANSWER_SECONDS:
+            return f"a request has not been answered for {waited:.0f} s"
+        return ""
+
+    def kill(self, reason: str = "") -> None:
+        """End the process at once, whatever it does."""
+        if self._become(State.KILLED):
+            self._last_words, self._killed_at = reason, time.monotonic()
+            self._process.kill()
+
+    def _become(self, state: State) -> bool:
+        if possible := state in _NEXT[self.state]:
+            self.state = state
+        return possible
+
+    def _died(self) -> None:
+        self._become(State.ENDED)
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if not self._asking.locked():
+            self._connection.close()  # else `ask` does, which still uses it
+        code = self._process.wait()
+        self._before_end()
+        reason = f"{self.NOUN} has ended ({self._last_words or how_ended(code)})"
+        self.ended.set_result(reason)
+        self._after_end(reason)
+
+    def _before_end(self) -> None:
+        """Take what it said before it died."""
+
+    def _after_end(self, reason: str) -> None:
+        """Settle all that it was asked for: nothing of it moves any more."""
