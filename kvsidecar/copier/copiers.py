@@ -7,7 +7,6 @@ before attach again, because a rank must know whose death proves that its copies
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,25 +16,14 @@ from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, Hello, Opened, PoolFile
 from kvsidecar.device.base import MemorySource
 from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed
-from kvsidecar.support import log
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.supervised_child import NOTHING, Given, State, launch
+from kvsidecar.support.supervised_child import NOTHING, Given, State, Supervised, launch
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout
 
-FIRST_PAUSE_SECONDS: Final = 0.5
-LONGEST_PAUSE_SECONDS: Final = 30.0
-"""Between attempts to replace a copier; doubled each time."""
-SOON_SECONDS: Final = 5.0
-"""A copier that ends sooner than this after its start is replaced after a pause."""
 START_ATTEMPTS: Final = 3
 """Processes of one device that may end while the daemon starts, before its start has failed."""
-HUNG_CHECKS: Final = 8
-"""A copier hangs if it is stuck in this many checks in a row. Not at once: after the machine was suspended, every copy
-looks old until its thread has had time to see that it is over."""
-
-_log = log.get("copier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +38,7 @@ class Options:
     given: Given = NOTHING
 
 
-class Copier:
+class Copier(Supervised[CopierLink]):
     """The copier of one device, across the processes that are it one after another. Used from the event loop.
 
     Requests and replacement take turns under one lock, so a new process pins all that the one before had pinned.
@@ -58,6 +46,13 @@ class Copier:
     Args:
         on_change: called with this when it stops working, and when it works again.
     """
+
+    NOT_STARTED = "the copier does not start: "
+    # Not at once: after the machine was suspended, every copy looks old until its thread has had time to see that it is
+    # over.
+    HUNG_CHECKS = 8
+    SETTLED_SECONDS = 5.0
+    FREE_DEATHS = 1
 
     def __init__(
         self,
@@ -68,22 +63,12 @@ class Copier:
         guard: SleepGuard,
         steps: Steps,
     ) -> None:
-        self.uuid = uuid
-        self.numa_node = numa_node
-        self.deaths = 0
-        """How many of its processes have ended unexpectedly."""
-        self.down = "the copier has not started yet"
-        """Why it takes no copies; empty while it does."""
+        super().__init__("copier", {"device": uuid}, options.given)
+        self.uuid, self.numa_node = uuid, numa_node
         self._options, self._on_change, self._guard, self._steps = options, on_change, guard, steps
-        self._given = options.given
-        self._link: CopierLink | None = None
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         """Set when `down` changes."""
-        self._failures = 0
-        """Attempts to start a process that have failed since one worked."""
-        self._hung_checks = 0
-        self._closing = False
         self._pool: PoolFile | None = None
         self._chunks: list[tuple[int, int]] = []
         """Offset and bytes of the chunks that are pinned."""
@@ -94,19 +79,9 @@ class Copier:
         """Of its process; 0 if there is none."""
         return 0 if self._link is None else self._link.pid
 
-    @property
-    def killed_seconds(self) -> float:
-        """How long ago its process was killed, if it still lives; else 0."""
-        return 0.0 if self._link is None else self._link.killed_seconds
-
-    @property
-    def pidfd(self) -> int | None:
-        """Of its process, while it lives; ours."""
-        return None if self._link is None or self._link.ended.done() else self._link.pidfd
-
     # -- the process ---------------------------------------------------------------------------------------------------
 
-    def launch(self, first: CopierLink | None = None) -> None:
+    def launch(self, first: CopierLink | None = None) -> CopierLink:
         """Start its process, which then waits to be set up by `run`.
 
         Args:
@@ -115,53 +90,27 @@ class Copier:
         Raises:
             OSError: no process can be started.
         """
-        self._link = first or CopierLink(launch(PROGRAM), self._guard, self._steps)
+        self._link = link = first or CopierLink(launch(PROGRAM), self._guard, self._steps)
+        return link
 
-    async def run(self) -> None:
-        """Set its process up, and replace it whenever it ends; until `close`."""
-        pause = 0.0
-        while True:
-            await asyncio.sleep(pause)
-            if self._closing:
-                return
-            try:
-                if self._link is None or self._link.ended.done():
-                    self.launch()
-                assert self._link is not None
-                async with self._lock:
-                    await self._set_up(self._link)
-            except (KVSidecarError, OSError) as error:
-                self._failures += 1
-                if self._link is not None:
-                    self._link.kill()
-                    await asyncio.shield(self._link.ended)
-                self._set_down(f"the copier does not start: {error}")
-                pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
-                continue
-            self._failures, worked = 0, time.monotonic()
-            reason = await asyncio.shield(self._link.ended)
-            if not self._closing:
-                self.deaths += 1
-                self._set_down(reason)
-            # At once, unless it has not worked for long, and neither has the one before it.
-            soon = time.monotonic() - worked < SOON_SECONDS and self.deaths > 1
-            pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause)) if soon else 0.0
-
-    async def _set_up(self, link: CopierLink) -> None:
-        """Tell a process all that it must know."""
-        if link.state is State.LAUNCHED:
-            await link.hello(self._options.device, [self.uuid], self._given)
-        await link.start(self.uuid, light_seconds=self._options.light_seconds)
-        if self._pool is not None:
-            await link.map(self._pool)
-        for offset, nbytes in self._chunks:
-            await link.pin(offset, nbytes)
-        link.set_pace(self._pace)
-        self._set_down("")
+    async def _start(self) -> CopierLink:
+        """Have a process that knows all that it must."""
+        if (link := self.alive) is None:
+            link = self.launch()
+        async with self._lock:
+            if link.state is State.LAUNCHED:
+                await link.hello(self._options.device, [self.uuid], self._given)
+            await link.start(self.uuid, light_seconds=self._options.light_seconds)
+            if self._pool is not None:
+                await link.map(self._pool)
+            for offset, nbytes in self._chunks:
+                await link.pin(offset, nbytes)
+            link.set_pace(self._pace)
+        return link
 
     def _set_down(self, reason: str) -> None:
         if reason != self.down:
-            self.down = reason
+            super()._set_down(reason)
             self._on_change(self)
         self._changed.set()
         self._changed.clear()
@@ -177,30 +126,13 @@ class Copier:
                 raise DeviceError(f"{self.uuid}: {self.down}")
             await self._changed.wait()
 
-    async def set_log_level(self, level: str) -> None:
+    async def tell_log_level(self, level: str) -> None:
         """For this process, and those after it."""
-        self._given = replace(self._given, log_level=level)
+        super().set_log_level(level)
         async with self._lock:
             if self._link is not None and self._link.state is State.GREETED:
                 with suppress(DeviceLost):
                     await self._link.set_log(self._given)
-
-    def check(self, stuck_seconds: float) -> str:
-        """Kill a process that hangs. Called again and again. Returns what is stuck, if something is."""
-        link = self._link
-        stuck = "" if link is None or link.ended.done() else link.stuck(stuck_seconds)
-        self._hung_checks = self._hung_checks + 1 if stuck else 0
-        if link is not None and self._hung_checks == HUNG_CHECKS:
-            _log.error("the copier hangs and is killed", device=self.uuid, pid=link.pid, reason=stuck)
-            link.kill(stuck)
-        return f"{self.uuid}: {stuck}" if stuck else ""
-
-    async def close(self) -> None:
-        """End its process, and all of its copies. Returns when it is dead."""
-        self._closing = True
-        if self._link is not None:
-            self._link.kill("the daemon ends")
-            await asyncio.shield(self._link.ended)
 
     def live(self) -> CopierLink:
         """The process, for copies.
@@ -208,9 +140,9 @@ class Copier:
         Raises:
             DeviceLost: it takes none now.
         """
-        if self.down or self._link is None or self._link.ended.done():
+        if (link := self.at_work) is None:
             raise DeviceLost(f"{self.uuid}: {self.down or 'the copier has ended'}")
-        return self._link
+        return link
 
     # -- the pool ------------------------------------------------------------------------------------------------------
 
@@ -383,7 +315,7 @@ class Copiers:
 
     def set_log_level(self, level: str) -> None:
         for copier in self:
-            self._tasks.spawn(copier.set_log_level(level), name=f"log-level-{copier.uuid}")
+            self._tasks.spawn(copier.tell_log_level(level), name=f"log-level-{copier.uuid}")
 
     # -- start and stop ------------------------------------------------------------------------------------------------
 
@@ -396,7 +328,7 @@ class Copiers:
 
     def pidfds(self) -> dict[int, int]:
         """The process ids and pidfds of all that live. The descriptors are ours."""
-        return {copier.pid: fd for copier in self if (fd := copier.pidfd) is not None}
+        return {link.pid: link.pidfd for copier in self if (link := copier.alive) is not None}
 
     async def start(self) -> None:
         """Set all up, side by side.
@@ -426,16 +358,17 @@ class Copiers:
     async def unpin(self, offset: int, nbytes: int) -> None:
         await self._all(lambda copier: copier.unpin(offset, nbytes))
 
-    def check(self, stuck_seconds: float) -> str:
-        """Kill those that hang. Returns what is stuck, if something is."""
-        return "; ".join(filter(None, [copier.check(stuck_seconds) for copier in self]))
+    def check(self, stuck_seconds: float) -> None:
+        """Kill those that hang."""
+        for copier in self:
+            copier.check(stuck_seconds)
 
     def unkillable(self, seconds: float) -> str:
         """Which copiers still live so long after they were killed; empty if there are none."""
         return "; ".join(
-            f"{copier.uuid}: the copier (pid {copier.pid}) was killed and does not end"
+            f"{copier.uuid}: the copier (pid {link.pid}) was killed and does not end"
             for copier in self
-            if copier.killed_seconds > seconds
+            if (link := copier.alive) is not None and link.killed_seconds > seconds
         )
 
     async def close(self) -> None:

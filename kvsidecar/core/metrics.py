@@ -84,6 +84,7 @@ class TierGauges:
     writing_bytes: int = 0
     write_budget_bytes: int | None = None
     """None for no limit."""
+    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +475,7 @@ def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
     yield budget
     counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
         ("failures", "Calls to the tier that failed or were late.", lambda tier: tier.counts.failures),
-        ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.counts.deaths),
+        ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.deaths),
         (
             "corrupt_blocks",
             "Shards whose bytes differ from those written, by their checksums. They are misses.",

@@ -110,6 +110,7 @@ class Tiering:
                 each.fetches.reading_bytes,
                 each.writes.writing_bytes,
                 each.writes.budget_left,
+                each.tier.deaths,
             )
             for each in self._tiers
         ]

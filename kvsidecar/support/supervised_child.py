@@ -12,15 +12,17 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import kvsidecar
 from kvsidecar import errors
 from kvsidecar.errors import KVSidecarError
+from kvsidecar.support import log
 from kvsidecar.support.child_process import how_ended
 from kvsidecar.support.child_side import READ_BYTES, Message, pack, unpack
 
@@ -28,6 +30,9 @@ T = TypeVar("T")
 
 ANSWER_SECONDS: Final = 60.0
 """A request that takes longer counts as stuck. The slowest ones pin a chunk, make a context or open a file system."""
+FIRST_PAUSE_SECONDS: Final = 0.5
+LONGEST_PAUSE_SECONDS: Final = 30.0
+"""Between attempts to replace a child; doubled each time."""
 
 _ROOT: Final = str(Path(kvsidecar.__file__).resolve().parents[1])
 
@@ -249,3 +254,104 @@ class Child:
 
     def _after_end(self, reason: str) -> None:
         """Settle all that it was asked for: nothing of it moves any more."""
+
+
+C = TypeVar("C", bound=Child)
+
+
+class Supervised(ABC, Generic[C]):
+    """One child, across the processes that are it one after another. Used from the event loop.
+
+    Args:
+        noun: what it is, in the log.
+        whose: facts of each line of the log about it.
+        given: to each of its processes.
+        clock: monotonic seconds.
+    """
+
+    NOT_STARTED: ClassVar[str] = ""
+    """Goes before why a process does not start."""
+    HUNG_CHECKS: ClassVar[int] = 1
+    """A process hangs if it is stuck in this many checks in a row."""
+    SETTLED_SECONDS: ClassVar[float]
+    """One that has worked for longer is replaced at once."""
+    FREE_DEATHS: ClassVar[int] = 0
+    """So many are replaced at once, too, however short they have worked."""
+
+    def __init__(
+        self, noun: str, whose: dict[str, str], given: Given, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.deaths = 0
+        """How many of its processes have ended unexpectedly."""
+        self.down = f"the {noun} has not started yet"
+        """Why it has no process that works; empty while it has one."""
+        self._noun, self._given, self._clock = noun, given, clock
+        self._log = log.get(noun).bind(**whose)
+        self._link: C | None = None
+        self._failures = 0
+        """Attempts to start a process that have failed since one worked."""
+        self._hung_checks = 0
+        self._closing = False
+
+    @abstractmethod
+    async def _start(self) -> C:
+        """Have a process that works, be it a new one. Raises KVSidecarError or OSError: it does not."""
+
+    def _set_down(self, reason: str) -> None:
+        self.down = reason
+
+    @property
+    def alive(self) -> C | None:
+        """Its process, while it lives."""
+        return None if self._link is None or self._link.ended.done() else self._link
+
+    @property
+    def at_work(self) -> C | None:
+        """Its process, while it works."""
+        return None if self.down else self.alive
+
+    async def run(self) -> None:
+        """Start its process, and replace it whenever it ends; until `close`."""
+        pause = 0.0
+        while True:
+            await asyncio.sleep(pause)
+            if self._closing:
+                return
+            pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
+            try:
+                link = await self._start()
+            except (KVSidecarError, OSError) as error:
+                self._failures += 1
+                if self._link is not None:
+                    self._link.kill()
+                    await asyncio.shield(self._link.ended)
+                self._set_down(f"{self.NOT_STARTED}{error}")
+                continue
+            self._failures, worked = 0, self._clock()
+            self._set_down("")
+            reason = await asyncio.shield(link.ended)
+            if not self._closing:
+                self.deaths += 1
+                self._set_down(reason)
+            if self._clock() - worked > self.SETTLED_SECONDS or self.deaths <= self.FREE_DEATHS:
+                pause = 0.0
+
+    def check(self, stuck_seconds: float) -> None:
+        """Kill a process that hangs. Called again and again."""
+        link = self.alive
+        stuck = "" if link is None else link.stuck(stuck_seconds)
+        self._hung_checks = self._hung_checks + 1 if stuck else 0
+        if link is not None and self._hung_checks == self.HUNG_CHECKS:
+            self._log.error(f"the {self._noun} hangs and is killed", pid=link.pid, reason=stuck)
+            link.kill(stuck)
+
+    def set_log_level(self, level: str) -> None:
+        """For the processes that start from now on."""
+        self._given = replace(self._given, log_level=level)
+
+    async def close(self) -> None:
+        """End its process. Returns when it is dead."""
+        self._closing = True
+        if self._link is not None:
+            self._link.kill("the daemon ends")
+            await asyncio.shield(self._link.ended)

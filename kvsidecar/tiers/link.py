@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvsidecar.errors import TierFailed
@@ -32,9 +32,6 @@ class TierOptions:
     """Of the engine."""
     capacity_bytes: int
     """Of the tier, for the size of its filter."""
-    reads: int = 8
-    writes: int = 4
-    """Calls of the engine at a time."""
     given: Given = NOTHING
 
 
@@ -62,14 +59,7 @@ class TierLink(Child, asyncio.Protocol):
             KVSidecarError: the engine cannot be opened.
         """
         await self.greet(options.given)
-        request = {
-            "do": "open",
-            "engine": options.engine,
-            "options": options.options,
-            "reads": options.reads,
-            "writes": options.writes,
-            "pool": facts_of(pool),
-        }
+        request = {"do": "open", "engine": options.engine, "options": options.options, "pool": facts_of(pool)}
         stats = stats_of(await self.ask(request, [pool.fd, filter_fd]))
         await self._loop.create_unix_connection(lambda: self, sock=socket.socket(fileno=self._connection.detach()))
         return stats
@@ -97,11 +87,8 @@ class TierLink(Child, asyncio.Protocol):
         """Be told what is there of a space, from the beginning, and what changes; or no more."""
         self._write(Request(Do.WATCH if wanted else Do.UNWATCH, space=self.space(space)).pack())
 
-    def call(self, make: Callable[[int], Request], on_end: OnEnd) -> None:
-        """Send a request to the engine.
-
-        Args:
-            make: with its number.
+    def call(self, request: Request, on_end: OnEnd) -> None:
+        """Send a request to the engine. It is given a number.
 
         Raises:
             TierFailed: the process has ended.
@@ -109,7 +96,7 @@ class TierLink(Child, asyncio.Protocol):
         if self.ended.done():
             raise TierFailed(self.ended.result())
         number = next(self._numbers)
-        self._write(make(number).pack())
+        self._write(replace(request, number=number).pack())
         self._waiting[number] = (on_end, time.monotonic())
 
     def _write(self, data: bytes) -> None:

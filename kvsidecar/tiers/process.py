@@ -46,6 +46,9 @@ ENGINES: Final = {
 }
 """By name: the function that opens the engine with the options of its tier, as keyword arguments, and the pool if it
 has an argument of this name."""
+READS: Final = 8
+WRITES: Final = 4
+"""Calls of the engine at a time."""
 FILTER_EVICTED: Final = 1024
 """The filter is made anew when more blocks than this have gone, and more than half as many as there are."""
 
@@ -57,18 +60,9 @@ class TierProcess:
 
     Args:
         pool: all of it.
-        reads, writes: calls of the engine at a time.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        pool: memoryview,
-        engine: Engine,
-        key_filter: KeyFilter,
-        reads: int,
-        writes: int,
-    ) -> None:
+    def __init__(self, connection: socket.socket, pool: memoryview, engine: Engine, key_filter: KeyFilter) -> None:
         self._connection, self._pool, self._engine, self._filter = connection, pool, engine, key_filter
         self._filtered_evicted = 0
         """Blocks that had been evicted when the filter was last made."""
@@ -78,8 +72,8 @@ class TierProcess:
         others = ThreadPoolExecutor(2, "other")
         self._threads = {
             Do.FIND: ThreadPoolExecutor(1, "find"),
-            Do.READ: ThreadPoolExecutor(reads, "read"),
-            Do.WRITE: ThreadPoolExecutor(writes, "write"),
+            Do.READ: ThreadPoolExecutor(READS, "read"),
+            Do.WRITE: ThreadPoolExecutor(WRITES, "write"),
             Do.FORGET: others,
             Do.PROBE: others,
             Do.STATS: others,
@@ -219,8 +213,7 @@ def _serve(control: Control) -> None:
         except Exception as error:
             _log.exception("the tier does not start")
             raise TierFailed(f"{type(error).__name__}: {error}") from error
-        key_filter = KeyFilter(fds[1])
-        tier = TierProcess(control.connection, pool, engine, key_filter, request["reads"], request["writes"])
+        tier = TierProcess(control.connection, pool, engine, KeyFilter(fds[1]))
         tier.fill_filter()
         opened.append(tier)
         return asdict(engine.stats())

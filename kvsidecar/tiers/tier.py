@@ -13,17 +13,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final
 
 import numpy as np
 
 from kvsidecar.cache.arrays import Bools, Ints, Words
-from kvsidecar.errors import KVSidecarError, TierFailed
-from kvsidecar.support import log
+from kvsidecar.errors import TierFailed
 from kvsidecar.support.breaker import Backoff, CircuitBreaker
 from kvsidecar.support.host_memory import FileInMemory
-from kvsidecar.support.supervised_child import launch, to_the_end
+from kvsidecar.support.supervised_child import (
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    State,
+    Supervised,
+    launch,
+    to_the_end,
+)
 from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, TierShare, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
 from kvsidecar.tiers.link import TierLink, TierOptions
@@ -34,17 +39,12 @@ from kvsidecar.types import Namespace
 
 FAILURES: Final = 3
 """Calls in a row that fail or are late before the tier is off."""
-FIRST_PAUSE_SECONDS: Final = 0.5
-LONGEST_PAUSE_SECONDS: Final = 30.0
-"""Between probes of a tier that is off, and between attempts to start its process; doubled each time."""
 STATS_SECONDS: Final = 1.0
 """Between questions for its gauges."""
 MAX_TO_FORGET: Final = 1024
 """Namespaces that wait to be forgotten."""
 OnTold = Callable[[Told, bytes], object]
 """Called with what a watched space has: block hashes, joined. It must not raise."""
-
-_log = log.get("tier")
 
 
 @dataclass(slots=True)
@@ -56,15 +56,13 @@ class TierCounts:
     corrupt_blocks: int = 0
     failures: int = 0
     """Calls that failed or were late."""
-    deaths: int = 0
-    """Processes that have ended unexpectedly."""
 
     def count(self, direction: str, blocks: int, nbytes: int, seconds: float) -> None:
         for unit, value in ("blocks", blocks), ("bytes", nbytes), ("seconds", seconds):
             self.copied[direction, unit] += value  # type: ignore[assignment]  # seconds are no whole number
 
 
-class Tier:
+class Tier(Supervised[TierLink]):
     """Used from the event loop.
 
     Args:
@@ -72,6 +70,8 @@ class Tier:
         deadline: seconds after which a call is late: whoever asked goes on without it.
         clock: monotonic seconds.
     """
+
+    SETTLED_SECONDS = LONGEST_PAUSE_SECONDS
 
     def __init__(
         self,
@@ -82,17 +82,16 @@ class Tier:
         deadline: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("tier", {"tier": name}, options.given, clock)
         self.name = name
         self.counts = TierCounts()
         self.stats: EngineStats | None = None
         """As of the last time that it was asked; None before it has opened."""
-        self.down = "it has not started yet"
-        """Why it has no process that works; empty while it has one."""
         self._read_rate = ReadRate()
         self._options, self._pool = options, pool
         self.on_change: Callable[[Tier], object] = lambda _: None
         """Called when its process works, before it is asked for anything, and when it does not any more."""
-        self._clock, self._deadline = clock, deadline
+        self._deadline = deadline
         # No silence is needed: a call that is late has had all the time that an operator gives it.
         self._breaker = CircuitBreaker(
             failures=FAILURES, silence=0.0, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), clock=clock
@@ -105,9 +104,7 @@ class Tier:
         """False: it does not have this block. Asks nobody. Takes the digest of a shard space and a block hash."""
         self._asked_stats = 0.0
         """When its process was last asked for its gauges."""
-        self._link: TierLink | None = None
         self._shares: Sequence[TierShare] = ()
-        self._closing = False
         self._watched: dict[ShardSpace, OnTold] = {}
         self._to_forget: list[Namespace | None] = []
         """Namespaces that it has to forget before it is asked for anything else."""
@@ -128,96 +125,65 @@ class Tier:
     @property
     def pid(self) -> int:
         """Of its process; 0 if there is none."""
-        return 0 if self.down or self._link is None or self._link.ended.done() else self._link.pid
+        return 0 if self.at_work is None else self.at_work.pid
 
     # -- the process -----------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Start its process, and replace it whenever it ends; until `close`."""
-        pause = 0.0
-        while True:
-            await asyncio.sleep(pause)
-            if self._closing:
-                return
-            pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
-            try:
-                self._link = link = TierLink(launch("kvsidecar.tiers.process"))
-                self.stats = await to_the_end(link.open(self._options, self._pool, self._filter_fd), link.kill)
-            except (KVSidecarError, OSError) as error:
-                if self._link is not None:
-                    self._link.kill()
-                    await asyncio.shield(self._link.ended)
-                self._set_down(str(error))
-                continue
-            began = self._clock()
-            self._breaker.reset()
-            self._link.set_shares(self._shares)
-            self._link.on_told = self._told
-            for space in self._watched:
-                self._link.watch(space)
-            self._set_down("")
-            self._forget_next()
-            reason = await asyncio.shield(self._link.ended)
-            if not self._closing:
-                self.counts.deaths += 1
-                self._set_down(reason)
-                for tell in tuple(self._watched.values()):
-                    tell(Told.CLEARED, b"")
-            if self._clock() - began > LONGEST_PAUSE_SECONDS:
-                pause = 0.0
+    async def _start(self) -> TierLink:
+        self._link = link = TierLink(launch("kvsidecar.tiers.process"))
+        opening = link.open(replace(self._options, given=self._given), self._pool, self._filter_fd)
+        self.stats = await to_the_end(opening, on_cancel=link.kill)
+        self._breaker.reset()
+        link.set_shares(self._shares)
+        link.on_told = self._told
+        for space in self._watched:
+            link.watch(space)
+        return link
 
     def check(self, stuck_seconds: float) -> None:
-        """Called again and again: probe a tier that is off, ask for its gauges, and kill a process that hangs."""
-        link = self._link
-        if link is None or link.ended.done():
+        """Called again and again: kill a process that hangs, probe a tier that is off, and ask for its gauges."""
+        super().check(stuck_seconds)
+        if (link := self.at_work) is None or link.state is State.KILLED:
             return
-        if reason := link.stuck(stuck_seconds):
-            _log.error("the tier hangs and is killed", tier=self.name, pid=link.pid, reason=reason)
-            link.kill(reason)
-        elif self.down:
-            return  # it has not opened yet
-        elif self._breaker.begin_probe():
-            link.call(lambda number: Request(Do.PROBE, number), self._probed)
+        if self._breaker.begin_probe():
+            link.call(Request(Do.PROBE), self._probed)
         elif self._to_forget:
             self._forget_next()
         elif self._clock() - self._asked_stats >= STATS_SECONDS:
             self._asked_stats = self._clock()
-            link.call(lambda number: Request(Do.STATS, number), self._take_stats)
+            link.call(Request(Do.STATS), self._take_stats)
 
     async def close(self) -> None:
-        """End its process. Returns when it is dead: nothing of it touches the pool any more."""
-        self._closing = True
-        if self._link is not None:
-            self._link.kill("the daemon ends")
-            await asyncio.shield(self._link.ended)
+        await super().close()
         os.close(self._filter_fd)
 
     def set_shares(self, shares: Sequence[TierShare]) -> None:
         """What each share of the tenants may have, for this process and the next ones."""
         self._shares = shares
-        if self._link is not None and not self._link.ended.done():
-            self._link.set_shares(shares)
-
-    def set_log_level(self, level: str) -> None:
-        """For the next process."""
-        self._options = replace(self._options, given=replace(self._options.given, log_level=level))
+        if self.at_work is not None:
+            self.at_work.set_shares(shares)
 
     def _set_down(self, reason: str) -> None:
-        if reason != self.down:
-            self.down = reason
-            if reason:
-                _log.warning("tier off", tier=self.name, reason=reason)
-            else:
-                assert self.stats is not None
-                _log.info(
-                    "tier on",
-                    tier=self.name,
-                    pid=self.pid,
-                    kept_blocks=self.stats.kept_blocks,
-                    dropped_blocks=self.stats.dropped_blocks,
-                    capacity_bytes=self.stats.capacity_bytes,
-                )
-            self.on_change(self)
+        if reason == self.down:
+            return
+        worked = not self.down
+        super()._set_down(reason)
+        if reason:
+            self._log.warning("tier off", reason=reason)
+        else:
+            assert self.stats is not None
+            self._log.info(
+                "tier on",
+                pid=self.pid,
+                kept_blocks=self.stats.kept_blocks,
+                dropped_blocks=self.stats.dropped_blocks,
+                capacity_bytes=self.stats.capacity_bytes,
+            )
+        self.on_change(self)
+        if worked:
+            for tell in tuple(self._watched.values()):
+                tell(Told.CLEARED, b"")
+        self._forget_next()
 
     # -- what it has -----------------------------------------------------------------------------------------------
 
@@ -231,8 +197,8 @@ class Tier:
             tell(Told.CLEARED, b"")
 
     def unwatch(self, space: ShardSpace) -> None:
-        if self._watched.pop(space, None) is not None and not self.down and self._link is not None:
-            self._link.watch(space, wanted=False)
+        if self._watched.pop(space, None) is not None and self.at_work is not None:
+            self.at_work.watch(space, wanted=False)
 
     def _told(self, space: ShardSpace, what: Told, hashes: bytes) -> None:
         if (tell := self._watched.get(space)) is not None:
@@ -346,8 +312,7 @@ class Tier:
         self._forget_next()
 
     def _forget_next(self) -> None:
-        link = self._link
-        if not self._to_forget or self._forgetting or self.down or link is None or link.ended.done():
+        if not self._to_forget or self._forgetting or (link := self.at_work) is None:
             return
 
         def ended(answer: Reply | TierFailed) -> None:
@@ -359,12 +324,12 @@ class Tier:
             self._forget_next()
 
         self._forgetting, namespace = True, self._to_forget[0]
-        link.call(lambda number: Request(Do.FORGET, number, hashes=pack_namespace(namespace)), ended)
+        link.call(Request(Do.FORGET, hashes=pack_namespace(namespace)), ended)
 
     def _ask(
         self,
         do: Do,
-        space: ShardSpace | None,
+        space: ShardSpace,
         hashes: bytes,
         on_end: Callable[[Reply | None], None],
         on_late: Callable[[], None] | None = None,
@@ -393,9 +358,7 @@ class Tier:
                 self._breaker.succeeded()
             on_end(answer)
 
-        number_of_space = 0 if space is None else self._link.space(space)
-        make = partial(Request, do, space=number_of_space, hashes=hashes, slots=slots, checksums=checksums)
-        self._link.call(lambda number: make(number=number), ended)
+        self._link.call(Request(do, 0, self._link.space(space), hashes, slots, checksums), ended)
         timer = asyncio.get_running_loop().call_later(self._deadline, late)
 
     def _count_failure(self, reason: str) -> None:
@@ -404,13 +367,13 @@ class Tier:
         self.counts.failures += 1
         self._last_failure = reason
         if self._breaker.failed():
-            _log.warning("tier off", tier=self.name, reason=reason)
+            self._log.warning("tier off", reason=reason)
 
     def _probed(self, answer: Reply | TierFailed) -> None:
         if isinstance(answer, TierFailed):
             self._count_failure(str(answer))
         elif self._breaker.succeeded():
-            _log.info("tier on", tier=self.name, pid=self.pid)
+            self._log.info("tier on", pid=self.pid)
 
     def _take_stats(self, answer: Reply | TierFailed) -> None:
         if isinstance(answer, Reply):

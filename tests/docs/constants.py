@@ -39,12 +39,12 @@ SAID = (
     ("docs/client.md", "has answered nothing at all for {}:", "support.breaker.SILENT_SECONDS"),
     ("docs/concepts.md", "by a slice of a copy (at most {})", "copier.copy_plan.SLICE_BYTES"),
     ("docs/concepts.md", "when it has not ended a job {} after", "client.supervisor.HANG_SECONDS"),
-    ("docs/design.md", "after a pause that grows to {}.", "copier.copiers.LONGEST_PAUSE_SECONDS"),
+    ("docs/design.md", "after a pause that grows to {}.", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
     ("docs/design.md", "/health fails after {}, and the daemon", "daemon.daemon.COPIER_END_SECONDS"),
     ("docs/design.md", "the end of a copy) for {} at most", "support.steps.SECONDS"),
     ("docs/design.md", "confirm it within two seconds", "copier.quiesce.QUIESCE_SECONDS"),
     ("docs/design.md", "each sealed slot has a record of {}:", "tiers.disk.directory.RECORD_BYTES"),
-    ("docs/operating.md", "after a pause that grows to {}. Then", "copier.copiers.LONGEST_PAUSE_SECONDS"),
+    ("docs/operating.md", "after a pause that grows to {}. Then", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
     ("docs/operating.md", "If a copier does not end within {} although", "daemon.daemon.COPIER_END_SECONDS"),
     ("docs/operating.md", "that was killed has not ended after {}; no answer", "daemon.daemon.COPIER_END_SECONDS"),
     ("docs/operating.md", "The log buffers up to {} for a slow reader", "support.log_writer.MAX_WAITING_BYTES"),
@@ -66,7 +66,7 @@ SAID = (
     ("docs/tiers.md", "Blocks are read in pieces of {}, so", "core.fetches.CHUNK_BYTES"),
     ("docs/tiers.md", "the usual ones of {}; and one page", "tiers.disk.engine.SLAB_BYTES"),
     ("docs/tiers.md", "its last use. {} each; a hole", "tiers.disk.directory.RECORD_BYTES"),
-    ("docs/tiers.md", "with pauses of up to {} |", "tiers.tier.LONGEST_PAUSE_SECONDS"),
+    ("docs/tiers.md", "with pauses of up to {} |", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
     ("docs/tiers.md", "swept at most every {}.", "tiers.files.sweep.EARLY_SECONDS"),
     ("docs/vllm.md", "Lookups of more than {} get proportionally", "integrations.proportion.BUDGETED_HASHES"),
     ("docs/vllm.md", "2, 4, and then every {})", "integrations.vllm.stores.MAX_RETRY_SECONDS"),
@@ -125,7 +125,7 @@ SAID = (
     ("docs/security.md", "counted as unfinished; {} | | a TLS client", "server.tls_front.MAX_HANDSHAKE_BYTES"),
     ("docs/faults.md", "is ended when {} replies are queued", "server.service.MAX_UNREAD"),
     ("docs/faults.md", "silent connections are closed after {} |", "server.attach_socket.HELLO_SECONDS"),
-    ("docs/runbook.md", "The daemon tries again every {}, so", "copier.copiers.LONGEST_PAUSE_SECONDS"),
+    ("docs/runbook.md", "The daemon tries again every {}, so", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
 )
 """(page, what it says, the constant below kvsidecar, or the option that has it as its default)."""
 

@@ -255,8 +255,9 @@ class SimCopier(Copier):
         super().__init__(uuid, None, options, lambda copier: copiers.on_change(copier), NO_GUARD, copiers.steps)
         self._copiers = copiers
 
-    def launch(self, first: CopierLink | None = None) -> None:
+    def launch(self, first: CopierLink | None = None) -> CopierLink:
         self._link = first or self._copiers.process(self.uuid).link
+        return self._link
 
 
 class SimCopiers(Copiers):

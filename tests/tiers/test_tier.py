@@ -118,7 +118,7 @@ async def test_shares_hold_in_its_process_in_the_next_one_and_after_a_reload(tmp
         await tier.on()
         assert await stays(tier, 0) == 6
         os.kill(tier.tier.pid, signal.SIGKILL)
-        await eventually_in_loop(lambda: tier.tier.counts.deaths)
+        await eventually_in_loop(lambda: tier.tier.deaths)
         await tier.on()
         assert await stays(tier, 20) == 6
         tier.tier.set_shares([TierShare("a", ("another",), 6 * SHARD)])
@@ -167,7 +167,7 @@ async def test_a_slot_outside_of_the_pool_is_refused() -> None:
 
 
 async def test_a_tier_that_does_not_open_says_why_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(supervised_child, "FIRST_PAUSE_SECONDS", 0.01)
     async with bench(refuses="the disk is on holiday") as each:
         await eventually_in_loop(lambda: each.tier.off == "the disk is on holiday")
         with pytest.raises(TierFailed, match="holiday"):
@@ -190,7 +190,7 @@ async def test_calls_of_a_process_that_dies_end_and_another_one_is_started() -> 
         await each.on()
         assert each.tier.pid not in (0, process)
         assert each.changes == ["", "its process has ended (SIGKILL)", ""]
-        assert each.tier.counts.deaths == 1
+        assert each.tier.deaths == 1
 
 
 async def test_calls_that_fail_turn_the_tier_off_until_a_probe_works(
@@ -262,7 +262,7 @@ async def test_a_process_that_hangs_is_killed_and_replaced(gate: Gate, monkeypat
 
 
 async def test_a_process_that_does_not_open_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(supervised_child, "FIRST_PAUSE_SECONDS", 0.01)
     async with bench() as each:
         process = await each.stop_while_it_opens()
         each.tier.check(0.0)
