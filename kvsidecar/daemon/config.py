@@ -547,9 +547,6 @@ def click_options() -> list[click.Option]:
     return [config, *(_click_option(option) for option in Settings.model_fields)]
 
 
-ENUMS = (HugePages, Verify, Admission)
-
-
 def _click_option(option: str) -> click.Option:
     field = Settings.model_fields[option]
     shown = next((item for item in field.metadata if isinstance(item, Shown)), Shown())
