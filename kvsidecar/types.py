@@ -128,6 +128,14 @@ class Residency(Enum):
         return self not in (Residency.RESET, Residency.COMPLETE, Residency.LOST)
 
 
+OF_TIER = {
+    Residency.STORED: Residency.TIER_STORED,
+    Residency.REMOVED: Residency.TIER_REMOVED,
+    Residency.CLEARED: Residency.TIER_CLEARED,
+}
+"""What watchers are told of the node's disk, by what it tells itself."""
+
+
 class LookupMode(Enum):
     PREFIX = "prefix"
     """The longest run of readable blocks from the first."""

@@ -13,7 +13,8 @@ import numpy as np
 from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
-from kvsidecar.cache.block_table import BlockTable, Outlet, require
+from kvsidecar.cache.block_table import BlockTable, require
+from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.leases import LeaseTable

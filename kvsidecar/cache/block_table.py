@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
+from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slabs import LARGEST_SHARE
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
-from kvsidecar.types import Namespace
+from kvsidecar.types import Namespace, Residency
 
 MISMATCH_HINT = (
     "Instances whose KV differs in layout or type must differ in kv_layout or dtype of the namespace; if the blocks of "
@@ -34,17 +34,6 @@ def require(condition: bool, otherwise: str) -> None:
     """
     if not condition:
         raise AssertionError(otherwise)
-
-
-class Outlet(Protocol):
-    """Is told which blocks of one namespace become readable or are lost, after the change."""
-
-    def stored(self, group: int, hashes: bytes) -> None: ...
-
-    def removed(self, group: int, hashes: bytes) -> None: ...
-
-    def cleared(self, group: int) -> None:
-        """All readable blocks are lost."""
 
 
 class BlockTable:
@@ -235,7 +224,7 @@ class BlockTable:
             blocks.readable += readable
             self.readable_blocks += readable
             if readable and self.outlets and (outlet := self.outlets.get(blocks.space.namespace)):
-                outlet.stored(blocks.space.group, blocks.index.hashes_of(rows[whole]))
+                outlet(Residency.STORED, blocks.space.group, blocks.index.hashes_of(rows[whole]))
         self._unpin(blocks, rows, tick, SlotState.HELD if blocks.space.num_shards > 1 else SlotState.RESERVED)
         return readable
 
@@ -317,7 +306,7 @@ class BlockTable:
         self.num_blocks -= len(blocks.index)
         self.readable_blocks -= blocks.readable
         if blocks.readable and (outlet := self.outlets.get(space.namespace)):
-            outlet.cleared(space.group)
+            outlet(Residency.CLEARED, space.group, b"")
         blocks.cleared = True
         # Whoever needs these slots sweeps them: nobody pays for them any more.
         self.cleared_bytes += blocks.evictable_bytes
@@ -401,7 +390,7 @@ class BlockTable:
         blocks.readable -= readable
         self.readable_blocks -= readable
         if readable and self.outlets and (outlet := self.outlets.get(blocks.space.namespace)):
-            outlet.removed(blocks.space.group, blocks.index.hashes_of(rows[whole]))
+            outlet(Residency.REMOVED, blocks.space.group, blocks.index.hashes_of(rows[whole]))
 
     def _nbytes(self, blocks: SpaceBlocks, slots: Slots) -> int:
         size = blocks.space.one_size

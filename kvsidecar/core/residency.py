@@ -1,14 +1,12 @@
 """Tells watchers which blocks of their namespace can be looked up, and what changes. Decides; sends nothing by itself.
 
-The cache tells a `_Feed` per watched namespace, which only appends to a log: a copy never waits for a watcher. The log
-is sent from time to time, the same to all watchers of the namespace. A watcher that has no room for it is left out and
-gets a snapshot when it has. Snapshots are read from the cache piece by piece, between the changes: a block may be told
-twice, but the last word on each block is right.
+The cache tells a `_Feed` per watched namespace, whose `ChangeLog` is sent from time to time, the same to all watchers
+of the namespace. A watcher that has no room for it is left out and gets a snapshot when it has: with a log that was
+given up, all do. Snapshots are read from the cache piece by piece, between the changes.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -18,13 +16,13 @@ import numpy as np
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.change_log import MAX_LOG_BYTES, ChangeLog
 from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.metrics import Metrics, ResetReason
 from kvsidecar.core.notes import Notes, without_blocks
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.engine import ShardSpace
-from kvsidecar.tiers.telling import Told
-from kvsidecar.types import Namespace, Residency
+from kvsidecar.types import OF_TIER, Namespace, Residency
 
 INTERVAL = 0.05
 """Seconds for which changes are collected: as many small stores become one message."""
@@ -32,8 +30,6 @@ MAX_UPDATE_BYTES = 64 * 1024
 """Hashes and notes in one update, about."""
 TAKEN_BYTES = 4 * MAX_UPDATE_BYTES
 """Changes that are joined at a time: to join all that may wait takes milliseconds."""
-MAX_LOG_BYTES = 4 * 1024 * 1024
-"""Changes that wait to be sent, per namespace. With more, its watchers get a snapshot instead."""
 SNAPSHOT_ROWS = 1024
 """Rows of a table that one piece of a snapshot covers."""
 PIECES = 4
@@ -57,41 +53,20 @@ class Receiver(Protocol):
 
 
 class _Feed:
-    """What has changed in one namespace since the last `take`. An `Outlet` of the cache."""
+    """What has changed in one namespace since the last `take`."""
 
     def __init__(self, on_change: Callable[[], object]) -> None:
         self.watches: list[Watch] = []
-        self.behind: dict[int, _Behind] = {}
+        self.on_disk: dict[int, _OnDisk] = {}
         """By group."""
         self._on_change = on_change
-        self._log: deque[Change] = deque()
-        self._bytes = 0
-        self.flooded = False
-        """The log was given up."""
+        self.log = ChangeLog[Change]()
 
-    def stored(self, group: int, hashes: bytes) -> None:
-        self.add(Residency.STORED, group, hashes)
-
-    def removed(self, group: int, hashes: bytes) -> None:
-        self.add(Residency.REMOVED, group, hashes)
-
-    def cleared(self, group: int) -> None:
-        self.add(Residency.CLEARED, group)
-
-    def add(self, kind: Residency, group: int, hashes: bytes = b"", notes: bytes = b"") -> None:
+    def add(self, kind: Residency, group: int, hashes: bytes, notes: bytes = b"") -> None:
+        """An `Outlet` of the cache."""
         self._on_change()
-        if self.flooded:
-            return
         change = Change(kind, group, hashes, notes)
-        self._bytes += change.nbytes + 16
-        if self._bytes > MAX_LOG_BYTES:
-            self.flooded, self._log, self._bytes = True, deque(), 0
-            return
-        self._log.append(change)
-
-    @property
-    def empty(self) -> bool:
-        return not self._log
+        self.log.add(change, change.nbytes)
 
     def take(self, width: int) -> list[tuple[Change, ...]]:
         """The first changes so far, of about `TAKEN_BYTES`, in pieces for one update each.
@@ -99,14 +74,9 @@ class _Feed:
         Args:
             width: of a hash.
         """
-        log, taken, self.flooded = list[Change](), 0, False
-        while self._log and taken < TAKEN_BYTES:
-            log.append(self._log.popleft())
-            taken += log[-1].nbytes + 16
-        self._bytes -= taken
         pieces: list[list[Change]] = []
         room = 0
-        for whole in joined(log, width):
+        for whole in joined(self.log.take(TAKEN_BYTES), width):
             for change in split(whole, width):
                 if room < change.nbytes or not pieces:
                     pieces.append([])
@@ -119,12 +89,12 @@ class _Feed:
 class Slower(Protocol):
     """What of `kvsidecar.core.tiering.Tiering` is needed."""
 
-    def watch(self, space: Space, tell: Callable[[Told, bytes], object]) -> ShardSpace | None: ...
+    def watch(self, space: Space, tell: Callable[[Residency, bytes], object]) -> ShardSpace | None: ...
 
     def unwatch(self, watched: ShardSpace) -> None: ...
 
 
-class _Behind:
+class _OnDisk:
     """What the node's own tier has of one group: told to the namespace's feed."""
 
     def __init__(self, feed: _Feed, group: int) -> None:
@@ -133,17 +103,10 @@ class _Behind:
         self.listed = False
         """All that was there has been told since the last watcher began."""
 
-    def tell(self, what: Told, hashes: bytes) -> None:
-        self.listed |= what in (Told.LISTED, Told.CLEARED)
-        if what is not Told.LISTED:
-            self._feed.add(_OF_TIER[what], self._group, hashes)
-
-
-_OF_TIER: Final = {
-    Told.STORED: Residency.TIER_STORED,
-    Told.REMOVED: Residency.TIER_REMOVED,
-    Told.CLEARED: Residency.TIER_CLEARED,
-}
+    def tell(self, kind: Residency, hashes: bytes) -> None:
+        self.listed |= kind in (Residency.COMPLETE, Residency.CLEARED)
+        if kind is not Residency.COMPLETE:
+            self._feed.add(OF_TIER[kind], self._group, hashes)
 
 
 class Watch:
@@ -210,7 +173,7 @@ class Watches:
         feed = self._feeds.get(namespace)
         if feed is None:
             feed = self._feeds[namespace] = _Feed(self._arm)
-            self._cache.watch(namespace, feed)
+            self._cache.watch(namespace, feed.add)
         feed.watches.append(watch)
         self._arm()
         return watch
@@ -224,7 +187,7 @@ class Watches:
             if not feed.watches:
                 del self._feeds[watch.namespace]
                 self._cache.watch(watch.namespace, None)
-                for each in feed.behind.values():
+                for each in feed.on_disk.values():
                     self._look_away(each)
 
     def note(self, namespace: Namespace, group: int, hashes: bytes, notes: bytes, *, user: int) -> None:
@@ -277,7 +240,7 @@ class Watches:
 
     def _send_all(self) -> Iterator[None]:
         for namespace, feed in tuple(self._feeds.items()):
-            if feed.flooded:
+            if feed.log.flooded:
                 for watch in feed.watches:
                     watch.lose(ResetReason.FLOOD)
             for _ in range(MAX_LOG_BYTES // TAKEN_BYTES + 1):
@@ -287,11 +250,11 @@ class Watches:
                     for watch in tuple(feed.watches):
                         if self._tell(watch, piece):
                             yield
-                if feed.empty:
+                if not feed.log:
                     break
             for watch in tuple(feed.watches):
                 yield from self._go_on(feed, watch)
-                if watch.reset or watch.snapshot is not None or not feed.empty:
+                if watch.reset or watch.snapshot is not None or feed.log:
                     self._arm()
 
     def look(self) -> None:
@@ -307,14 +270,14 @@ class Watches:
 
     def _look_at(self, feed: _Feed, space: Space, *, anew: bool = False) -> None:
         assert self._slower is not None
-        behind = feed.behind.setdefault(space.group, _Behind(feed, space.group))
-        if behind.watched is None or anew:
-            behind.listed = False
-            behind.watched = self._slower.watch(space, behind.tell)
+        on_disk = feed.on_disk.setdefault(space.group, _OnDisk(feed, space.group))
+        if on_disk.watched is None or anew:
+            on_disk.listed = False
+            on_disk.watched = self._slower.watch(space, on_disk.tell)
 
-    def _look_away(self, behind: _Behind) -> None:
-        if behind.watched is not None and self._slower is not None:
-            self._slower.unwatch(behind.watched)
+    def _look_away(self, on_disk: _OnDisk) -> None:
+        if on_disk.watched is not None and self._slower is not None:
+            self._slower.unwatch(on_disk.watched)
 
     def _arm(self) -> None:
         if not self._armed:
@@ -349,7 +312,7 @@ class Watches:
                     change = next(watch.snapshot)
                 except StopIteration:
                     # What has come since the last message may be what the snapshot waited for: it goes first.
-                    wait = not feed.empty
+                    wait = bool(feed.log)
                     if not wait:
                         watch.snapshot = None
                     break
@@ -398,7 +361,7 @@ class Watches:
             if space.namespace == namespace:
                 self._look_at(feed, space, anew=True)
         waits = LISTING_TURNS
-        while waits > 0 and any(each.watched is not None and not each.listed for each in feed.behind.values()):
+        while waits > 0 and any(each.watched is not None and not each.listed for each in feed.on_disk.values()):
             waits -= 1
             yield None
 

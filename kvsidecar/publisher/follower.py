@@ -13,13 +13,14 @@ from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.notes import NoteFormat
 from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, media
 from kvsidecar.publisher.topic import Topic, dialect_of
+from kvsidecar.types import OF_TIER
 
 STEP_BYTES = 256 * 1024
 """Of what the daemon has told, so much is taken at once."""
 MAX_GROUPS = 64
 """Of one namespace that are followed: models have a few."""
 _HELD = (Residency.STORED, Residency.TIER_STORED)
-_OF_DISK = (Residency.TIER_STORED, Residency.TIER_REMOVED, Residency.TIER_CLEARED)
+_OF_DISK = tuple(OF_TIER.values())
 
 
 def keep_below(followers: Sequence[Follower], most_bytes: int) -> None:

@@ -14,8 +14,8 @@ from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support.host_memory import FileInMemory, facts_of
 from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched
 from kvsidecar.tiers.engine import EngineStats, ShardSpace, TierShare
-from kvsidecar.tiers.messages import MAX_FRAME, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
-from kvsidecar.tiers.telling import Told
+from kvsidecar.tiers.messages import MAX_FRAME, TELLS, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
+from kvsidecar.types import Residency
 
 OnEnd = Callable[[Reply | TierFailed], object]
 """Called once, when the engine's call has returned or its process is dead: nothing of it touches the pool any more. It
@@ -48,7 +48,7 @@ class TierLink(Child, asyncio.Protocol):
         self._numbers = iter(range(1, 1 << 62))
         self._spaces: dict[ShardSpace, int] = {}
         self._told_spaces: dict[int, ShardSpace] = {}
-        self.on_told: Callable[[ShardSpace, Told, bytes], object] = lambda *_: None
+        self.on_told: Callable[[ShardSpace, Residency, bytes], object] = lambda *_: None
         """Called with what a watched space has: block hashes, joined. It must not raise."""
 
     async def open(self, options: TierOptions, pool: FileInMemory, filter_fd: int) -> EngineStats:
@@ -120,7 +120,7 @@ class TierLink(Child, asyncio.Protocol):
     def _answered(self, reply: Reply) -> None:
         if reply.number & TOLD:
             space = self._told_spaces[reply.number ^ TOLD]
-            self.on_told(space, Told(reply.body[0]), reply.body[1:])
+            self.on_told(space, TELLS[reply.body[0]], reply.body[1:])
             return
         on_end, _ = self._waiting.pop(reply.number)
         on_end(TierFailed(reply.text) if reply.failed else reply)

@@ -18,7 +18,7 @@ import numpy as np
 from kvsidecar.cache.arrays import Ints, Words
 from kvsidecar.protocol.framing import frame
 from kvsidecar.tiers.engine import EngineStats, ShardSpace, ShareUse, TierShare
-from kvsidecar.types import Namespace
+from kvsidecar.types import Namespace, Residency
 
 MAX_FRAME: Final = 1 << 20
 """More than a request for `MAX_BLOCKS` blocks takes."""
@@ -50,7 +50,8 @@ class Do(IntEnum):
 
 
 TOLD: Final = 1 << 63
-"""In the number of a reply, with that of a space: what a watched space has. Its body: `telling.Told`, then hashes."""
+"""In the number of a reply, with that of a space: what a watched space has. Its body: which of `TELLS`, then hashes."""
+TELLS: Final = (Residency.STORED, Residency.REMOVED, Residency.CLEARED, Residency.COMPLETE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from kvsidecar.tiers.engine import Engine, LimitsShares, ShardSpace, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import (
     MAX_FRAME,
+    TELLS,
     TOLD,
     Do,
     Reply,
@@ -37,7 +38,8 @@ from kvsidecar.tiers.messages import (
     space_of,
     split,
 )
-from kvsidecar.tiers.telling import Teller, Told
+from kvsidecar.tiers.telling import Teller
+from kvsidecar.types import Residency
 
 ENGINES: Final = {
     "cluster": "kvsidecar.tiers.mooncake:open_engine",
@@ -117,8 +119,8 @@ class TierProcess:
             body, failed = f"{type(error).__name__}: {error}".encode(), True
         self._send(Reply(request.number, failed, time.monotonic() - began, body))
 
-    def _tell(self, space: int, what: Told, hashes: bytes) -> None:
-        self._send(Reply(TOLD | space, False, 0.0, bytes([what]) + hashes))
+    def _tell(self, space: int, kind: Residency, hashes: bytes) -> None:
+        self._send(Reply(TOLD | space, False, 0.0, bytes([TELLS.index(kind)]) + hashes))
 
     def _send(self, reply: Reply) -> None:
         data = reply.pack()

@@ -34,8 +34,7 @@ from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
 from kvsidecar.tiers.link import TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
 from kvsidecar.tiers.policy import ReadRate
-from kvsidecar.tiers.telling import Told
-from kvsidecar.types import Namespace
+from kvsidecar.types import Namespace, Residency
 
 FAILURES: Final = 3
 """Calls in a row that fail or are late before the tier is off."""
@@ -43,8 +42,9 @@ STATS_SECONDS: Final = 1.0
 """Between questions for its gauges."""
 MAX_TO_FORGET: Final = 1024
 """Namespaces that wait to be forgotten."""
-OnTold = Callable[[Told, bytes], object]
-"""Called with what a watched space has: block hashes, joined. It must not raise."""
+OnTold = Callable[[Residency, bytes], object]
+"""Called with what a watched space has, one of `TELLS`: block hashes, joined; `Residency.COMPLETE`: all that was there
+has been told. It must not raise."""
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Tier(Supervised[TierLink]):
         self.on_change(self)
         if worked:
             for tell in tuple(self._watched.values()):
-                tell(Told.CLEARED, b"")
+                tell(Residency.CLEARED, b"")
         self._forget_next()
 
     # -- what it has -----------------------------------------------------------------------------------------------
@@ -194,15 +194,15 @@ class Tier(Supervised[TierLink]):
         if not self.down and self._link is not None:
             self._link.watch(space)
         else:
-            tell(Told.CLEARED, b"")
+            tell(Residency.CLEARED, b"")
 
     def unwatch(self, space: ShardSpace) -> None:
         if self._watched.pop(space, None) is not None and self.at_work is not None:
             self.at_work.watch(space, wanted=False)
 
-    def _told(self, space: ShardSpace, what: Told, hashes: bytes) -> None:
+    def _told(self, space: ShardSpace, kind: Residency, hashes: bytes) -> None:
         if (tell := self._watched.get(space)) is not None:
-            tell(what, hashes)
+            tell(kind, hashes)
 
     # -- what it is asked for --------------------------------------------------------------------------------------
 

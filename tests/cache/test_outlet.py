@@ -6,7 +6,7 @@ import pytest
 
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.errors import Refusal
-from kvsidecar.types import LookupMode
+from kvsidecar.types import LookupMode, Residency
 from tests.cache.support import begin, keys, lease, namespace, new_cache, open_space, store
 
 
@@ -16,20 +16,19 @@ class Told:
     def __init__(self, cache: BlockCache, name: str = "model") -> None:
         self.readable: dict[int, set[bytes]] = {}
         self.said: list[str] = []
-        cache.watch(namespace(name), self)
+        cache.watch(namespace(name), self._told)
 
-    def stored(self, group: int, hashes: bytes) -> None:
-        self.said.append("stored")
-        self.readable.setdefault(group, set()).update(_split(hashes))
-
-    def removed(self, group: int, hashes: bytes) -> None:
-        self.said.append("removed")
-        assert _split(hashes) <= self.readable[group], "it was not told that they were readable"
-        self.readable[group] -= _split(hashes)
-
-    def cleared(self, group: int) -> None:
-        self.said.append("cleared")
-        self.readable[group] = set()
+    def _told(self, kind: Residency, group: int, hashes: bytes) -> None:
+        self.said.append(kind.value)
+        readable = self.readable.setdefault(group, set())
+        match kind:
+            case Residency.STORED:
+                readable |= _split(hashes)
+            case Residency.REMOVED:
+                assert _split(hashes) <= readable, "it was not told that they were readable"
+                readable -= _split(hashes)
+            case Residency.CLEARED:
+                readable.clear()
 
 
 def _split(hashes: bytes) -> set[bytes]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvsidecar.cache import change_log
 from kvsidecar.cache.block import Space
 from kvsidecar.core import notes, residency
 from kvsidecar.core.fetches import shard_space
@@ -15,7 +16,6 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.residency import Change, Update, Watch, Watches, joined, split
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.engine import ShardSpace
-from kvsidecar.tiers.telling import Told
 from kvsidecar.types import LookupMode, Residency
 from tests.cache.support import keys, namespace, new_cache, open_space, store
 
@@ -158,7 +158,7 @@ def found(daemon: Daemon, space: Space, block_hash: bytes) -> bool:
 
 
 def test_a_flood_is_given_up_and_becomes_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(change_log, "MAX_LOG_BYTES", 1000)
     daemon, reader = Daemon(64), Reader()
     space = open_space(daemon.cache)
     daemon.watch(reader)
@@ -166,8 +166,8 @@ def test_a_flood_is_given_up_and_becomes_a_snapshot(monkeypatch: pytest.MonkeyPa
     for name in range(40):
         store(daemon.cache, space, name)
     (feed,) = daemon.watches._feeds.values()
-    assert feed.flooded
-    assert feed.empty
+    assert feed.log.flooded
+    assert not feed.log
     daemon.settle()
     assert reader.readable == {0: set(keys(*range(40)))}
     assert daemon.resets("flood") == 1
@@ -196,7 +196,7 @@ def test_whatever_happens_the_last_word_on_each_block_is_right(seed: int, monkey
     monkeypatch.setattr(residency, "SNAPSHOT_ROWS", 2)
     monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 2 * WIDTH)
     monkeypatch.setattr(residency, "PIECES", 1)
-    monkeypatch.setattr(residency, "MAX_LOG_BYTES", 600)
+    monkeypatch.setattr(change_log, "MAX_LOG_BYTES", 600)
     choose = random.Random(seed)
     daemon = Daemon(6)
     spaces = [open_space(daemon.cache, group=group) for group in range(2)]
@@ -436,10 +436,10 @@ class Disk:
     """The node's own tier, which tells when the test says so."""
 
     def __init__(self) -> None:
-        self.tells: dict[ShardSpace, Callable[[Told, bytes], object]] = {}
+        self.tells: dict[ShardSpace, Callable[[Residency, bytes], object]] = {}
         self.begun = 0
 
-    def watch(self, space: Space, tell: Callable[[Told, bytes], object]) -> ShardSpace | None:
+    def watch(self, space: Space, tell: Callable[[Residency, bytes], object]) -> ShardSpace | None:
         if space.shard_bytes[0] is None:
             return None
         self.begun += 1
@@ -449,7 +449,7 @@ class Disk:
     def unwatch(self, watched: ShardSpace) -> None:
         del self.tells[watched]
 
-    def tell(self, what: Told, *names: int) -> None:
+    def tell(self, what: Residency, *names: int) -> None:
         (tell,) = self.tells.values()
         tell(what, b"".join(keys(*names)))
 
@@ -469,10 +469,10 @@ def test_a_snapshot_waits_for_the_disk_to_be_told() -> None:
         daemon.turn()
     assert reader.readable == {0: set(keys(1))}
     assert not reader.complete
-    disk.tell(Told.STORED, 2, 3)
+    disk.tell(Residency.STORED, 2, 3)
     daemon.turn()
     assert (reader.on_disk, reader.complete) == (set(keys(2, 3)), False)
-    disk.tell(Told.LISTED)
+    disk.tell(Residency.COMPLETE)
     daemon.turn()
     assert reader.complete
     daemon.watches.end(watch)
@@ -486,8 +486,8 @@ def test_what_the_disk_tells_between_two_messages_comes_before_the_end_of_a_snap
     daemon.watch(reader)
     daemon.due.pop()()
     assert daemon.soon, "the snapshot goes on in the next turn of the loop"
-    disk.tell(Told.STORED, 2, 3)
-    disk.tell(Told.LISTED)
+    disk.tell(Residency.STORED, 2, 3)
+    disk.tell(Residency.COMPLETE)
     while not reader.complete:
         daemon.turn()
     told = [{change.kind for change in update.changes} for update in reader.updates]
@@ -503,7 +503,7 @@ def test_a_disk_that_is_not_used_delays_no_snapshot() -> None:
     reader = Reader()
     daemon.watch(reader)
     daemon.turn()
-    disk.tell(Told.CLEARED)
+    disk.tell(Residency.CLEARED)
     daemon.turn()
     assert reader.complete
 
@@ -531,19 +531,19 @@ def test_every_watcher_is_told_all_of_the_disk_and_groups_that_come_later() -> N
     daemon.watches.look()
     daemon.watches.look()
     assert disk.begun == 1, "it is watched once"
-    disk.tell(Told.STORED, 2)
-    disk.tell(Told.LISTED)
+    disk.tell(Residency.STORED, 2)
+    disk.tell(Residency.COMPLETE)
     daemon.turn()
     assert first.on_disk == set(keys(2))
     daemon.watch(second)
     daemon.turn()
     assert disk.begun == 2, "from the beginning"
-    disk.tell(Told.STORED, 2)
-    disk.tell(Told.LISTED)
+    disk.tell(Residency.STORED, 2)
+    disk.tell(Residency.COMPLETE)
     daemon.turn()
     assert first.on_disk == second.on_disk == set(keys(2))
     assert second.complete
-    disk.tell(Told.CLEARED)
+    disk.tell(Residency.CLEARED)
     daemon.turn()
     assert first.on_disk == second.on_disk == set()
 

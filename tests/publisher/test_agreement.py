@@ -22,8 +22,7 @@ from kvsidecar.publisher.follower import Follower
 from kvsidecar.publisher.topic import VLLM, Topic
 from kvsidecar.server import convert
 from kvsidecar.tiers.engine import ShardSpace
-from kvsidecar.tiers.telling import Told
-from kvsidecar.types import LookupMode
+from kvsidecar.types import LookupMode, Residency
 from tests.cache.support import PAGE, namespace, new_cache
 from tests.integrations.engine import chain, full
 from tests.router import View
@@ -51,7 +50,7 @@ class Node:
         self.disk: dict[str, set[bytes]] = {name: set() for name in NAMES}
         self.noted: dict[str, set[bytes]] = {name: set() for name in NAMES}
         """What it could tell a new publisher."""
-        self._tells: dict[ShardSpace, Callable[[Told, bytes], object]] = {}
+        self._tells: dict[ShardSpace, Callable[[Residency, bytes], object]] = {}
         self.spaces = {name: self.cache.open_space(namespace(name), 0, 1, 0, PAGE) for name in NAMES}
 
     def store(self, name: str, hashes: list[bytes], *, notes: bool = True) -> None:
@@ -65,7 +64,7 @@ class Node:
     def clear(self, name: str, hashes: list[bytes] | None = None) -> None:
         """As `Lookups` does."""
         self.disk[name] = set()
-        self._tell(name, Told.CLEARED)
+        self._tell(name, Residency.CLEARED)
         self.watches.forget(namespace(name))
         self.noted[name] = set()
         if hashes is None:
@@ -75,7 +74,7 @@ class Node:
 
     def write(self, name: str, hashes: list[bytes], *, gone: bool) -> None:
         self.disk[name] = self.disk[name] - set(hashes) if gone else self.disk[name] | set(hashes)
-        self._tell(name, Told.REMOVED if gone else Told.STORED, hashes)
+        self._tell(name, Residency.REMOVED if gone else Residency.STORED, hashes)
 
     def readable(self, name: str) -> set[bytes]:
         everything = [each for hashes in CHAINS for each in hashes]
@@ -84,18 +83,18 @@ class Node:
 
     # -- its disk, as `Watches` sees it
 
-    def watch(self, space: object, tell: Callable[[Told, bytes], object]) -> ShardSpace:
+    def watch(self, space: object, tell: Callable[[Residency, bytes], object]) -> ShardSpace:
         (name,) = [each for each, other in self.spaces.items() if other is space]
         self._tells[shard_space(self.spaces[name], 0)] = tell
         if self.disk[name]:
-            tell(Told.STORED, b"".join(sorted(self.disk[name])))
-        tell(Told.LISTED, b"")
+            tell(Residency.STORED, b"".join(sorted(self.disk[name])))
+        tell(Residency.COMPLETE, b"")
         return shard_space(self.spaces[name], 0)
 
     def unwatch(self, watched: ShardSpace) -> None:
         self._tells.pop(watched, None)
 
-    def _tell(self, name: str, what: Told, hashes: list[bytes] | None = None) -> None:
+    def _tell(self, name: str, what: Residency, hashes: list[bytes] | None = None) -> None:
         if (tell := self._tells.get(shard_space(self.spaces[name], 0))) is not None:
             tell(what, b"".join(hashes or []))
 

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, Group, KnownBlocks
+from kvsidecar.types import OF_TIER
 
 MAX_TOLD = 1 << 19
 """Most blocks that are remembered as held by the daemon, 110 bytes each; the oldest of more are not announced later."""
@@ -25,11 +26,7 @@ DISK = 1 << 16
 """Is added to a group's index for its blocks on the node's disk: they are told, announced and retracted for themselves.
 """
 
-_OF_DISK = {
-    Residency.TIER_STORED: Residency.STORED,
-    Residency.TIER_REMOVED: Residency.REMOVED,
-    Residency.TIER_CLEARED: Residency.CLEARED,
-}
+_OF_DISK = {of_tier: kind for kind, of_tier in OF_TIER.items()}
 
 
 def group_of(index: int) -> int:
