@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvsidecar.integrations.residency.known_blocks import BlockInfo
+from kvsidecar.integrations.residency.kv_events import KVEvents
 from kvsidecar.integrations.residency.notes import NAME_BYTES
 
 Event = dict[str, Any]
@@ -108,8 +110,11 @@ class Topic:
         """And before that: those whose parent was said. Clients choose how many have one parent."""
         self._waiting: dict[tuple[int, int], dict[_Entry, None]] = {}
         """By group and number of a block that is not said: those that have it as their parent."""
+        self._events = KVEvents[Event](
+            partial(dict, type="BlockStored"), partial(dict, type="BlockRemoved"), MAX_CHAIN, MAX_CHAIN_TOKENS
+        )
         # An earlier publisher may have said what has gone since.
-        self._events: list[Event] = [_CLEARED.copy()]
+        self._events.restart(_CLEARED.copy())
 
     def __len__(self) -> int:
         """How many blocks are announced."""
@@ -164,15 +169,12 @@ class Topic:
                 if name.round == self._round:
                     gone.append(key[2])
         if gone:
-            self._events.append(
-                {"type": "BlockRemoved", "block_hashes": gone, "medium": medium, "group_idx": holder.group}
-                | self._common
-            )
+            self._events.remove(gone, medium=medium, group_idx=holder.group, **self._common)
 
     def say_again(self) -> None:
         """Announce every block again, over the next calls of `take`. Routers forget this topic before: whoever has
         missed an event may believe in a block that is gone."""
-        self._events = [_CLEARED.copy()]
+        self._events.restart(_CLEARED.copy())
         self._round += 1
         self._queue.clear()
         self._released.clear()
@@ -202,8 +204,7 @@ class Topic:
                 left -= self._say_if_known(entry)
             else:
                 self.repeats = False
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def _say_released(self) -> int:
         """As `_say_if_known`, of one of them."""
@@ -248,32 +249,17 @@ class Topic:
 
     def _say(self, holder: Holder, key: _Key, info: BlockInfo, tokens: list[int]) -> None:
         medium, group, number = key
-        parent = None if info.parent is None else holder.dialect.number(info.parent)
-        last = self._events[-1] if self._events else {}
-        if (
-            last.get("type") == "BlockStored"
-            and last["block_hashes"][-1] == parent
-            and (last["medium"], last["group_idx"], last["block_size"]) == (medium, group, len(tokens))
-            and len(last["block_hashes"]) < MAX_CHAIN
-            and len(last["token_ids"]) + len(tokens) <= MAX_CHAIN_TOKENS
-        ):
-            last["block_hashes"].append(number)
-            last["token_ids"].extend(tokens)
-            return
-        self._events.append(
-            {
-                "type": "BlockStored",
-                "block_hashes": [number],
-                "parent_block_hash": parent,
-                "token_ids": tokens,
-                "block_size": len(tokens),
-                "lora_id": None,
-                "lora_name": None,
-                "medium": medium,
-                "group_idx": group,
-                **holder.dialect.stored,
-                **self._common,
-            }
+        self._events.store(
+            number,
+            None if info.parent is None else holder.dialect.number(info.parent),
+            tokens,
+            block_size=len(tokens),
+            lora_id=None,
+            lora_name=None,
+            medium=medium,
+            group_idx=group,
+            **holder.dialect.stored,
+            **self._common,
         )
 
 

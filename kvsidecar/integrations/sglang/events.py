@@ -23,6 +23,7 @@ from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.hashes import first_bytes, split_hashes
 from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.kv_events import KVEvents
 from kvsidecar.integrations.residency.notes import NAME_BYTES, TOKEN_BYTES
 from kvsidecar.integrations.residency.residents import Residents, Watch, media
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
@@ -71,7 +72,8 @@ class Events:
         self._residents = Residents(groups, NAME_BYTES, _OfNames(watch), self._known, self._announcements, self._masked)
         self._early: list[Any] = []
         """SGLang's own that it has not got yet: some are taken before it asks for them."""
-        self._made: list[Any] = []
+        # One event for a chain, as SGLang does.
+        self._made = KVEvents[Any](wire.BlockStored, wire.BlockRemoved, most_blocks=1 << 30)
         self._failed = False
         self._tree: Callable[[], Tree | None] = lambda: None
         self._take: Callable[[Tree], list[Any]] = lambda _: []
@@ -105,7 +107,7 @@ class Events:
         would end SGLang's scheduler."""
         self._early += own
         self._try(self._step, own)
-        events, self._early, self._made = [*self._early, *self._made], [], []
+        events, self._early = [*self._early, *self._made.take()], []
         return events
 
     def notes(self, group: int, keys: bytes) -> bytes:
@@ -122,7 +124,8 @@ class Events:
         try:
             return call(argument)
         except Exception as error:  # noqa: BLE001 - see `take`; it is logged
-            self._failed, self._made = True, []
+            self._failed = True
+            self._made.restart()
             _log.exception("kvsidecar: the daemon's pages are no longer announced to routers: %s", error)
             return None
 
@@ -155,7 +158,7 @@ class Events:
                 # Routers forget this engine's pages in every medium: those of the daemon are there all the same.
                 self._announcements.forget()
                 self._residents.reconsider()
-                self._made = []
+                self._made.restart()
             elif isinstance(event, wire.BlockStored) and event.medium == wire.StorageMedium.GPU:
                 self._learn_tokens(event)
 
@@ -175,27 +178,12 @@ class Events:
     # -- what is announced ----------------------------------------------------------------------------------------
 
     def _stored(self, _index: int, name: bytes, info: BlockInfo) -> None:
-        last = self._made[-1] if self._made else None
-        if isinstance(last, self._wire.BlockStored) and info.parent == _name(last.block_hashes[-1]):
-            # One event for a chain, as SGLang does.
-            last.block_hashes.append(_number(name))
-            last.token_ids.extend(info.tokens)
-            return
-        self._made.append(
-            self._wire.BlockStored(
-                block_hashes=[_number(name)],
-                parent_block_hash=None if info.parent is None else _number(info.parent),
-                token_ids=info.tokens,
-                block_size=self._page_size,
-                lora_id=None,
-                medium=self._wire.StorageMedium.CPU,
-            )
-        )
+        parent = None if info.parent is None else _number(info.parent)
+        size, medium = self._page_size, self._wire.StorageMedium.CPU
+        self._made.store(_number(name), parent, info.tokens, block_size=size, lora_id=None, medium=medium)
 
     def _removed(self, _index: int, names: list[bytes]) -> None:
-        self._made.append(
-            self._wire.BlockRemoved(block_hashes=[_number(each) for each in names], medium=self._wire.StorageMedium.CPU)
-        )
+        self._made.remove([_number(each) for each in names], medium=self._wire.StorageMedium.CPU)
 
     # -- names ----------------------------------------------------------------------------------------------------
 

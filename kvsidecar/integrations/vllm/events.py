@@ -15,6 +15,7 @@ from typing import Any
 
 from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
+from kvsidecar.integrations.residency.kv_events import KVEvents
 from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, group_of, media
 from kvsidecar.integrations.vllm.groups import Group, Kind
 
@@ -46,7 +47,7 @@ class Events:
 
         groups = list(groups)
         self._groups = media(groups)
-        self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
+        self._events = KVEvents[Any](kv_events.BlockStored, kv_events.BlockRemoved)
         self._media = {0: kv_events.MEDIUM_CPU, DISK: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")}
         self._external = kv_cache_utils.maybe_convert_block_hash
         # Not as they are hashed (`adapter_hooks`): routers know an adapter by its name.
@@ -56,7 +57,6 @@ class Events:
         self._known = KnownBlocks(groups, hash_bytes)
         self.keys: Callable[[bytes], bytes] = lambda hashes: hashes
         """Converts between joined hashes and the daemon's keys, in both directions."""
-        self._events: list[Any] = []
         self._announcements = Announcements(self._groups, len(groups), self._announce, self._retract)
         self._announces = announces
         self._residents: Residents | None = None
@@ -165,34 +165,25 @@ class Events:
         if self._residents is not None and self._residents.pending:
             self._residents.step()
         self._announcements.step()
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def _announce(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
         group = self._groups[index]
-        self._events.append(
-            self._stored(
-                block_hashes=[self._external(block_hash)],
-                parent_block_hash=self._external(info.parent) if info.parent else None,
-                token_ids=info.tokens,
-                block_size=group.block_tokens,
-                lora_id=info.lora_id,
-                medium=self._media[index & DISK],
-                lora_name=info.lora_name,
-                extra_keys=info.extra_keys,
-                group_idx=group.index,
-                kv_cache_spec_kind=_SPEC_KINDS[group.kind],
-                kv_cache_spec_sliding_window=group.window if group.kind is Kind.SLIDING_WINDOW else None,
-                locality="LOCAL",
-            )
+        self._events.store(
+            self._external(block_hash),
+            self._external(info.parent) if info.parent else None,
+            info.tokens,
+            block_size=group.block_tokens,
+            lora_id=info.lora_id,
+            medium=self._media[index & DISK],
+            lora_name=info.lora_name,
+            extra_keys=info.extra_keys,
+            group_idx=group.index,
+            kv_cache_spec_kind=_SPEC_KINDS[group.kind],
+            kv_cache_spec_sliding_window=group.window if group.kind is Kind.SLIDING_WINDOW else None,
+            locality="LOCAL",
         )
 
     def _retract(self, index: int, hashes: list[bytes]) -> None:
-        self._events.append(
-            self._removed(
-                block_hashes=[self._external(each) for each in hashes],
-                medium=self._media[index & DISK],
-                group_idx=group_of(index),
-                locality="LOCAL",
-            )
-        )
+        numbers = [self._external(each) for each in hashes]
+        self._events.remove(numbers, medium=self._media[index & DISK], group_idx=group_of(index), locality="LOCAL")
