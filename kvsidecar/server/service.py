@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Hashable
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.server.fair_queue import FairQueue
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.status_codes import code_of
+from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import log
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -103,8 +103,9 @@ class Service(pb_grpc.SidecarServicer):
         except TimeoutError:
             silent = LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once")
             await self._refuse(context, silent)
+        stream = _Attached(self._handler, context)
         if isinstance(first, pb.AttachRequest) and first.HasField("watch"):
-            await self._watch(first.watch, context)
+            await stream.serve_watcher(first.watch)
             return
         registering = self._handler.start_registration(first)
         try:
@@ -114,36 +115,7 @@ class Service(pb_grpc.SidecarServicer):
             raise
         if isinstance(session, KVSidecarError):
             await abort(context, session)
-        await _Attached(self._handler, session, context).serve()
-
-    async def _watch(self, first: pb.Watch, context: Context) -> None:
-        """Serve a watcher's stream until it ends."""
-        outbox = Outbox(context)
-        task = asyncio.current_task()
-        assert task is not None
-        lost: list[KVSidecarError] = []
-
-        def end(error: KVSidecarError) -> None:
-            if not lost:
-                task.cancel()
-            lost.append(error)
-
-        try:
-            stream = self._handler.watch(first, outbox.put, outbox.unread_bytes, end)
-        except KVSidecarError as error:
-            await self._refuse(context, error)
-        writer = self._handler.tasks.spawn(outbox.write(), name="watch-writer")
-        try:
-            if await context.read() is not grpc.aio.EOF:
-                lost.append(InvalidRequest("a watcher sends nothing after its first message"))
-        except asyncio.CancelledError:
-            if not lost or task.uncancel():  # gRPC also reports that the client has gone
-                raise
-        finally:
-            stream.close()
-            writer.cancel()
-        if lost:
-            await self._refuse(context, lost[0])
+        await stream.serve_rank(session)
 
     def _end_orphan(self, registering: asyncio.Task[RankSession | KVSidecarError]) -> None:
         if not registering.cancelled() and registering.exception() is None:
@@ -153,70 +125,92 @@ class Service(pb_grpc.SidecarServicer):
 
 
 class Outbox:
-    """What waits to be written to a watcher."""
+    """What waits to be written to a client, in a task of its own."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._waiting: deque[pb.AttachReply] = deque()
+        self._waiting: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
         self._bytes = 0
-        self._more = asyncio.Event()
 
-    def put(self, reply: pb.AttachReply) -> None:
+    def __len__(self) -> int:
+        return self._waiting.qsize()
+
+    def put(self, reply: pb.AttachReply | None) -> None:
+        """None: `write` returns behind all that was put before."""
+        self._waiting.put_nowait(reply)
+        self._bytes += 0 if reply is None else reply.ByteSize()
+
+    def put_copy(self, reply: pb.AttachReply) -> None:
         """The caller may change the message afterwards."""
         kept = pb.AttachReply()
         kept.CopyFrom(reply)
-        self._waiting.append(kept)
-        self._bytes += reply.ByteSize()
-        self._more.set()
+        self.put(kept)
 
     def unread_bytes(self) -> int:
         return self._bytes
 
     async def write(self) -> None:
         try:
-            while True:
-                await self._more.wait()
-                self._more.clear()
-                while self._waiting:
-                    await self._context.write(self._waiting[0])
-                    self._bytes -= self._waiting.popleft().ByteSize()
+            while (reply := await self._waiting.get()) is not None:
+                await self._context.write(reply)
+                self._bytes -= reply.ByteSize()
         except grpc.aio.BaseError as error:
+            # The client is gone, though the handler has not been cancelled yet.
             _log.debug("a reply was not written", error=str(error))
 
 
 class _Attached:
-    """One Attach stream of gRPC, after its registration."""
+    """One Attach stream of gRPC: of a watcher, or of a rank after its registration. Made in the stream's own task."""
 
-    def __init__(self, handler: Handler, session: RankSession, context: Context) -> None:
+    def __init__(self, handler: Handler, context: Context) -> None:
         self._handler = handler
-        self._session = session
         self._context = context
-        # One reply per job, and readiness changes. Beyond MAX_UNREAD replies the stream is ended.
-        self._outbox: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
+        # Of a rank: one reply per job, and readiness changes. Beyond MAX_UNREAD replies the stream is ended.
+        self._outbox = Outbox(context)
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
         self._reading = False
         self._lost: KVSidecarError | None = None
         """Why the stream must end, whatever its client says."""
 
-    async def serve(self) -> None:
-        """Serve the stream until it and the session have ended."""
-        task = asyncio.current_task()
-        assert task is not None
+    def _lose(self, error: KVSidecarError) -> None:
+        first, self._lost = self._lost is None, self._lost or error
+        if self._reading and first:
+            self._task.cancel()
 
-        def lost(error: KVSidecarError) -> None:
-            first, self._lost = self._lost is None, self._lost or error
-            if self._reading and first:
-                task.cancel()
-
-        stream = self._handler.open(self._session, self._outbox.put_nowait, lost)
-        writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
+    async def serve_watcher(self, first: pb.Watch) -> None:
+        """Serve the stream until it ends."""
+        refused: KVSidecarError | None
         try:
-            refused = await self._serve(stream, writer)
+            stream = self._handler.watch(first, self._outbox.put_copy, self._outbox.unread_bytes, self._lose)
+        except KVSidecarError as error:
+            refused = error
+        else:
+            writer = self._handler.tasks.spawn(self._outbox.write(), name="watch-writer")
+            try:
+                refused = self._lost or await self._read(stream)
+            finally:
+                stream.close()
+                writer.cancel()
+        if refused is not None:
+            self._handler.count_refusal(refused)
+            await abort(self._context, refused)
+
+    async def serve_rank(self, session: RankSession) -> None:
+        """Serve the stream until it and the session have ended."""
+        stream = self._handler.open(session, self._outbox.put, self._lose)
+        writer = self._handler.tasks.spawn(self._outbox.write(), name="attach-writer")
+        try:
+            refused = await self._serve(stream, session, writer)
         finally:
             writer.cancel()
         if refused is not None:
             await abort(self._context, refused)
 
-    async def _serve(self, stream: AttachStream, writer: asyncio.Task[None]) -> KVSidecarError | None:
+    async def _serve(
+        self, stream: AttachStream, session: RankSession, writer: asyncio.Task[None]
+    ) -> KVSidecarError | None:
         """Read, end the session, and write outstanding replies. Returns the error to end the stream with, or None."""
         refused: KVSidecarError | None = None
         gone = True
@@ -229,27 +223,25 @@ class _Attached:
             stream.close()
             if gone:
                 writer.cancel()  # nobody reads the outstanding replies
-            await self._end(gone=gone)
+            await self._end(session, gone=gone)
         if not isinstance(refused, LimitExceeded):  # else the client does not read
-            self._outbox.put_nowait(None)
+            self._outbox.put(None)
             # A client whose attach connection has ended is mostly gone, and may not read.
             await asyncio.wait([writer], timeout=LINGER_SECONDS if isinstance(self._lost, UnknownPeer) else None)
         return refused
 
-    async def _read(self, stream: AttachStream) -> KVSidecarError | None:
+    async def _read(self, stream: AttachStream | WatchStream) -> KVSidecarError | None:
         """Read until the client half-closes. Returns the error to end the stream with, or None.
 
         Raises:
             CancelledError: the client has gone.
         """
-        task = asyncio.current_task()
-        assert task is not None
         self._reading = True
         try:
             while (message := await self._context.read()) is not grpc.aio.EOF:
                 if isinstance(message, InvalidRequest):  # it did not parse
                     raise message
-                if self._outbox.qsize() >= MAX_UNREAD:
+                if len(self._outbox) >= MAX_UNREAD:
                     raise LimitExceeded(
                         f"{MAX_UNREAD} replies wait for this client to read them: "
                         "read the Attach stream while jobs are sent"
@@ -258,16 +250,16 @@ class _Attached:
         except KVSidecarError as error:
             return error
         except asyncio.CancelledError:
-            if self._lost is None or task.uncancel():  # gRPC also reports that the client has gone
+            if self._lost is None or self._task.uncancel():  # gRPC also reports that the client has gone
                 raise
             return self._lost
         finally:
             self._reading = False
         return None
 
-    async def _end(self, *, gone: bool) -> None:
+    async def _end(self, session: RankSession, *, gone: bool) -> None:
         """End the session in a separate task, because this coroutine is cancelled when the client dies."""
-        tasks, session = self._handler.tasks, self._session
+        tasks = self._handler.tasks
         try:
             await asyncio.shield(tasks.spawn(self._handler.end(session, gone=gone), name=f"end-{session.id:x}"))
         except asyncio.CancelledError:
@@ -276,11 +268,3 @@ class _Attached:
             if not gone:
                 tasks.spawn(self._handler.end(session, gone=True), name=f"end-{session.id:x}")
             raise
-
-    async def _write(self) -> None:
-        try:
-            while (reply := await self._outbox.get()) is not None:
-                await self._context.write(reply)
-        except grpc.aio.BaseError as error:
-            # The client is gone, though the handler has not been cancelled yet.
-            _log.debug("a reply was not written", error=str(error))
