@@ -206,6 +206,9 @@ class LocalConnection(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(frame(reply.SerializeToString()))
 
+    def _send_attach(self, reply: pb.AttachReply) -> None:
+        self._send(pb.LocalReply(attach=reply))
+
     # -- the Attach stream -----------------------------------------------------------------------------------------
 
     def _attach(self, message: pb.AttachRequest, nbytes: int) -> None:
@@ -213,8 +216,6 @@ class LocalConnection(asyncio.Protocol):
             return  # after the end of the stream
         if self._stream is not None:
             self._take_attach(self._stream, message)
-        elif self._registering is None and message.HasField("watch"):
-            self._registering = self._handler.tasks.spawn(self._watch(message.watch), name="local-watch")
         elif self._registering is None:
             self._registering = self._handler.tasks.spawn(self._register(message), name="local-register")
         else:
@@ -222,23 +223,6 @@ class LocalConnection(asyncio.Protocol):
             self._early_bytes += nbytes
             if self._early_bytes > MAX_EARLY_BYTES:
                 self._refuse(LimitExceeded(f"{self._early_bytes} bytes arrived before the reply to the registration"))
-
-    async def _watch(self, first: pb.Watch) -> None:
-        if self._transport.is_closing():
-            return
-        try:
-            if first.token != self._peer.token:
-                raise UnknownPeer("the token is not this connection's: watch with the token of its Welcome")
-            self._stream = self._handler.watch(
-                first,
-                lambda reply: self._send(pb.LocalReply(attach=reply)),
-                self._transport.get_write_buffer_size,
-                self._break_stream,
-            )
-        except KVSidecarError as error:
-            self._handler.count_refusal(error)
-            self._register_refused = error
-            self._end_stream(error)
 
     def _take_attach(self, stream: AttachStream | WatchStream, message: pb.AttachRequest) -> None:
         try:
@@ -250,26 +234,36 @@ class LocalConnection(asyncio.Protocol):
             self._end_stream(KVSidecarError(INTERNAL))
 
     async def _register(self, first: pb.AttachRequest) -> None:
-        session: RankSession | KVSidecarError
-        if first.HasField("register") and first.register.token != self._peer.token:
-            # The session would outlive this connection, and nobody would read its replies.
-            session = UnknownPeer("the token is not this connection's: register with the token of its Welcome")
-        else:
-            session = await self._handler.start_registration(first)
+        kind = first.WhichOneof("message")
+        try:
+            if kind in ("register", "watch") and getattr(first, kind).token != self._peer.token:
+                # The session would outlive this connection, and nobody would read its replies.
+                raise UnknownPeer(f"the token is not this connection's: {kind} with the token of its Welcome")
+            if kind == "watch":
+                if not self._transport.is_closing():
+                    unread = self._transport.get_write_buffer_size
+                    self._stream = self._handler.watch(first.watch, self._send_attach, unread, self._break_stream)
+                return
+        except KVSidecarError as error:
+            self._handler.count_refusal(error)
+            self._refuse_stream(error)
+            return
+        session = await self._handler.start_registration(first)
         if isinstance(session, KVSidecarError):
-            self._early.clear()
-            self._register_refused = session
-            self._end_stream(session)
+            self._refuse_stream(session)
             return
         self._session = session
         if self._transport.is_closing():
             return  # the owner of the connection ends the sessions of its peer
-        self._stream = self._handler.open(
-            session, lambda reply: self._send(pb.LocalReply(attach=reply)), self._break_stream
-        )
+        self._stream = self._handler.open(session, self._send_attach, self._break_stream)
         early, self._early = self._early, []
         for message in early:
             self._take_attach(self._stream, message)
+
+    def _refuse_stream(self, error: KVSidecarError) -> None:
+        self._early.clear()
+        self._register_refused = error
+        self._end_stream(error)
 
     def _break_stream(self, error: KVSidecarError) -> None:
         if self._ending is None:

@@ -320,6 +320,7 @@ def test_a_rank_registers_with_the_token_of_its_own_connection(daemon: DaemonPro
         one.send(attach=one.register(buffer, other.welcome.token))
         assert one.ended()[0] is grpc.StatusCode.UNAUTHENTICATED
         assert daemon.metric("kvsidecar_attached_ranks") == 0
+        assert daemon.metric('kvsidecar_refusals_total{reason="unidentified"}') == 1
 
 
 def test_a_stream_registers_once(daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer) -> None:
