@@ -29,7 +29,8 @@ import numpy as np
 from kvsidecar.cache.arrays import NO_INTS, Ints
 from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.shares import Budget, Share, Shares, TableOrder
-from kvsidecar.cache.slots import SlotAllocator, Window
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.windows import Window
 from kvsidecar.types import EVICTION_ORDER, Priority
 
 REQUESTED, VICTIM = 1, 2
