@@ -85,6 +85,16 @@ class AllocationPlan:
     def largest(self) -> int:
         return self._needs[0][0]
 
+    @property
+    def parts(self) -> Sequence[Part]:
+        """All parts of the pool, with the runs that are not cut after what this plan frees."""
+        return self._parts
+
+    @property
+    def whole_slabs(self) -> list[int]:
+        """Slabs of which the plan frees every used slot."""
+        return [slab for slab, freed in self._freed.items() if freed and self.is_whole(slab)]
+
     def is_whole(self, slab: int) -> bool:
         """Whether the plan frees every used slot of the slab."""
         return self._freed[slab] == int(self._slabs.used[slab])

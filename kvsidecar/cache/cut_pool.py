@@ -4,7 +4,7 @@ between them. What becomes of the slots in them is `SlotAllocator`'s."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -14,7 +14,7 @@ from kvsidecar.cache.allocation_plan import AllocationPlan
 from kvsidecar.cache.arrays import extended
 from kvsidecar.cache.slabs import LARGEST_SHARE, LEVELS, Grid, NodeSlabs, Part, Slabs, find_run
 from kvsidecar.cache.slot_states import NO_OWNER, SLOT_ALIGN, SlotState
-from kvsidecar.cache.windows import Window, oldest
+from kvsidecar.cache.windows import Wanted, Window, cheapest, oldest, replaceable
 
 _FREE = int(SlotState.FREE)
 
@@ -66,6 +66,11 @@ class CutPool:
     # -- counts and plans --------------------------------------------------------------------------------------
 
     @property
+    def sizes(self) -> Collection[int]:
+        """Size classes in use."""
+        return self._cut_slabs.keys()
+
+    @property
     def largest_slot(self) -> int:
         """Bytes of the largest slot that can be cut: an eighth of the pool, or a slab if that is more; but no more than
         lies on one node."""
@@ -97,10 +102,28 @@ class CutPool:
 
     def windows(self, size: int) -> list[Window]:
         """Places for a slab of this size class where all used slots are evictable and of other classes, at least one of
-        them; least recently used first. O(slabs)."""
+        them; least recently used first. Slabs of this class and those in use leave no gaps, or there are no new places.
+        O(slabs)."""
         if all(size == other for other in self._cut_slabs):
             return []  # the normal case with one model
-        return oldest(self.slabs, self._parts, self.grid.shape(size), same_places=not self._new_places)
+        shape = self.grid.shape(size)
+        return (
+            oldest(self.slabs, self._parts, shape) if self._new_places else replaceable(self.slabs, self._parts, shape)
+        )
+
+    def leaves_gaps(self, sizes: Collection[int]) -> bool:
+        """Whether slabs of these size classes, and of those in use, would leave gaps: they are several, and not all of
+        them nest. Never where there are no new places."""
+        several = {*self._cut_slabs, *sizes}
+        return self._new_places and len(several) > 1 and not all(self.grid.shape(size).nests for size in several)
+
+    def cheapest_windows(self, size: int, plan: AllocationPlan, slots: int = 1) -> Iterator[Window]:
+        """Places for a slab of this size class, or for so many large slots side by side, beside others that leave gaps,
+        after what the plan frees; best first. O(slabs)."""
+        shape = self.grid.shape(size)
+        wanted = Wanted(shape, 1 if shape.nests else slots)
+        shapes = [self.grid.shape(each) for each in {*self._cut_slabs, size}]
+        return cheapest(self.slabs, plan.parts, plan.whole_slabs, wanted, shapes, self.wasted_bytes)
 
     def can_cut(self, start: int, end: int) -> bool:
         """Whether a slab of an earlier run can be cut here: these units are in one part of the pool, and whole."""
@@ -114,13 +137,15 @@ class CutPool:
         """Inside, slabs are cut only where those that are freed meanwhile were, and had as many slots at least."""
         runs = [(part, list(zip(part.starts, part.ends, strict=True))) for part in self._parts]
         for part in self._parts:
-            part.starts, part.ends = [], []
+            part.starts, part.ends, part.joins = [], [], False
         self._new_places = False
         try:
             yield
         finally:
             self._new_places = True
             for part, withheld in runs:
+                withheld += zip(part.starts, part.ends, strict=True)
+                part.starts, part.ends, part.joins = [], [], True
                 for start, end in withheld:
                     part.add(start, end)
 

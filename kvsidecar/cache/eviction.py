@@ -40,6 +40,8 @@ AHEAD_SLOTS = 256
 store of as many; to evict eight times as many takes little longer (measured)."""
 AHEAD_SHARE = 64
 """No more than this part of the pool is freed ahead: that much of the cache is empty at worst."""
+TOGETHER_SHARE = 32
+"""Large slots that a store has in one place have no more than this part of the pool."""
 
 Queue = tuple[SpaceBlocks, Priority]
 """The blocks of one priority of a table."""
@@ -66,7 +68,9 @@ def choose_victims(
         incoming: bytes that the request adds to its shares.
         first: blocks that have to go in any case; the first ones of the answer.
     """
-    ahead = _with_more(needs, allocator.total_bytes // AHEAD_SHARE)
+    ahead: Mapping[int, int] = needs  # of large slots that leave gaps: a place is chosen with what is to lie there
+    if all(allocator.grid.shape(size).nests for size in needs) or not allocator.leaves_gaps(needs):
+        ahead = _with_more(needs, allocator.total_bytes // AHEAD_SHARE)
     for own in (False, True) if shares.limited else (False,):
         for wanted in (ahead, needs) if ahead != needs else (needs,):
             budget = Budget(incoming, own=own) if shares.limited else None
@@ -326,7 +330,7 @@ class _EvictionPlan:
         """Choose victims until the needs are met, beside the ``first`` ones. False if they cannot be met."""
         self._mark(first)
         while (unmet := self._allocation.unmet()) is not None:
-            choice = self._oldest_slab(unmet.size)
+            choice = self._oldest_slab(*unmet)
             blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
             if blocks:
                 newest = max(int(chain.blocks.last_used[chain.rows[-1]]) for chain in blocks)
@@ -353,7 +357,9 @@ class _EvictionPlan:
         if only is None or only.space.num_shards > 1 or self._allocation.surplus() is None:
             return None
         size = only.space.slot_sizes[0]
-        return only if self._allocation.largest == size and not self._allocator.windows(size) else None
+        if self._allocation.largest != size or self._allocator.leaves_gaps((size,)):
+            return None
+        return None if self._allocator.windows(size) else only
 
     def oldest_of(self, blocks: SpaceBlocks) -> list[Chain] | None:
         """Enough of the oldest blocks of one table; None if there are too few."""
@@ -382,8 +388,10 @@ class _EvictionPlan:
         shares = [share for share in self._shares if budget is None or budget.left(share)]
         return _oldest(shares, size, missing, until, budget)
 
-    def _oldest_slab(self, size: int) -> _Choice | None:
+    def _oldest_slab(self, size: int, missing: int) -> _Choice | None:
         """All blocks of the least recently used place for a slab of this class that can be freed as a whole."""
+        if self._allocator.leaves_gaps((size,)):
+            return self._cheapest_place(size, missing)
         if size not in self._windows:
             self._windows[size], self._later[size] = self._allocator.windows(size)[::-1], []
         candidates, later, plan = self._windows[size], self._later[size], self._allocation
@@ -402,6 +410,28 @@ class _EvictionPlan:
                 if not _with_mark(REQUESTED, owners) and self._may_go(_with_mark(0, owners)):
                     return _Choice(_with_mark(0, owners), window.touched, window)
             candidates.pop()
+        return None
+
+    def _cheapest_place(self, size: int, missing: int) -> _Choice | None:
+        """All blocks of the best place where slabs leave gaps: for the slots that are missing side by side, as each
+        choice looks at all slabs, or for one."""
+        together = min(missing, max(1, self._allocator.total_bytes // TOGETHER_SHARE // size))
+        found = self._cheapest_place_for(size, together) if together > 1 else None
+        return self._cheapest_place_for(size, 1) if found is None else found
+
+    def _cheapest_place_for(self, size: int, slots: int) -> _Choice | None:
+        """A block of the class itself that has a high priority is no part of it: such blocks go after all slabs."""
+        plan = self._allocation
+        for window in self._allocator.cheapest_windows(size, plan, slots):
+            slabs = self._allocator.slabs.within(window.start, window.end)
+            owners = self._owners([slab for slab in slabs if not plan.is_whole(slab)])
+            spared = any(
+                size in each.blocks.space.slot_sizes and np.any(each.blocks.priority[each.rows] == Priority.HIGH)
+                for each in owners
+            )
+            victims = _with_mark(0, owners)
+            if victims and not spared and not _with_mark(REQUESTED, owners) and self._may_go(victims):
+                return _Choice(victims, window.touched, window)
         return None
 
     def _may_go(self, chains: Iterable[Chain]) -> bool:

@@ -7,7 +7,7 @@ units that is cut into slots of one size class. There are two kinds of size clas
   shortest of these whose end, too short for a slot, is no more than `MAX_WASTE` of it. They lie at multiples of their
   length. So they nest: a place for a long one is made of places for shorter ones, and nothing is left between them.
   Where there is no such place, in gaps and at the end of the pool, they may be a half, a quarter, an eighth... of that.
-* A class of large slots, for which such a slab would be more than `LONGEST_SHARE` of the pool: each slot is a slab of
+* A class of large slots, of which few fit a slab of `LONGEST_SHARE` of the pool (`FEW_SLOTS`): each slot is a slab of
   its own, as many units as it needs, anywhere. The units are small enough that rounding up to them costs less than
   `MAX_WASTE`. When such a slot is freed, its place and the gaps at its ends become one run.
 
@@ -36,6 +36,9 @@ MAX_WASTE = 0.03
 LONGEST_SHARE = 16
 """No slab of several slots is longer than this part of the pool (or than ``slab_bytes``): longer ones would go only
 together."""
+FEW_SLOTS = 34
+"""A slot is large if no more of them fit the longest slab: it is larger than a 544th of the pool. If twice as many fit,
+it is, too, where it loses less so."""
 SHORTEST = 16
 """A slab that is cut in a gap has at least this part of its usual length."""
 LARGEST_SHARE = 8
@@ -97,6 +100,22 @@ class Grid:
         return found
 
     def _new_shape(self, size: int) -> Shape:
+        nested = self._nested_shape(size)
+        if nested is not None and not self._is_large(size, nested):
+            return nested
+        units = -(-size // self.unit)
+        return Shape(size, units, False, units)
+
+    def _is_large(self, size: int, nested: Shape) -> bool:
+        """Whether each of these slots is a slab of its own although many would fit one: such a slab would be long
+        beside other large slots, and lose as much at its end."""
+        longest = self.pool_bytes // LONGEST_SHARE
+        if longest < self.slab_bytes or size * 2 * FEW_SLOTS <= longest:
+            return False
+        length = nested.units * self.unit
+        return size * FEW_SLOTS > longest or -size % self.unit * length < length % size * size
+
+    def _nested_shape(self, size: int) -> Shape | None:
         nbytes = self.slab_bytes
         while nbytes <= max(self.slab_bytes, self.pool_bytes // LONGEST_SHARE):
             if self._suits(size, nbytes):
@@ -105,8 +124,7 @@ class Grid:
                     least //= 2
                 return Shape(size, units, True, least)
             nbytes *= 2
-        units = -(-size // self.unit)
-        return Shape(size, units, False, units)
+        return None
 
     @staticmethod
     def _suits(size: int, nbytes: int) -> bool:
@@ -126,20 +144,22 @@ class Part:
         self.nbytes = grid.nbytes(start, end)
         self.starts = [start]
         self.ends = [end]
-        """Of each run, ascending. No two of them touch."""
+        """Of each run, ascending."""
+        self.joins = True
+        """Runs that touch become one; else each is what a slab left."""
 
     def copy(self) -> Part:
         part = Part(self.grid, self.start, self.end, self.node)
-        part.starts, part.ends = self.starts.copy(), self.ends.copy()
+        part.starts, part.ends, part.joins = self.starts.copy(), self.ends.copy(), self.joins
         return part
 
     def add(self, start: int, end: int) -> None:
         """These units are whole again."""
         at = bisect_left(self.starts, start)
-        if at < len(self.starts) and self.starts[at] == end:
+        if self.joins and at < len(self.starts) and self.starts[at] == end:
             end = self.ends[at]
             del self.starts[at], self.ends[at]
-        if at and self.ends[at - 1] == start:
+        if self.joins and at and self.ends[at - 1] == start:
             self.ends[at - 1] = end
             return
         self.starts.insert(at, start)

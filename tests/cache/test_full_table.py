@@ -123,3 +123,39 @@ def test_a_block_that_is_leased_is_not_taken_for_it(cache: BlockCache, disk: Ful
     assert cache.begin_store([(space, 0, [key(100)])]) is Refusal.TABLE_FULL
     cache.end_load(grant)
     assert isinstance(cache.begin_store([(space, 0, [key(100)])]), StoreGrant)
+
+
+@pytest.mark.parametrize(("old", "new"), [(36, 36), (36, 27), (50, 36)])
+def test_large_blocks_take_the_places_of_others_which_are_as_large(disk: FullDisk, old: int, new: int) -> None:
+    """Each is a slab of its own, with one record. Where two of them touch, what they leave is not one place."""
+    cache = large_cache(disk)
+    first, then = open_space(cache, "first", shards=(old,)), open_space(cache, "then", shards=(new,))
+    for number in range(4):
+        store(cache, first, number)
+    disk.full = True
+    store(cache, then, 10)
+    assert (found(first, *range(4)), found(then, 10)) == ([1, 2, 3], [10])
+    store(cache, then, 11, 12)
+    assert (found(first, *range(4)), found(then, 10, 11, 12)) == ([3], [10, 11, 12])
+    check_integrity(cache)
+
+
+@pytest.mark.parametrize(("old", "new"), [(36, 50), (50, 20)])
+def test_large_blocks_evict_nothing_in_vain(disk: FullDisk, old: int, new: int) -> None:
+    """Two of the small ones would lie in a place: the second would have no record."""
+    cache = large_cache(disk)
+    first, then = open_space(cache, "first", shards=(old,)), open_space(cache, "then", shards=(new,))
+    for number in range(4):
+        store(cache, first, number)
+    disk.full = True
+    assert cache.begin_store([(then, 0, keys(10))]) is Refusal.TABLE_FULL
+    assert found(first, *range(4)) == [0, 1, 2, 3]
+    check_integrity(cache)
+
+
+def large_cache(disk: FullDisk) -> BlockCache:
+    made = recorded_cache(np.zeros(words_for(400, 1), np.uint64), 400, 1)
+    records = made._table.records
+    assert records is not None
+    records.take_room = disk.take
+    return made

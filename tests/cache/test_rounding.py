@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rounding import lost_of, mix_of
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.eviction import AHEAD_SHARE
@@ -116,14 +117,19 @@ def test_large_blocks_of_one_size_fill_the_pool_but_for_3_percent_and_a_slot(siz
 
 
 @pytest.mark.no_cover  # slow when every line is counted
+@pytest.mark.parametrize("tens", range(6))
+def test_large_blocks_of_several_sizes_lose_no_more_than_3_percent_and_a_block_of_the_smallest_size(tens: int) -> None:
+    """Blocks do not move. Before their places were chosen by the gaps that they leave, more was lost in more than half
+    of the mixes, and 11 % in the worst of these."""
+    lost = {seed: lost_of(mix_of(seed), seed) for seed in range(10 * tens, 10 * tens + 10)}
+    assert max(lost.values()) <= MAX_WASTE, lost
+
+
+@pytest.mark.no_cover  # slow when every line is counted
 @settings(max_examples=20, deadline=None)
 @given(
     mix=st.lists(sizes(POOL // 1024, POOL // LARGEST_SHARE), min_size=2, max_size=3, unique=True),
     seed=st.integers(0, 1 << 30),
 )
-def test_large_blocks_of_several_sizes_leave_gaps_of_no_more_than_a_sixth_of_the_pool(
-    mix: list[int], seed: int
-) -> None:
-    """Blocks do not move. Of 300 random mixes `wasted_bytes` was above 3 % in 229, and 18 % in the worst; 38 were above
-    3 % beside a slab of each size and what is freed ahead, and the worst 10 %."""
-    Pool(mix, MIB, random.Random(seed)).go_through_proportions(1 / 6)
+def test_whatever_large_blocks_share_a_pool_it_is_full_but_for_a_block_of_each_size(mix: list[int], seed: int) -> None:
+    Pool(mix, MIB, random.Random(seed)).go_through_proportions(MAX_WASTE)

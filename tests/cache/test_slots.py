@@ -314,15 +314,6 @@ def test_places_with_slabs_of_the_class_itself_are_none() -> None:
     assert [touched for *_, touched in windows(slots, 2)] == [2]
 
 
-def test_a_place_for_a_large_slot_begins_or_ends_where_something_else_does_and_is_as_old_as_its_newest_slot() -> None:
-    slots = allocator(8, 1)
-    for tick in (3, 2, 5, 4, 1):
-        evictable(slots, 1, tick)
-    assert windows(slots, 3) == [(4, 7, 1), (3, 6, 4), (0, 3, 5), (1, 4, 5), (2, 5, 5)]
-    slots.hold(at(2))
-    assert windows(slots, 3) == [(4, 7, 1), (3, 6, 4)]
-
-
 def test_eviction_of_one_slot_does_not_make_its_slab_look_used() -> None:
     slots = allocator(4, 2)
     first, _ = evictable(slots, 1, 1), evictable(slots, 1, 1)
