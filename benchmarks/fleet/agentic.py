@@ -30,8 +30,9 @@ WARM_SECONDS: Final = 1800.0
 NO_RUNS: Final = Runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     tokens: int
+    output_tokens: int
     think: float
     api: float
     runs: Runs
@@ -41,8 +42,8 @@ class _Request(NamedTuple):
     """Blocks of the prompt."""
 
 
-class _Session(NamedTuple):
-    requests: list[_Request]
+class Session(NamedTuple):
+    requests: list[Request]
     num_blocks: int
 
 
@@ -97,7 +98,7 @@ def _moved(runs: Runs, base: int) -> Runs:
     return Runs(runs.starts + base, runs.lengths)
 
 
-def read_sessions(path: Path) -> tuple[int, list[_Session]]:
+def read_sessions(path: Path) -> tuple[int, list[Session]]:
     """Tokens of a block, and the sessions of a file."""
     block_tokens, found = 0, []
     for line in read_lines(path):
@@ -130,7 +131,7 @@ def _prompt(line: Line, row: Any, block_tokens: int) -> Runs:
     return runs
 
 
-def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> _Session:
+def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> Session:
     """Answers are found in the first later prompt that continues theirs: the prompt's last block names all before."""
     answers = [NO_RUNS] * len(rows)
     open_ends: list[tuple[int, int, int, int]] = []
@@ -151,9 +152,9 @@ def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> _Sessio
         if len(numbers):
             open_ends.append((number, len(numbers), int(numbers[-1]), (row[1] + row[2]) // block_tokens))
             num_blocks = max(num_blocks, int(numbers.max()) + 1)
-    return _Session(
+    return Session(
         [
-            _Request(row[1], min(row[3], MAX_THINK), row[4], runs, answer, length)
+            Request(row[1], row[2], min(row[3], MAX_THINK), row[4], runs, answer, length)
             for row, runs, answer, length in zip(rows, prompts, answers, lengths, strict=True)
         ],
         num_blocks,

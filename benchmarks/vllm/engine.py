@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.vllm.conversations import Conversations
 from benchmarks.vllm.hooks import Hooks
+from benchmarks.vllm.sessions import Sessions
 from kvsidecar.bench.processes import serve
 from kvsidecar.integrations.vllm.counters import COUNTED
 
@@ -292,6 +293,25 @@ class Engine:
                 )
         return {"seconds": clock() - began, **talks.result(), **self._hooks.take(), "counters": self._counters()}
 
+    def replay(self, **options: Any) -> dict[str, Any]:
+        """Run `Sessions` to their end."""
+        sessions = Sessions(**options, vocabulary=self._vocabulary)
+        engine, began = self.llm.llm_engine, time.perf_counter()
+        self._hooks.take()
+        while not sessions.over(now := time.perf_counter() - began):
+            for name, tokens, output_tokens in sessions.due(now):
+                engine.add_request(name, self._prompt(tokens), self._sampling(output_tokens))
+            if not self._core.scheduler.has_requests():
+                time.sleep(max(0.0, (sessions.next_due() or 0.0) - now))
+                continue
+            outputs = engine.step()
+            now = time.perf_counter() - began
+            for output in outputs:
+                (answer,) = output.outputs
+                tokens_so_far, cached = len(answer.token_ids), output.num_cached_tokens or 0
+                sessions.answered(output.request_id, tokens_so_far, now, output.finished, cached)
+        return {**sessions.result(), **self._hooks.take(), "counters": self._counters()}
+
     def _counters(self) -> dict[str, int]:
         """Of this project's connector, since the engine's start; empty for another one."""
         side = getattr(getattr(self._core.scheduler, "connector", None), "_scheduler", None)
@@ -324,7 +344,7 @@ def main() -> None:
         config["model"], config["transfer"], config["tiny"], config["options"], time_hooks=config["time_hooks"]
     )
     sys.stdout = replies
-    handlers = ("facts", "phase", "check", "drain", "reset", "converse")
+    handlers = ("facts", "phase", "check", "drain", "reset", "converse", "replay")
     serve({name: getattr(engine, name) for name in handlers})
     sys.stdout = sys.stderr
     engine.llm.llm_engine.engine_core.shutdown()

@@ -60,7 +60,7 @@ def llm_options(options: argparse.Namespace, *, max_model_len: int) -> dict[str,
     """
     block = 32 if options.tiny else 16
     found: dict[str, Any] = {
-        "max_model_len": 768 if options.tiny else max_model_len,
+        "max_model_len": getattr(options, "max_tokens", 768) if options.tiny else max_model_len,
         "max_num_batched_tokens": 1024 if options.tiny else 8192,
         "max_num_seqs": 64,
         "block_size": block,
@@ -77,7 +77,7 @@ def llm_options(options: argparse.Namespace, *, max_model_len: int) -> dict[str,
 def modes(given: str, default: Sequence[str]) -> list[str]:
     names = given.split(",") if given else list(default)
     for name in names:
-        if name not in MODES:
+        if name.partition(":")[0] not in MODES:
             raise SystemExit(f"--modes: {name!r} is none of {', '.join(MODES)}")
     return names
 

@@ -1,0 +1,126 @@
+"""Recorded sessions of coding agents against vLLM: tokens/s, time to first token and hits, by how many are at work.
+
+python -m benchmarks.vllm.agentx --trace agentic.jsonl.xz --json agentx.json  # on a GPU
+python -m benchmarks.vllm.agentx --trace agentic.jsonl.xz --tiny              # on the CPU: shows that all works
+
+Each agent asks, waits for the answer, then for the recorded pause divided by --speed, and asks again; a session that
+ends is followed by the next one. A recorded block becomes --block-tokens tokens, so that many sessions are at work with
+the KV of few: prompts keep their shape and are shorter. All modes replay the same sessions; what each asks in the time
+it has depends on how fast it answers. `kvsidecar:POLICY` is a daemon with --eviction POLICY. "known" is what an endless
+cache would hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.vllm import runs
+from benchmarks.vllm.engine import kv_bytes_per_token
+from benchmarks.vllm.runs import ask, console, p50
+from benchmarks.vllm.throughput import refusals
+
+SHAPE = {"seconds": 150, "warm_seconds": 50, "speed": 10, "block_tokens": 16, "max_output_tokens": 128}
+TINY_SHAPE = {"seconds": 20, "warm_seconds": 4, "speed": 400, "block_tokens": 1, "max_output_tokens": 4}
+MAX_TOKENS, TINY_MAX_TOKENS = 65_536, 4_096
+GPU_TOKENS, TINY_GPU_TOKENS = 262_144, 8_192
+POOL_TOKENS, TINY_POOL_TOKENS = 524_288, 16_384
+CONCURRENCY, TINY_CONCURRENCY = "8,16,32", "4"
+
+
+def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> list[dict[str, Any]]:
+    """What one engine measured, for each number of agents in turn. Nothing of one is hit by the next."""
+    system, _, policy = mode.partition(":")
+    flags = ["--eviction", policy] if policy else []
+    llm = runs.llm_options(options, max_model_len=options.max_tokens)
+    shape = {name: getattr(options, name) for name in SHAPE}
+    shape |= {"path": str(options.trace.resolve()), "max_tokens": options.max_tokens, "seed": options.seed}
+    found = []
+    with (
+        runs.daemon(options, directory, pool, flags) if system == "kvsidecar" else nullcontext() as daemon,
+        runs.engine(options, directory, system, pool, daemon, **llm) as child,
+    ):
+        facts = ask(child, "facts")
+        ask(child, "converse", count=4, turns=2, concurrency=4, first_tokens=256, turn_tokens=64, output_tokens=8)
+        for concurrency in options.concurrency:
+            if not ask(child, "reset")["reset"]:
+                raise SystemExit(f"{mode}: the engine's cache is not empty")
+            each = {
+                "concurrency": concurrency,
+                "facts": facts,
+                **ask(child, "replay", concurrency=concurrency, **shape),
+            }
+            if daemon is not None:
+                each["refusals"] = {what: count for what, count in refusals(daemon.socket).items() if count}
+            found.append(each)
+    return found
+
+
+def p90(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * 0.9))]
+
+
+def _row(mode: str, found: dict[str, Any]) -> list[object]:
+    seconds, output = found["counted_seconds"], found["output_tokens"]
+    return [
+        mode,
+        found["concurrency"],
+        found["requests"],
+        (found["prompt_tokens"] + output) / seconds,
+        output / seconds,
+        p50(found["ttft_ms"]),
+        p90(found["ttft_ms"]),
+        f"{1e3 / p50(found['tpot_ms']):.1f}" if found["tpot_ms"] else "-",
+        f"{100 * found['cached_tokens'] / found['prompt_tokens']:.1f} %",
+        f"{100 * found['known_tokens'] / found['prompt_tokens']:.1f} %",
+    ]
+
+
+def show(results: dict[str, list[dict[str, Any]]]) -> None:
+    rows = sorted(
+        (_row(mode, each) for mode, found in results.items() for each in found if each["requests"]),
+        key=lambda row: str(row[1]).zfill(9),
+    )
+    columns = ["mode", "agents", "requests", "tok/s", "output tok/s", "TTFT p50 ms", "p90", "tok/s/user"]
+    runs.table("Agents", [*columns, "hits", "known"], rows)
+    for mode, found in results.items():
+        if refused := found[-1].get("refusals"):
+            console.print(f"{mode}: the daemon refused, by reason: {refused}")
+
+
+def main() -> None:
+    parser = runs.arguments(__doc__)
+    runs.add_shape(parser, SHAPE, TINY_SHAPE)
+    parser.add_argument(
+        "--trace", type=Path, required=True, help="sessions, as benchmarks.fleet.agentic describes them"
+    )
+    parser.add_argument("--concurrency", default="", help=f"agents at once, comma-separated; {CONCURRENCY}")
+    parser.add_argument("--max-tokens", type=int, default=0, help="longest prompt with its answer")
+    parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU, in tokens")
+    parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory for the engine")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of sessions")
+    options = parser.parse_args()
+    runs.fill_shape(options, SHAPE, TINY_SHAPE)
+    options.max_tokens = options.max_tokens or (TINY_MAX_TOKENS if options.tiny else MAX_TOKENS)
+    options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
+    given = options.concurrency or (TINY_CONCURRENCY if options.tiny else CONCURRENCY)
+    options.concurrency = [int(each) for each in given.split(",")]
+    chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
+    pool_tokens = TINY_POOL_TOKENS if options.tiny else POOL_TOKENS
+    pool = runs.pool_bytes(options, pool_tokens * kv_bytes_per_token(options.tiny))
+    results: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
+        directory = options.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        for mode in chosen:
+            console.print(f"{mode} ...")
+            results[mode] = run(mode, options, directory, pool)
+            runs.save(options, {"modes": results})  # a run that is cut short has something to show
+    show(results)
+
+
+if __name__ == "__main__":
+    main()
