@@ -69,6 +69,15 @@ EVICTION_ORDER = (Priority.LOW, Priority.NORMAL, Priority.HIGH)
 """Which blocks of a share go first."""
 
 
+class Eviction(StrEnum):
+    """Which blocks of a priority a full pool evicts first."""
+
+    LRU = "lru"
+    """The least recently used ones."""
+    RHYTHM = "rhythm"
+    """Those whose next use is the farthest, by the time between their uses so far."""
+
+
 class State(StrEnum):
     """Readiness of the daemon."""
 

@@ -152,7 +152,7 @@ def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Wo
     for shard, nbytes in enumerate(entry.shard_bytes):
         if nbytes is not None:
             space.set_shard(shard, nbytes)
-    space.blocks = blocks = SpaceBlocks(space, entry.number, table.capacity(space), table.seed)
+    space.blocks = blocks = SpaceBlocks(space, entry.number, table.capacity(space), table.seed, table.rhythm)
 
     shards = (contents[:, TABLE] & np.uint64(MAX_SHARDS - 1)).astype(np.int64)
     known = shards < space.num_shards

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Bytes, Ints, Words, any_true, as_list, extended
+from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Bytes, Ints, Words, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import EvictionQueues
-from kvsidecar.cache.shares import Share
+from kvsidecar.cache.rhythm import CLASSES, FIRST_GAP, Rhythm, class_of, in_order
+from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.slots import size_class
 from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
 
@@ -24,6 +26,10 @@ COPIED_ROWS = 65536
 """A table that grows beyond this gets all rows it may ever need: copying this many takes a few milliseconds."""
 SLOTS_BYTES = 1 << 32
 """Most address space that a table reserves for the slots of all its rows, unless its blocks need more."""
+PRIORITY_BITS = 2
+"""Of the number of a queue; the rest is the class of the gaps of its blocks."""
+NEVER = 1 << 62
+"""A tick later than any."""
 SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
@@ -36,6 +42,7 @@ COLUMNS = (
     "expires",
     "idle",
     "priority",
+    "gaps",
     "marks",
     "detached",
     "tiers",
@@ -53,10 +60,12 @@ class SpaceBlocks:
     Args:
         number: identifies this table in its cache; see `owners`.
         capacity: expected number of blocks; more are possible.
+        rhythm: the eviction policy; None: least recently used first.
     """
 
-    def __init__(self, space: Space, number: int, capacity: int, seed: int) -> None:
+    def __init__(self, space: Space, number: int, capacity: int, seed: int, rhythm: Rhythm | None = None) -> None:
         self.space = space
+        self.rhythm = rhythm
         self.number = number
         self.capacity = capacity
         self._seed = seed
@@ -77,7 +86,7 @@ class SpaceBlocks:
     def _start_empty(self) -> None:
         # One row though there is no block: a lookup of many hashes also reads the columns at row -1.
         self.queues = EvictionQueues(1)
-        """The evictable blocks, by priority."""
+        """The evictable blocks, by priority and, with a rhythm, class of their gaps."""
         self._ranked = False
         """Whether a block had another priority than normal: until then priorities cost nothing."""
         self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
@@ -100,6 +109,8 @@ class SpaceBlocks:
         """Whether any block has such a time: until then they cost nothing."""
         self.priority = np.zeros(1, np.uint8)
         """`Priority`, from the store that created the block."""
+        self.gaps = np.zeros(1, np.uint8)
+        """Usual time between its uses, as `kvsidecar.cache.rhythm` has it; 0 without a rhythm."""
         self.marks = np.zeros(1, np.uint8)
         """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
@@ -137,6 +148,8 @@ class SpaceBlocks:
             self.idle[rows] = 0
         if self._ranked:
             self.priority[rows] = Priority.NORMAL
+        if self.rhythm is not None:
+            self.gaps[rows] = FIRST_GAP
         self.index.add(keys, rows)
         return rows
 
@@ -157,22 +170,64 @@ class SpaceBlocks:
     def insert(self, rows: Ints) -> None:
         """Add blocks to the eviction order, as `EvictionQueues.insert`."""
         if not self._ranked:
-            self.queues.insert(rows)
+            if self.rhythm is None:
+                self.queues.insert(rows)
+            else:
+                self._insert(rows, Priority.NORMAL)
             return
         priorities = self.priority[rows]
         for priority in EVICTION_ORDER:
             mine = rows[priorities == priority]
             if len(mine):
-                self.queues.insert(mine, priority)
-                self.space.share.orders[priority].add(self)
+                self._insert(mine, priority)
+                self.space.share.add(self, priority)
+
+    def _insert(self, rows: Ints, priority: Priority) -> None:
+        if self.rhythm is None:
+            self.queues.insert(rows, priority)
+            return
+        classes = class_of(self.gaps[rows])
+        for number in np.unique(classes).tolist():
+            mine = rows[classes == number]
+            self.queues.insert(mine, number << PRIORITY_BITS | priority)
+            used = self.last_used.item(mine[0])
+            self.space.share.add(self, priority, (min(used, self.rhythm.horizons.item(number)), used))
 
     def remove(self, rows: Ints) -> None:
         """Remove blocks from the eviction order."""
         self.queues.remove(rows)
 
-    def candidates(self, priority: Priority = Priority.NORMAL) -> Iterator[Ints]:
-        """The evictable blocks of one priority, least recently used first, in pieces."""
-        return self.queues.candidates(priority)
+    def candidates(self, priority: Priority = Priority.NORMAL, *, by_use: bool = False) -> Iterator[Ints]:
+        """The evictable blocks of one priority in the order in which they go, in pieces.
+
+        Args:
+            by_use: least recently used first, whatever the policy.
+        """
+        if self.rhythm is None:
+            return self.queues.candidates(priority)
+        horizons = itertools.repeat(NEVER) if by_use else self.rhythm.horizons.tolist()
+        streams = [
+            (self.queues.candidates(queue), horizon, number)
+            for number, horizon in zip(range(CLASSES), horizons, strict=False)
+            if (queue := number << PRIORITY_BITS | priority) in self.queues
+        ]
+        return in_order(streams, self.last_used)
+
+    def ranks(self, rows: Ints) -> Ints:
+        """The ticks by which these blocks go, the lowest first: those of their last uses, if not the policy's."""
+        used: Ints = self.last_used[rows]
+        return used if self.rhythm is None else self.rhythm.ranks(self.gaps[rows], used)
+
+    def no_younger(self, rows: Ints, age: Age) -> Bools:
+        """Which of these blocks are not younger."""
+        rank, last_used = age
+        used = self.last_used[rows]
+        if self.rhythm is None:
+            older: Bools = used <= min(rank, last_used)
+        else:
+            ranks = self.rhythm.ranks(self.gaps[rows], used)
+            older = (ranks < rank) | ((ranks == rank) & (used <= last_used))
+        return older
 
     def recycle(self, rows: Ints) -> None:
         """Make the rows of deleted blocks available again."""
@@ -208,7 +263,8 @@ class SpaceBlocks:
         rows = np.concatenate((NO_INTS, *(piece for each in self.priorities for piece in self.candidates(each))))
         if len(rows) < len(self):
             return None
-        kept = {name: getattr(self, name)[..., rows] for name in ("slots", "missing", "last_used", "tiers", "expires")}
+        names = ("slots", "missing", "last_used", "tiers", "expires", "gaps")
+        kept = {name: getattr(self, name)[..., rows] for name in names}
         priority, idle, idling = self.priority[rows], self.idle[rows], self.idling
         keys = self.index.keys_of(rows)
         self.rebuilds += 1
@@ -254,12 +310,24 @@ class SpaceBlocks:
         slots: Ints = self.slots[:, rows].ravel()
         return slots[slots >= 0]
 
-    def oldest_use(self, priority: Priority = Priority.NORMAL) -> int | None:
-        """Tick of the last use of the block of this priority that would be evicted first; None if none can be."""
+    def oldest_use(self, priority: Priority = Priority.NORMAL, *, by_use: bool = False) -> Age | None:
+        """Age of the block of this priority that would be evicted first; None if none can be.
+
+        Args:
+            by_use: last use of the block that was used least recently.
+        """
         if not self.evictable_bytes:
             return None
-        oldest = next(self.candidates(priority), NO_INTS)
-        return self.last_used.item(oldest[0]) if len(oldest) else None
+        oldest = next(self.candidates(priority, by_use=by_use), NO_INTS)[:1]
+        if not len(oldest):
+            return None
+        used = self.last_used.item(oldest[0])
+        return (used if by_use or self.rhythm is None else self.ranks(oldest).item(), used)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether a block that is used may go before others that were used earlier."""
+        return self.rhythm is not None
 
     def bytes_of_each(self, rows: Ints) -> Ints:
         """Bytes of the sealed slots of each of these blocks."""

@@ -21,10 +21,10 @@ from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.room import SWEEP, Room
 from kvsidecar.cache.shares import Share, ShareLimits, Shares
-from kvsidecar.cache.slots import SlotAllocator, SlotState
-from kvsidecar.cache.stats import CacheStats
+from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.stats import CacheStats, gather
 from kvsidecar.errors import InvalidRequest, Refusal
-from kvsidecar.types import LookupMode, Namespace, Priority
+from kvsidecar.types import Eviction, LookupMode, Namespace, Priority
 
 Hashes = Sequence[bytes] | bytes
 """Block hashes, or all of them concatenated, as they arrive over the wire: splitting and joining 4096 of them takes as
@@ -49,6 +49,7 @@ class BlockCache:
         seed: a secret; without it clients cannot choose hashes that make the index slow.
         records: where sealed slots are recorded, so that the next run finds them. What an earlier run has left there is
             taken over: see `adopted`. Default: nothing is recorded.
+        eviction: which blocks go first. `Eviction.RHYTHM` needs the time, as expiry does: see `expire`.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class BlockCache:
         next_id: Callable[[], int] | None = None,
         seed: int = 0,
         records: Records | None = None,
+        eviction: Eviction = Eviction.LRU,
     ) -> None:
-        self._table = BlockTable(allocator, seed)
+        self._table = BlockTable(allocator, seed, eviction)
         self.adopted = AdoptReport() if records is None else adopt(self._table, records)
         """What was taken over from an earlier run."""
         self._expiry = Expiry(self._table)
@@ -178,7 +180,8 @@ class BlockCache:
         return lease is not None and bool(self._end_leases([lease]))
 
     def expire(self, now: float) -> list[Lease]:
-        """End and return the leases that have expired. It is ``now`` for the expiry of blocks until the next call."""
+        """End and return the leases that have expired. It is ``now`` for the expiry of blocks, and for their rhythm,
+        until the next call."""
         self._expiry.set_time(now, self._tick)
         return self._end_leases(self._leases.pop_expired(now))
 
@@ -508,26 +511,7 @@ class BlockCache:
 
     def stats(self) -> CacheStats:
         """Current gauges and counters; O(gaps between slabs)."""
-        table, slots = self._table, self._table.slots
-        evictable, unfit = slots.bytes_in(SlotState.EVICTABLE), slots.unfit_bytes
-        return CacheStats(
-            total_bytes=slots.total_bytes,
-            used_bytes=slots.bytes_in(SlotState.HELD) + evictable,
-            free_bytes=slots.bytes_in(SlotState.FREE) - unfit,
-            reserved_bytes=slots.bytes_in(SlotState.RESERVED),
-            quarantined_bytes=slots.bytes_in(SlotState.QUARANTINED),
-            wasted_bytes=slots.wasted_bytes + unfit,
-            evictable_bytes=evictable,
-            leased_bytes=table.leased_bytes,
-            blocks=table.num_blocks,
-            readable_blocks=table.readable_blocks,
-            leases=len(self._leases),
-            loads=len(self._loads),
-            evicted_blocks=table.evicted_blocks,
-            evicted_bytes=table.evicted_bytes,
-            expired_blocks=table.expired_blocks,
-            unzeroed_bytes=0 if self.freed is None else self.freed.nbytes + table.cleared_bytes,
-        )
+        return gather(self._table, leases=len(self._leases), loads=len(self._loads))
 
     def _end_leases(self, leases: list[Lease]) -> list[Lease]:
         for lease in leases:

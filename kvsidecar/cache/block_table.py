@@ -11,17 +11,16 @@ from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.change_log import Outlet
+from kvsidecar.cache.geometry import set_geometry
 from kvsidecar.cache.records import Records
+from kvsidecar.cache.rhythm import Rhythm
 from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slabs import LARGEST_SHARE
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
-from kvsidecar.errors import InvalidRequest, NamespaceMismatch
-from kvsidecar.types import Namespace, Residency
+from kvsidecar.cache.use_times import UseTimes
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.types import Eviction, Namespace, Residency
 
-MISMATCH_HINT = (
-    "Instances whose KV differs in layout or type must differ in kv_layout or dtype of the namespace; if the blocks of "
-    "the other kind are not wanted any more, clear the namespace"
-)
 SPARE_ROWS = 65536
 """Rows beyond the slots of the pool: a store creates its blocks before it evicts others."""
 
@@ -43,9 +42,11 @@ class BlockTable:
     block are HELD. Every method leaves each block in one of these two states.
     """
 
-    def __init__(self, allocator: SlotAllocator, seed: int) -> None:
+    def __init__(self, allocator: SlotAllocator, seed: int, eviction: Eviction = Eviction.LRU) -> None:
         self.slots = allocator
         self.seed = seed
+        self.times = UseTimes()
+        self.rhythm = Rhythm(self.times) if eviction is Eviction.RHYTHM else None
         self.shares = Shares()
         """Every change of a slot that a block has is accounted for here, too."""
         self.records: Records | None = None
@@ -112,7 +113,7 @@ class BlockTable:
             )
         known = self.spaces.get((namespace, group))
         space = known or Space(namespace, group, num_shards)
-        new_shard = _set_geometry(space, num_shards, shard, shard_bytes)
+        new_shard = set_geometry(space, num_shards, shard, shard_bytes)
         if known:
             space.blocks.capacity = max(space.blocks.capacity, self.capacity(space))
             if new_shard and self.records is not None:
@@ -242,6 +243,8 @@ class BlockTable:
             blocks, rows = chain.blocks, chain.rows
             idle = rows[blocks.evictable[rows]]
             self._hold(blocks, idle)
+            if self.rhythm is not None and len(idle):
+                blocks.gaps[idle] = self.rhythm.after(blocks.gaps[idle], blocks.last_used[idle])
             self.leased_bytes += len(idle) * blocks.space.block_bytes
             blocks.pins[rows] += 1
 
@@ -442,7 +445,7 @@ class BlockTable:
 
     def _new_blocks(self, space: Space) -> SpaceBlocks:
         self._num_tables += 1
-        blocks = SpaceBlocks(space, self._num_tables, self.capacity(space), self.seed)
+        blocks = SpaceBlocks(space, self._num_tables, self.capacity(space), self.seed, self.rhythm)
         self.tables[blocks.number] = blocks
         if self.records is not None:
             self.records.open_space(blocks.number, space.namespace, space.group, space.shard_bytes)
@@ -472,20 +475,3 @@ def create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
         rows[again] = blocks.index.find(keys.take(again))
         unknown = again[rows[again] < 0]
     return created
-
-
-def _set_geometry(space: Space, num_shards: int, shard: int, shard_bytes: int) -> bool:
-    """Whether the shard's size was not known before."""
-    if space.num_shards != num_shards:
-        raise NamespaceMismatch(
-            f"group {space.group}: this rank says a block has {num_shards} shards, but in this namespace "
-            f"{space.num_shards} are registered. {MISMATCH_HINT}"
-        )
-    if space.shard_bytes[shard] not in (None, shard_bytes):
-        raise NamespaceMismatch(
-            f"group {space.group}: this rank says shard {shard} has {shard_bytes} bytes per block, but in this "
-            f"namespace {space.shard_bytes[shard]} are registered. {MISMATCH_HINT}"
-        )
-    new_shard = space.shard_bytes[shard] is None
-    space.set_shard(shard, shard_bytes)
-    return new_shard

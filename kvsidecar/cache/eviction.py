@@ -8,6 +8,9 @@ first; a slab counts as used when the newest of its blocks was. So blocks no new
 that slab, then the blocks up to the next slab, and so on. If slabs did not take part in this order, a second model on
 the node would never get more than its first slab.
 
+"Used" is meant as the policy has it: `SpaceBlocks.ranks` are the ticks of the last uses (LRU), or what
+`kvsidecar.cache.rhythm` makes of them. A slab goes by the last use alone.
+
 A block is evicted as a whole, with its slots in other slabs and classes. A later victim may therefore provide what an
 earlier one was chosen for. At the end the plan takes back the victims that turned out to be unnecessary, newest first.
 
@@ -27,8 +30,8 @@ from heapq import merge
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints
-from kvsidecar.cache.block import Chain, SpaceBlocks
-from kvsidecar.cache.shares import Budget, Share, Shares, TableOrder
+from kvsidecar.cache.block import NEVER, Chain, SpaceBlocks
+from kvsidecar.cache.shares import Age, Budget, Share, Shares, TableOrder
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.windows import Window
 from kvsidecar.types import EVICTION_ORDER, Priority
@@ -116,7 +119,7 @@ def _choose(plan: _EvictionPlan, requested: Sequence[Chain], first: Sequence[Cha
 
 
 def _oldest(
-    shares: Iterable[Share], size: int | None, missing: int, until: int | None, budget: Budget | None = None
+    shares: Iterable[Share], size: int | None, missing: int, until: Age | None, budget: Budget | None = None
 ) -> list[Chain]:
     """The oldest blocks of these shares that provide ``missing`` slots of a class, or bytes if there is none, or all of
     them; none used after ``until``. It looks at the tables that have some of the oldest blocks, and few more."""
@@ -137,7 +140,7 @@ def _oldest(
 
 
 def _lowest_first(
-    share: Share, size: int | None, missing: int, until: int | None, budget: Budget | None
+    share: Share, size: int | None, missing: int, until: Age | None, budget: Budget | None
 ) -> tuple[list[Chain], int]:
     """`_by_age` of one share, blocks of a lower priority first. When slabs are asked as well (``until``), all blocks of
     a low priority go before any slab, and all slabs before blocks of a high one."""
@@ -162,19 +165,19 @@ def _less(budget: Budget | None, taken: Iterable[Chain]) -> Budget | None:
 
 
 def _by_age(
-    orders: Iterable[TableOrder], size: int | None, missing: int, until: int | None, budget: Budget | None
+    orders: Iterable[TableOrder], size: int | None, missing: int, until: Age | None, budget: Budget | None
 ) -> tuple[list[Chain], int]:
     """The oldest blocks of these orders, as `_oldest`, and what is missing still."""
     tables: list[Queue] = []
     with ExitStack() as streams:
         streams_of = [streams.enter_context(closing(order.oldest_first())) for order in orders]
-        for tick, _, priority, blocks in merge(*streams_of):
-            if until is not None and tick > until:
+        for age, _, priority, blocks in merge(*streams_of):
+            if until is not None and age > until:
                 break
             if size is not None and size not in blocks.space.slot_sizes:
                 continue
             if len(tables).bit_count() == 1:  # not each time: it visits all of them
-                found, left = _oldest_in(tables, size, missing, tick - 1, budget)
+                found, left = _oldest_in(tables, size, missing, (age[0], age[1] - 1), budget)
                 if left <= 0:
                     return found, left
             tables.append((blocks, priority))
@@ -182,7 +185,7 @@ def _by_age(
 
 
 def _oldest_in(
-    tables: Iterable[Queue], size: int | None, missing: int, until: int | None, budget: Budget | None
+    tables: Iterable[Queue], size: int | None, missing: int, until: Age | None, budget: Budget | None
 ) -> tuple[list[Chain], int]:
     """`_oldest` of these tables, and what is missing still."""
     ordered = sorted(tables, key=lambda table: (table[0].number, table[1]))
@@ -218,7 +221,7 @@ def _oldest_in(
 
 
 def _candidates(
-    blocks: SpaceBlocks, priority: Priority, size: int | None, missing: int, until: int | None
+    blocks: SpaceBlocks, priority: Priority, size: int | None, missing: int, until: Age | None
 ) -> tuple[Chain, Ints]:
     """`_by_age` of the blocks of one table with this priority, and what each of these blocks provides."""
     pieces: list[Ints] = []
@@ -229,7 +232,7 @@ def _candidates(
     for piece in blocks.candidates(priority):
         rows = piece[blocks.marks[piece] == 0]
         if until is not None:
-            rows = rows[blocks.last_used[rows] <= until]
+            rows = rows[blocks.no_younger(rows, until)]
         if one_shard:
             rows = rows[: -(-missing // each)]
             missing -= len(rows) * each
@@ -241,7 +244,7 @@ def _candidates(
             missing -= int(amounts.sum())
             given.append(amounts)
         pieces.append(rows)
-        if missing <= 0 or (until is not None and len(piece) and blocks.last_used[piece[-1]] > until):
+        if missing <= 0 or (until is not None and len(piece) and not blocks.no_younger(piece[-1:], until).item()):
             break
     found = pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces))
     return Chain(blocks, found), np.full(len(found), each) if one_shard else np.concatenate((NO_INTS, *given))
@@ -267,18 +270,33 @@ def _rank_of(queue: Chain) -> int:
 def oldest_first(queues: Sequence[Chain]) -> list[tuple[int, int]]:
     """The eviction order of the blocks of several spaces, as (queue, position in it) pairs.
 
-    The order is by tick of the last use. The groups of one request share a tick and alternate: a prefix that is lost
-    in one group is useless in the others.
+    The order is by `SpaceBlocks.ranks`, then by tick of the last use. The groups of one request share a tick and
+    alternate: a prefix that is lost in one group is useless in the others.
 
     Args:
         queues: the candidates of each space, oldest first.
     """
     ticks = [queue.blocks.last_used[queue.rows] for queue in queues]
-    rounds = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
+    keys = [np.concatenate(ticks)]
+    if any(queue.blocks.reorders for queue in queues):
+        ranks = [queue.blocks.ranks(queue.rows) for queue in queues]
+        rounds = [_places_in_runs(rank, tick) for rank, tick in zip(ranks, ticks, strict=True)]
+        keys.append(np.concatenate(ranks))
+    else:
+        rounds = [np.arange(len(tick)) - np.searchsorted(tick, tick) for tick in ticks]
     number = np.repeat(np.arange(len(queues)), [len(tick) for tick in ticks])
     position = np.concatenate([np.arange(len(tick)) for tick in ticks])
-    order = np.lexsort((number, np.concatenate(rounds), np.concatenate(ticks)))
+    order = np.lexsort((number, np.concatenate(rounds), *keys))
     return list(zip(number[order].tolist(), position[order].tolist(), strict=True))
+
+
+def _places_in_runs(ranks: Ints, ticks: Ints) -> Ints:
+    """The place of each block among those with the same rank and tick, which are neighbours."""
+    places = np.arange(len(ticks))
+    starts = np.ones(len(ticks), np.bool_)
+    starts[1:] = (ticks[1:] != ticks[:-1]) | (ranks[1:] != ranks[:-1])
+    found: Ints = places - np.maximum.accumulate(np.where(starts, places, 0))
+    return found
 
 
 @dataclass(slots=True)
@@ -287,7 +305,7 @@ class _Choice:
 
     victims: list[Chain]
     last_used: int
-    """Tick of the last use of the newest victim."""
+    """Tick of the last use of the newest victim; of blocks, the highest of `SpaceBlocks.ranks`."""
     window: Window | None = None
     """The place for a slab that they free, which only all of them together do; None: they provide slots one by one."""
 
@@ -331,9 +349,10 @@ class _EvictionPlan:
         self._mark(first)
         while (unmet := self._allocation.unmet()) is not None:
             choice = self._oldest_slab(*unmet)
-            blocks = self._oldest_blocks(unmet.size, unmet.missing, None if choice is None else choice.last_used)
+            limit = None if choice is None else (choice.last_used, NEVER)
+            blocks = self._oldest_blocks(unmet.size, unmet.missing, limit)
             if blocks:
-                newest = max(int(chain.blocks.last_used[chain.rows[-1]]) for chain in blocks)
+                newest = max(chain.blocks.ranks(chain.rows[-1:]).item() for chain in blocks)
                 choice = _Choice(blocks, newest)
             if choice is None:
                 return False
@@ -382,7 +401,7 @@ class _EvictionPlan:
 
     # -- candidates ----------------------------------------------------------------------------------------------
 
-    def _oldest_blocks(self, size: int, missing: int, until: int | None) -> list[Chain]:
+    def _oldest_blocks(self, size: int, missing: int, until: Age | None) -> list[Chain]:
         """The oldest blocks that provide ``missing`` slots of this class, or all of them; none used after ``until``."""
         budget = self._budget
         shares = [share for share in self._shares if budget is None or budget.left(share)]

@@ -52,6 +52,10 @@ class EvictionQueues:
         self._num_segments = 0
         """How many there have been."""
 
+    def __contains__(self, queue: int) -> bool:
+        """Whether it has had blocks."""
+        return queue in self._queues
+
     def insert(self, rows: Ints, queue: int = 0) -> None:
         """Add distinct blocks that have just been used.
 

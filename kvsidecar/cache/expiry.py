@@ -18,16 +18,14 @@ from kvsidecar.cache.arrays import Bools, Ints, any_true
 from kvsidecar.cache.block import Chain, SpaceBlocks, StoreGrant
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.block_table import BlockTable
-from kvsidecar.cache.shares import Share, TableOrder
+from kvsidecar.cache.shares import NO_AGE, Share, TableOrder
+from kvsidecar.cache.use_times import IDLE_STEPS
 from kvsidecar.types import MAX_IDLE_SECONDS
 
 SCAN = 1 << 16
 """Rows of a table to look at in one step: less than a millisecond."""
 STEP_SECONDS = 0.25
 """How often the times of the last uses are looked at."""
-IDLE_STEPS = 64
-"""A block that nobody uses expires at most one part in so many late."""
-THIN_AFTER = 256
 LAST_SECOND = (1 << 32) - 1
 
 
@@ -59,10 +57,6 @@ class Expiry:
         self._due: list[tuple[int, int]] = []
         """Heap of (second, number of a table): not later than the table's next block expires."""
         self._scan: _Scan | None = None
-        self._ticks: list[tuple[float, int]] = []
-        """Some times, and the tick of the last request before: the farther back, the fewer."""
-        self._indexed: tuple[Ints, Ints] | None = None
-        """The ticks of `_ticks`, and the seconds of their times with one more; None: they have changed since."""
         self._uses: dict[str, deque[tuple[float, int]]] = {}
         """Share -> some times, and the tick of the last request before."""
         for blocks in table.tables.values():
@@ -75,11 +69,9 @@ class Expiry:
         if now < self._stepped + STEP_SECONDS:
             return
         self._stepped = now
-        if not self._ticks or self._ticks[-1][0] + 1 <= now:
-            self._ticks.append((now, tick))
-            self._indexed = None
-            if len(self._ticks) % THIN_AFTER == 0:
-                self._thin(now)
+        self._table.times.note(now, tick)
+        if self._table.rhythm is not None:
+            self._table.rhythm.set_time(now)
         for share in self._table.shares.idling:
             uses = self._uses.setdefault(share.name, deque())
             assert share.idle_ttl is not None
@@ -90,17 +82,10 @@ class Expiry:
 
     def unused(self, blocks: SpaceBlocks, seconds: float) -> Ints:
         """The blocks of a table that nobody uses, or has used for so long; up to one part in `IDLE_STEPS` longer."""
-        tick = max([tick for time, tick in self._ticks if time <= self.now - seconds], default=-1)
+        tick = self._table.times.tick_at(self.now - seconds)
         rows = np.arange(blocks.rows_used)
         found: Ints = rows[blocks.evictable[rows] & (blocks.last_used[rows] <= tick)]
         return found
-
-    def _thin(self, now: float) -> None:
-        kept: list[tuple[float, int]] = []
-        for time, tick in self._ticks:
-            if not kept or time - kept[-1][0] >= (now - time) / IDLE_STEPS:
-                kept.append((time, tick))
-        self._ticks = kept
 
     def set_times(self, grant: StoreGrant) -> tuple[int, int]:
         """This store is sealed now. Returns the second at which its blocks expire, and the seconds without a use after
@@ -143,12 +128,7 @@ class Expiry:
     def _idle_until(self, blocks: SpaceBlocks, rows: Ints) -> Ints:
         """The second at which nobody will have used a block for its time without a use, if nobody does: not earlier,
         and up to one part in `IDLE_STEPS` and two seconds later."""
-        if self._indexed is None:
-            seconds = [ceil(time) for time, _ in self._ticks]
-            self._indexed = np.array([tick for _, tick in self._ticks], np.int64), np.array([*seconds, 0], np.int64)
-        ticks, times = self._indexed
-        times[-1] = self.now + 1  # of what was used since the last of these times
-        used = times[np.searchsorted(ticks, blocks.last_used[rows])]
+        used = self._table.times.latest(blocks.last_used[rows], self.now + 1)
         used[~blocks.evictable[rows]] = self.now + 1  # in use
         until: Ints = used + blocks.idle[rows]
         return until
@@ -170,7 +150,7 @@ class Expiry:
         return self._collect_timed() or any(
             self._collect_idle(share, order, limit)
             for share in self._table.shares.idling
-            for order in share.orders.values()
+            for order in share.used_orders
             if order
         )
 
@@ -214,11 +194,11 @@ class Expiry:
 
     def _collect_idle(self, share: Share, order: TableOrder, limit: int) -> bool:
         oldest_first = order.oldest_first()
-        tick, _, _, blocks = next(oldest_first, (share.idle_tick + 1, 0, order.priority, None))
+        (_, last_used), _, _, blocks = next(oldest_first, (NO_AGE, 0, order.priority, None))
         oldest_first.close()
-        if blocks is None or tick > share.idle_tick:
+        if blocks is None or last_used > share.idle_tick:
             return False
-        rows = next(blocks.candidates(order.priority))[:limit]
+        rows = next(blocks.candidates(order.priority, by_use=True))[:limit]
         self._evict(blocks, rows[blocks.last_used[rows] <= share.idle_tick])
         return True
 

@@ -39,6 +39,13 @@ class ShareLimits:
     """Of the turns of each of its engines on the link."""
 
 
+Age = tuple[int, int]
+"""Two ticks of a block: its rank (`kvsidecar.cache.rhythm`), and its last use. With LRU both are the same. Of two
+blocks the one with the lower age goes first."""
+NO_AGE: Age = (-1, -1)
+"""Not later than that of any block."""
+
+
 class PayingSpace(Protocol):
     """What a share knows of a space."""
 
@@ -57,50 +64,78 @@ class Table(Protocol):
     def space(self) -> PayingSpace: ...
     @property
     def priorities(self) -> Sequence[Priority]: ...
-    def oldest_use(self, priority: Priority = ...) -> int | None: ...
+    @property
+    def reorders(self) -> bool: ...
+    def oldest_use(self, priority: Priority = ..., *, by_use: bool = ...) -> Age | None: ...
 
 
 class TableOrder:
-    """The tables of a share that have evictable blocks of one priority, by the last use of the oldest of these.
+    """The tables of a share that have evictable blocks of one priority, by the oldest of these.
 
-    A heap whose ticks are put right when they are looked at: the oldest block of a table only ever gets younger. So a
-    use of a block costs nothing here, and an eviction looks at as many tables as it takes blocks from, and one more.
+    A heap whose ages are put right when they are looked at: without a use, the oldest block of a table only ever gets
+    younger. So a use of a block costs nothing here, and an eviction looks at as many tables as it takes blocks from,
+    and one more.
+
+    Args:
+        by_use: the oldest block is the one that was used least recently. Otherwise it is the one to go first.
     """
 
-    def __init__(self, priority: Priority = Priority.NORMAL) -> None:
+    def __init__(self, priority: Priority = Priority.NORMAL, *, by_use: bool = False) -> None:
         self.priority = priority
-        self._heap: list[tuple[int, int, Priority, Any]] = []
-        """Tick that is not later than the last use of the table's oldest block, its number, the priority, table."""
-        self._listed: set[int] = set()
+        self._by_use = by_use
+        self._heap: list[tuple[Age, int, Priority, Any]] = []
+        """Age that is not later than that of the table's oldest block, its number, the priority, table. Only the entry
+        counts whose age is in `_listed`."""
+        self._listed: dict[int, Age] = {}
+        """Number of a table -> the age."""
 
-    def add(self, blocks: Table) -> None:
-        if blocks.number not in self._listed:
-            self._listed.add(blocks.number)
-            heappush(self._heap, (0, blocks.number, self.priority, blocks))
+    def add(self, blocks: Table, age: Age | None = None) -> None:
+        """A table has evictable blocks.
+
+        Args:
+            age: not later than that of the oldest of those that are new; None: they are not older than the others.
+        """
+        listed = self._listed.get(blocks.number)
+        if listed is None:
+            self._push((NO_AGE, blocks.number, self.priority, blocks))
+        elif age is not None and age < listed:
+            self._push((age, blocks.number, self.priority, blocks))
+
+    def _push(self, entry: tuple[Age, int, Priority, Any]) -> None:
+        self._listed[entry[1]] = entry[0]
+        heappush(self._heap, entry)
 
     def __bool__(self) -> bool:
         """Whether there may be any."""
         return bool(self._heap)
 
-    def oldest_first(self) -> Generator[tuple[int, int, Priority, Any]]:
-        """Tick of the oldest block, number, priority, table. Nothing may change until the iterator is closed."""
+    def oldest_first(self) -> Generator[tuple[Age, int, Priority, Any]]:
+        """Age of the oldest block, number, priority, table. Nothing may change until the iterator is closed."""
         heap = self._heap
-        seen: list[tuple[int, int, Priority, Any]] = []
+        seen: dict[int, tuple[Age, int, Priority, Any]] = {}
         try:
             while heap:
-                tick, number, priority, blocks = heap[0]
-                oldest = blocks.oldest_use(priority)
+                age, number, priority, blocks = heap[0]
+                if number in seen or self._listed.get(number) != age:
+                    heappop(heap)
+                    continue
+                oldest = blocks.oldest_use(priority, by_use=self._by_use)
                 if oldest is None:
                     heappop(heap)
-                    self._listed.discard(number)
-                elif oldest > tick:
+                    del self._listed[number]
+                elif oldest > age:
                     heapreplace(heap, (oldest, number, priority, blocks))
+                    self._listed[number] = oldest
                 else:
-                    seen.append(heappop(heap))
-                    yield seen[-1]
+                    seen[number] = heappop(heap)
+                    yield seen[number]
         finally:
-            for entry in seen:
+            for entry in seen.values():
                 heappush(heap, entry)
+
+
+def _orders(*, by_use: bool) -> dict[Priority, TableOrder]:
+    return {priority: TableOrder(priority, by_use=by_use) for priority in EVICTION_ORDER}
 
 
 @dataclass(slots=True, eq=False)
@@ -121,10 +156,21 @@ class Share:
     weight: int = 1
     idle_tick: int = 0
     """Blocks that were last used at this tick or before have expired."""
-    orders: dict[Priority, TableOrder] = field(
-        default_factory=lambda: {priority: TableOrder(priority) for priority in EVICTION_ORDER}
-    )
+    orders: dict[Priority, TableOrder] = field(default_factory=lambda: _orders(by_use=False))
     """In the order in which blocks go."""
+    by_use: dict[Priority, TableOrder] = field(default_factory=lambda: _orders(by_use=True))
+    """The same by last use, of tables that have another order."""
+
+    def add(self, blocks: Table, priority: Priority, age: Age | None = None) -> None:
+        """A table of this share has evictable blocks, as `TableOrder.add`."""
+        self.orders[priority].add(blocks, age)
+        if blocks.reorders:
+            self.by_use[priority].add(blocks)
+
+    @property
+    def used_orders(self) -> Iterator[TableOrder]:
+        """The tables of each priority by the last use of their blocks."""
+        return (each if each else self.orders[priority] for priority, each in self.by_use.items())
 
     @property
     def busy(self) -> int:
@@ -176,7 +222,7 @@ class Shares:
     def change(self, blocks: Table, used: int, evictable: int) -> None:
         """Account for slots of this table, by the change of the bytes that it uses, and that could be evicted."""
         if evictable > 0 and not blocks.evictable_bytes:
-            blocks.space.share.orders[Priority.NORMAL].add(blocks)
+            blocks.space.share.add(blocks, Priority.NORMAL)
         blocks.used_bytes += used
         blocks.evictable_bytes += evictable
         if self.limited:
@@ -190,7 +236,7 @@ class Shares:
                 self._change(share, blocks.used_bytes, blocks.evictable_bytes)
             if blocks.evictable_bytes:
                 for priority in blocks.priorities:
-                    share.orders[priority].add(blocks)
+                    share.add(blocks, priority)
 
     def pin_room(self, share: Share, capacity: int) -> int:
         """Bytes that this share may still pin or fill without taking what is guaranteed to others.

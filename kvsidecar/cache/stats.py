@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvsidecar.cache.block_table import BlockTable
+from kvsidecar.cache.slots import SlotState
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -35,3 +38,27 @@ class CacheStats:
     """Part of ``evicted_blocks``."""
     unzeroed_bytes: int = 0
     """Of slots that have been freed and are to be zeroed, those of cleared blocks included that nobody uses."""
+
+
+def gather(table: BlockTable, *, leases: int, loads: int) -> CacheStats:
+    """Those of a table with so many leases and running loads."""
+    slots = table.slots
+    evictable, unfit, freed = slots.bytes_in(SlotState.EVICTABLE), slots.unfit_bytes, slots.freed
+    return CacheStats(
+        total_bytes=slots.total_bytes,
+        used_bytes=slots.bytes_in(SlotState.HELD) + evictable,
+        free_bytes=slots.bytes_in(SlotState.FREE) - unfit,
+        reserved_bytes=slots.bytes_in(SlotState.RESERVED),
+        quarantined_bytes=slots.bytes_in(SlotState.QUARANTINED),
+        wasted_bytes=slots.wasted_bytes + unfit,
+        evictable_bytes=evictable,
+        leased_bytes=table.leased_bytes,
+        blocks=table.num_blocks,
+        readable_blocks=table.readable_blocks,
+        leases=leases,
+        loads=loads,
+        evicted_blocks=table.evicted_blocks,
+        evicted_bytes=table.evicted_bytes,
+        expired_blocks=table.expired_blocks,
+        unzeroed_bytes=0 if freed is None else freed.nbytes + table.cleared_bytes,
+    )

@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -46,7 +47,7 @@ from kvsidecar.support import config_files
 from kvsidecar.support.memory_limits import HugePages
 from kvsidecar.support.units import GiB, MiB, Size, format_size
 from kvsidecar.tiers.policy import Admission
-from kvsidecar.types import Verify
+from kvsidecar.types import Eviction, Verify
 
 PREFIX = "KVSIDECAR_"
 MAX_SHOWN = 300
@@ -304,6 +305,12 @@ class Settings(BaseModel):
         "one block in 16. always: every block. A mismatch is a miss, and the slot is quarantined. Checksums "
         "outlive the daemon with their blocks; blocks that were stored while it was off have none.",
     )
+    eviction: Eviction = Field(
+        Eviction.LRU,
+        description="Which blocks a full pool evicts first. lru: the least recently used ones. rhythm: those that are "
+        "expected to stay without a use for longest, by the time between their uses so far; for coding agents, whose "
+        "sessions come back in turns (docs/operating.md#eviction).",
+    )
     lease_max: Seconds = Field(
         60.0,
         gt=0,
@@ -553,13 +560,9 @@ def _click_option(option: str) -> click.Option:
     metavar = shown.metavar
     if metavar is None:
         kind = field.annotation
-        choices = (
-            get_args(kind)
-            if get_origin(kind) is Literal
-            else tuple(kind)
-            if kind in (HugePages, Verify, Admission)
-            else ()
-        )
+        choices: tuple[object, ...] = get_args(kind) if get_origin(kind) is Literal else ()
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            choices = tuple(kind)
         metavar = "|".join(map(str, choices))
     default = shown.default or (f"{field.default:g}" if isinstance(field.default, float) else str(field.default))
     return click.Option(

@@ -138,6 +138,7 @@ class Daemon:
                 next_id=lambda: secrets.randbits(ID_BITS) | 1,
                 seed=secrets.randbits(64),
                 records=records,
+                eviction=settings.eviction,
             )
 
         self._cache = make_cache(None) if kept is None else kept.fill(make_cache)

@@ -237,7 +237,11 @@ def _check_space(space: Space, tables: dict[int, SpaceBlocks]) -> None:
         expected = {row for row in evictable if blocks.priority[row] == priority}
         assert len(candidates) == len(expected), f"the policy has {candidates}; evictable are {expected}"
         assert set(candidates) == expected, f"the policy has {candidates}; evictable are {expected}"
-        used = blocks.last_used[candidates].tolist()
+        ranks = blocks.ranks(np.array(candidates, np.int64)).tolist()
+        assert ranks == sorted(ranks), f"the candidates for eviction are not in the order of their ranks: {ranks}"
+        by_use = [row for rows in blocks.candidates(priority, by_use=True) for row in rows.tolist()]
+        used = blocks.last_used[by_use].tolist()
+        assert set(by_use) == expected, f"by use, the policy has {by_use}; evictable are {expected}"
         assert used == sorted(used), f"the candidates for eviction are not in the order of their use: {used}"
 
 
@@ -285,16 +289,18 @@ def _check_shares(cache: BlockCache) -> None:
         counted = (used[share] - before[0], evictable[share] - before[1])
         assert counted == (blocks.used_bytes, blocks.evictable_bytes), f"table {blocks.number} miscounts its bytes"
         for priority, order in share.orders.items():
-            listed = [entry[3] for entry in order._heap].count(blocks)
+            listed = blocks.number in order._listed
             there = bool(blocks.evictable_bytes) and next(blocks.candidates(priority), None) is not None
-            assert listed == 1 or not there, f"table {blocks.number} would not be evicted"
+            assert listed or not there, f"table {blocks.number} would not be evicted"
     for share in shares if shares.limited else ():
         assert (share.used, share.evictable) == (used[share], evictable[share]), f"the share {share.name} miscounts"
-        for order in share.orders.values():
-            assert {entry[1] for entry in order._heap} == order._listed, "tables are listed twice or lost"
-            for tick, _, priority, blocks in order._heap:
-                oldest = blocks.oldest_use(priority)
-                assert oldest is None or tick <= oldest, f"table {blocks.number} would be looked at too late"
+        for order in (*share.orders.values(), *share.by_use.values()):
+            entries = {(number, age): (priority, blocks) for age, number, priority, blocks in order._heap}
+            assert order._listed.items() <= entries.keys(), "tables are lost"
+            for (number, age), (priority, blocks) in entries.items():
+                oldest = blocks.oldest_use(priority, by_use=order._by_use)
+                right = oldest is None or age <= oldest or order._listed.get(number) != age
+                assert right, f"table {number} would be looked at too late"
     for state in (SlotState.RESERVED, SlotState.HELD, SlotState.EVICTABLE):
         assert table.slots.bytes_in(state) == states[state], f"{state.name} slots belong to nobody"
     if not shares.limited:

@@ -8,7 +8,7 @@ from kvsidecar.cache.block import NO_SLOT, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
 from kvsidecar.errors import Refusal
-from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.types import Eviction, LookupMode, Namespace
 from tests.cache.inside import hashes_of
 
 PAGE = SLOT_ALIGN
@@ -26,9 +26,11 @@ def keys(*names: int | str) -> list[bytes]:
     return [key(name) for name in names]
 
 
-def new_cache(pool: int, slab: int | None = None, numa: Sequence[int | None] | None = None) -> BlockCache:
+def new_cache(
+    pool: int, slab: int | None = None, numa: Sequence[int | None] | None = None, eviction: Eviction = Eviction.LRU
+) -> BlockCache:
     """A cache with ``pool`` pages in slabs of ``slab`` pages (default: one slab)."""
-    return BlockCache(SlotAllocator(pool * PAGE, (slab or pool) * PAGE, numa))
+    return BlockCache(SlotAllocator(pool * PAGE, (slab or pool) * PAGE, numa), eviction=eviction)
 
 
 def open_space(cache: BlockCache, name: str = "model", *, group: int = 0, shards: Sequence[int] = (1,)) -> Space:
@@ -76,7 +78,7 @@ def slot_of(space: Space, block_hash: bytes, shard: int) -> int:
 
 def eviction_order(space: Space) -> list[bytes]:
     """Hashes of the evictable blocks, the next to go first."""
-    return [name for rows in space.blocks.queues.candidates() for name in hashes_of(space.blocks.index, rows)]
+    return [name for rows in space.blocks.candidates() for name in hashes_of(space.blocks.index, rows)]
 
 
 def refused(cache: BlockCache, space: Space, *names: int | str) -> bool:

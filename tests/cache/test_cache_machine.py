@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.errors import Refusal
-from kvsidecar.types import LookupMode
+from kvsidecar.types import Eviction, LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -95,16 +95,22 @@ class CacheMachine(RuleBasedStateMachine):
         shape=st.sampled_from(POOLS),
         nodes=st.lists(st.sampled_from([0, 1]), min_size=3, max_size=3),
         rebuilt=st.booleans(),
+        eviction=st.sampled_from(Eviction),
     )
     def start(
-        self, shape: tuple[int, int, tuple[int, ...], tuple[int, ...]], nodes: list[int], *, rebuilt: bool
+        self,
+        shape: tuple[int, int, tuple[int, ...], tuple[int, ...]],
+        nodes: list[int],
+        *,
+        rebuilt: bool,
+        eviction: Eviction,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         if rebuilt:  # each table that has a row to spare, at each sweep
             self.patch.setattr("kvsidecar.cache.block.SPARSE", 1)
             self.patch.setattr("kvsidecar.cache.block.FIRST_ROWS", 1)
         pool, slab, *self.shards = shape
-        self.cache: BlockCache = new_cache(pool, slab, nodes[: -(-pool // slab)])
+        self.cache: BlockCache = new_cache(pool, slab, nodes[: -(-pool // slab)], eviction)
         self.one_class = {pages for shards in self.shards for pages in shards} == {1}
         self.spaces = [open_space(self.cache, name, shards=self.shards[i]) for i, name in enumerate(SPACES)]
         self.memory: list[Token | None] = [None] * pool
@@ -316,7 +322,7 @@ class CacheMachine(RuleBasedStateMachine):
         del self.leases[lease_id]
         self.released_leases.append(lease_id)
 
-    @rule(seconds=st.integers(0, 2), sweep=st.booleans())
+    @rule(seconds=st.sampled_from([0, 1, 2, 40]), sweep=st.booleans())
     def pass_time(self, seconds: int, sweep: bool) -> None:
         self.now += seconds
         if sweep:

@@ -46,5 +46,5 @@ def test_blocks_that_nobody_has_used_are_cleared_and_no_others() -> None:
     assert names_readable(cache, space, "old", "used", "held", "new") == ["held", "new"]
     assert cache.clear_unused(space, 3000) == 0
     cache.release(held)
-    assert len(cache._expiry._ticks) < 600, "times are kept for ever"
+    assert len(cache._table.times._ticks) < 600, "times are kept for ever"
     assert cache.clear_unused(space, 0) <= 2

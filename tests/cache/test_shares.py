@@ -14,7 +14,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.errors import Refusal
-from kvsidecar.types import UNASSIGNED, LookupMode, Priority
+from kvsidecar.types import UNASSIGNED, Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -175,8 +175,11 @@ def test_what_is_cleared_is_paid_for_by_nobody() -> None:
     check_integrity(cache)
 
 
-def test_an_eviction_looks_at_few_of_ten_thousand_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = BlockCache(SlotAllocator(10_000 * PAGE, 10_000 * PAGE))
+@pytest.mark.parametrize("eviction", Eviction)
+def test_an_eviction_looks_at_few_of_ten_thousand_namespaces(
+    monkeypatch: pytest.MonkeyPatch, eviction: Eviction
+) -> None:
+    cache = BlockCache(SlotAllocator(10_000 * PAGE, 10_000 * PAGE), eviction=eviction)
     spaces = [open_space(cache, str(number)) for number in range(10_001)]
     for space in spaces[:-1]:
         store(cache, space, "one")
@@ -186,7 +189,7 @@ def test_an_eviction_looks_at_few_of_ten_thousand_namespaces(monkeypatch: pytest
     monkeypatch.setattr(
         type(spaces[0].blocks),
         "oldest_use",
-        lambda blocks, *args: (seen.append(blocks.number), original(blocks, *args))[1],
+        lambda blocks, *args, **named: (seen.append(blocks.number), original(blocks, *args, **named))[1],
     )
     for name in range(200, 600):
         begin(cache, spaces[-1], keys(name))
@@ -213,9 +216,9 @@ models = st.sampled_from(MODELS)
 class SharesMachine(RuleBasedStateMachine):
     """Any requests of three tenants, and reloads."""
 
-    @initialize(shape=st.sampled_from(POOLS), shares=st.sampled_from(SHARES))
-    def start(self, shape: tuple[int, int], shares: dict[str, Limits]) -> None:
-        self.cache = new_cache(*shape)
+    @initialize(shape=st.sampled_from(POOLS), shares=st.sampled_from(SHARES), eviction=st.sampled_from(Eviction))
+    def start(self, shape: tuple[int, int], shares: dict[str, Limits], eviction: Eviction) -> None:
+        self.cache, self.now = new_cache(*shape, eviction=eviction), 0.0
         self.cache.set_shares(limits(**shares))
         self.spaces = {name: open_space(self.cache, name) for name in MODELS}
         self.stores: list[StoreGrant] = []
@@ -265,7 +268,8 @@ class SharesMachine(RuleBasedStateMachine):
     @rule(model=models, names=names, mode=st.sampled_from(LookupMode))
     def lease(self, model: str, names: list[int], mode: LookupMode) -> None:
         self.look()
-        granted, _ = self.cache.lookup_and_lease([(self.spaces[model], keys(*names))], mode, 0, 10, "o")
+        parts = [(self.spaces[model], keys(*names))]
+        granted, _ = self.cache.lookup_and_lease(parts, mode, self.now, 10, "o")
         if granted is not None:
             self.leases.append(granted.id)
         self.request(model, granted)
@@ -291,6 +295,12 @@ class SharesMachine(RuleBasedStateMachine):
         grant = data.draw(st.sampled_from(self.loads))
         self.loads.remove(grant)
         self.cache.end_load(grant)
+
+    @rule(seconds=st.sampled_from([1, 9, 100]))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+        for ended in self.cache.expire(self.now):
+            self.leases.remove(ended.id)
 
     @rule(model=models, sweep=st.integers(0, 2))
     def clear(self, model: str, sweep: int) -> None:

@@ -29,7 +29,7 @@ from kvsidecar.protocol import paths
 from kvsidecar.support.memory_limits import HugePages
 from kvsidecar.support.units import GiB, KiB, MiB, Size
 from kvsidecar.tiers.policy import Admission
-from kvsidecar.types import Verify
+from kvsidecar.types import Eviction, Verify
 
 NO_FILE = Path("no such file")
 
@@ -58,6 +58,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "devices": ("host-1, host", ("host-1", "host")),
     "pin_max": ("5%", Size(percent=5.0)),
     "zero_freed": ("on", True),
+    "eviction": ("rhythm", Eviction.RHYTHM),
     "pool_size": ("75%", Size(percent=75.0)),
     "slab_size": ("16MiB", 16 * MiB),
     "chunk_size": ("256MiB", 256 * MiB),

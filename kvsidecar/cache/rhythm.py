@@ -1,0 +1,117 @@
+"""The eviction policy ``rhythm``: the blocks go first that will be without a use for longest, by how it was so far.
+
+Requests that come back in turns, as those of coding agents do, defeat an order by the last use alone (LRU): in a pool
+that does not hold all sessions, what will be used next is just what has waited longest. So a block keeps its *gap*, the
+usual time from the end of one use to the beginning of the next. It moves by at most an octave with each use, so that
+one pause changes little. A block that is new has that of the deepest block that its request has hit.
+
+The blocks are in classes by their gaps, two an octave, each a queue of `EvictionQueues` in the order of the last use.
+The victim is the block whose gap, or time without a use if that is longer already, is the longest; of several with the
+same, the one whose last use is the oldest, and the deepest of a prefix. In ticks: a block counts as last used when it
+was, or at `Rhythm.horizons` of its class (now minus the gap) if that is earlier. With one class that is LRU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from math import log2
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.cache.arrays import Bytes, Ints
+from kvsidecar.cache.use_times import UseTimes
+
+STEPS = 8
+"""Values of a gap in an octave: a gap of g seconds has the value ``STEPS * log2(g)``."""
+MOST_SECONDS = 1 << 17
+"""36 hours; longer gaps count as this one."""
+MOST_GAP = STEPS * 17
+FIRST_GAP = round(STEPS * log2(30))
+"""Of a block of which nothing is known: half a minute."""
+PER_CLASS = STEPS // 2
+CLASSES = MOST_GAP // PER_CLASS + 1
+
+Stream = tuple[Iterator[Ints], int, int]
+"""The blocks of one class in the order of their last use, its horizon, and its number."""
+
+
+def class_of(gaps: Bytes) -> Bytes:
+    """The class of each of these gaps; that of the longest is the highest."""
+    classes: Bytes = (gaps + np.uint8(PER_CLASS // 2)) // np.uint8(PER_CLASS)
+    return classes
+
+
+class Rhythm:
+    """The clock of the policy, for all tables of a cache.
+
+    Args:
+        times: when ticks were.
+    """
+
+    def __init__(self, times: UseTimes) -> None:
+        self._times = times
+        self._now = 0.0
+        self.horizons: Ints = np.full(CLASSES, -1, np.int64)
+        """Per class a tick that is as long ago as its gap: what was used later has the gap before it still."""
+
+    def set_time(self, now: float) -> None:
+        """It is ``now``, in seconds on the cache's clock."""
+        self._now = now
+        self.horizons[:] = [self._times.last_tick(now - 2.0 ** (number / 2)) for number in range(CLASSES)]
+
+    def ranks(self, gaps: Bytes, last_used: Ints) -> Ints:
+        """Blocks with the lowest rank go first; a rank is a tick.
+
+        Args:
+            last_used: tick of each block's last use.
+        """
+        ranks: Ints = np.minimum(last_used, self.horizons[class_of(gaps)])
+        return ranks
+
+    def after(self, gaps: Bytes, last_used: Ints) -> Bytes:
+        """The gaps of blocks that are used now, and were last used at these ticks. Uses within a second are one."""
+        seconds = self._now - self._times.earliest(last_used, self._now)
+        found = np.rint(STEPS * np.log2(np.clip(seconds, 1.0, MOST_SECONDS)))
+        moves = np.clip(found - gaps, -STEPS, STEPS)
+        moved: Bytes = np.where(seconds >= 1.0, gaps + moves, gaps).astype(np.uint8)
+        return moved
+
+
+def in_order(streams: Iterable[Stream], last_used: npt.NDArray[np.int64]) -> Iterator[Ints]:
+    """The blocks of all classes by rank, in pieces. Nothing may change while the iterator is in use.
+
+    Args:
+        last_used: per row the tick of its last use.
+    """
+    heads: list[tuple[int, int, int, Ints, Iterator[Ints], int]] = []
+    for stream, horizon, number in streams:
+        if (rows := next(stream, None)) is not None:
+            used = last_used.item(rows[0])
+            # Of blocks that were used together the longer gap first: it is the deeper part of a prefix.
+            heads.append((min(used, horizon), used, -number, rows, stream, horizon))
+    heapify(heads)
+    while heads:
+        _, _, number, rows, stream, horizon = heappop(heads)
+        count = _before(last_used[rows], horizon, number, heads[0][:3]) if heads else len(rows)
+        yield rows[:count]
+        rest = rows[count:] if count < len(rows) else next(stream, None)
+        if rest is not None:
+            used = last_used.item(rest[0])
+            heappush(heads, (min(used, horizon), used, number, rest, stream, horizon))
+
+
+def _before(used: Ints, horizon: int, number: int, other: tuple[int, int, int]) -> int:
+    """How many of the first blocks of a class go before the first of another one: at least one.
+
+    Args:
+        used: ticks of their last uses, ascending.
+        other: the same of the other class: rank and last use of its first block, and its number.
+    """
+    rank, last_used, other_number = other
+    if horizon < rank:
+        return len(used)
+    if horizon > rank and last_used > rank:
+        number, last_used = other_number - 1, rank
+    return max(1, int(np.searchsorted(used, last_used, "right" if number < other_number else "left")))

@@ -1,0 +1,265 @@
+"""The eviction policy ``rhythm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsidecar.cache.arrays import Ints
+from kvsidecar.cache.block import Space
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.rhythm import CLASSES, MOST_GAP, STEPS, class_of, in_order
+from kvsidecar.cache.shares import ShareLimits
+from kvsidecar.errors import Refusal
+from kvsidecar.types import Eviction, LookupMode, Priority
+from tests.cache.integrity import check_integrity
+from tests.cache.support import find, keys, names_readable, new_cache, open_space, store
+from tests.cache.test_shares import limits
+
+
+def rhythmic(pool: int, slab: int | None = None) -> BlockCache:
+    return new_cache(pool, slab, eviction=Eviction.RHYTHM)
+
+
+def use(cache: BlockCache, space: Space, now: float, *names: int | str) -> int:
+    """What a request does: it looks up and leases what is there. Returns how many of the first are."""
+    cache.expire(now)
+    lease, (hits,) = cache.lookup_and_lease([(space, keys(*names))], LookupMode.PREFIX, now, 60.0, "o")
+    if lease is not None:
+        cache.release(lease.id)
+    return sum(hits)
+
+
+def store_at(cache: BlockCache, space: Space, now: float, *names: int | str) -> None:
+    cache.expire(now)
+    store(cache, space, *names)
+
+
+def gap_of(space: Space, name: int | str) -> float:
+    """Seconds."""
+    (block,) = keys(name)
+    row = find(space, block)
+    assert row is not None
+    return float(2.0 ** (space.blocks.gaps[row] / STEPS))
+
+
+# -- the gaps of blocks ----------------------------------------------------------------------------------------------
+
+
+def test_a_gap_moves_towards_the_time_between_uses_by_an_octave_at_most() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "a")
+    assert gap_of(space, "a") == pytest.approx(30, rel=0.1)
+    seen = []
+    for turn in range(1, 9):
+        use(cache, space, 240.0 * turn, "a")
+        seen.append(gap_of(space, "a"))
+    assert seen[:3] == pytest.approx([60, 120, 240], rel=0.1)
+    assert seen[-1] == pytest.approx(240, rel=0.1)
+    use(cache, space, 240.0 * 8 + 4, "a")
+    assert gap_of(space, "a") == pytest.approx(120, rel=0.1), "one short pause"
+
+
+def test_uses_within_a_second_are_one() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    store_at(cache, space, 100.0, "a")
+    use(cache, space, 400.0, "a")
+    before = gap_of(space, "a")
+    for step in range(1, 5):
+        use(cache, space, 400.0 + step / 5, "a")
+    assert gap_of(space, "a") == before
+
+
+def test_gaps_have_bounds() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "a")
+    now = 0.0
+    for _ in range(40):
+        now += 1e7
+        use(cache, space, now, "a")
+    (row,) = space.blocks.index.find(space.blocks.index.keys(keys("a")))
+    assert space.blocks.gaps[row] == MOST_GAP
+    assert class_of(np.array([MOST_GAP], np.uint8)).item() == CLASSES - 1
+    for _ in range(200):
+        now += 1.5
+        use(cache, space, now, "a")
+    assert gap_of(space, "a") == pytest.approx(1, abs=1.5)
+    check_integrity(cache)
+
+
+def test_without_a_clock_the_policy_is_lru() -> None:
+    cache = rhythmic(2)
+    space = open_space(cache)
+    store(cache, space, "a")
+    store(cache, space, "b")
+    lease, _ = cache.lookup_and_lease([(space, keys("a"))], LookupMode.PREFIX, 0.0, 60.0, "o")
+    assert lease is not None
+    cache.release(lease.id)
+    store(cache, space, "c")
+    assert names_readable(cache, space, *"abc") == ["a", "c"]
+
+
+# -- the order -------------------------------------------------------------------------------------------------------
+
+
+def two_rhythms(cache: BlockCache, space: Space) -> float:
+    """``fast`` is used every 10 seconds and ``slow`` every 160. Returns the time of the last use, of ``slow``."""
+    store_at(cache, space, 0.0, "fast")
+    store_at(cache, space, 0.0, "slow")
+    for now in range(10, 1610, 10):
+        use(cache, space, float(now), "fast")
+        if now % 160 == 0:
+            use(cache, space, float(now), "slow")
+    return 1600.0
+
+
+def test_what_returns_sooner_stays() -> None:
+    cache = rhythmic(2)
+    space = open_space(cache)
+    now = two_rhythms(cache, space)
+    store_at(cache, space, now + 5, "new")
+    assert names_readable(cache, space, "fast", "slow", "new") == ["fast", "new"]
+
+
+def test_what_does_not_return_as_usual_goes() -> None:
+    cache = rhythmic(2)
+    space = open_space(cache)
+    now = two_rhythms(cache, space)
+    use(cache, space, now + 160, "slow")
+    store_at(cache, space, now + 300, "new")  # 300 seconds without "fast", 140 without "slow"
+    assert names_readable(cache, space, "fast", "slow", "new") == ["slow", "new"]
+
+
+def test_a_chain_loses_its_tail_first_though_its_head_has_another_rhythm() -> None:
+    cache = rhythmic(3)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "head", "middle", "tail")
+    for now in range(5, 200, 5):
+        use(cache, space, float(now), "head")
+    use(cache, space, 200.0, "head", "middle", "tail")
+    for now, left in ((2000, ["head", "middle"]), (2001, ["head"])):
+        store_at(cache, space, float(now), now)
+        assert names_readable(cache, space, "head", "middle", "tail") == left
+
+
+def test_a_lower_priority_goes_first_whatever_the_rhythm() -> None:
+    cache = rhythmic(2)
+    space = open_space(cache)
+    now = two_rhythms(cache, space)
+    cache.clear_blocks(space, keys("fast"))
+    grant = cache.begin_store([(space, 0, keys("fast"))], priority=Priority.LOW)
+    assert not isinstance(grant, Refusal)
+    cache.seal_all(grant)
+    store_at(cache, space, now + 5, "new")
+    assert names_readable(cache, space, "fast", "slow", "new") == ["slow", "new"]
+    check_integrity(cache)
+
+
+def test_the_groups_of_a_request_lose_their_blocks_in_turns() -> None:
+    cache = rhythmic(6)
+    one, two = open_space(cache, group=0), open_space(cache, group=1)
+    cache.expire(0.0)
+    grant = cache.begin_store([(one, 0, keys(*"abc")), (two, 0, keys(*"abc"))])
+    assert not isinstance(grant, Refusal)
+    cache.seal_all(grant)
+    other = open_space(cache, "other")
+    for now, left in ((10.0, ["a", "b"]), (20.0, ["a"]), (30.0, [])):
+        store_at(cache, other, now, f"{left}0", f"{left}1")
+        assert names_readable(cache, one, *"abc") == names_readable(cache, two, *"abc") == left
+
+
+def test_the_rhythm_counts_across_namespaces() -> None:
+    cache = rhythmic(2)
+    one, two = open_space(cache, "one"), open_space(cache, "two")
+    store_at(cache, one, 0.0, "slow")
+    store_at(cache, two, 0.0, "fast")
+    for now in range(10, 970, 10):
+        use(cache, two, float(now), "fast")
+        if now % 160 == 0:
+            use(cache, one, float(now), "slow")
+    third = open_space(cache, "three")
+    use(cache, one, 970.0, "slow")  # the youngest
+    store_at(cache, third, 972.0, "new")
+    assert names_readable(cache, two, "fast") == ["fast"]
+    assert not names_readable(cache, one, "slow")
+    check_integrity(cache)
+
+
+def test_a_share_keeps_its_guarantee_and_gives_by_rhythm() -> None:
+    cache = rhythmic(4)
+    cache.set_shares(limits(a=(3, None), b=(0, None)))
+    a, b = open_space(cache, "a"), open_space(cache, "b")
+    now = two_rhythms(cache, a)
+    store_at(cache, b, now, "x")
+    store_at(cache, b, now, "y")
+    store_at(cache, b, now + 5, "z")  # a has its guarantee
+    assert names_readable(cache, a, "fast", "slow") == ["fast", "slow"]
+    store_at(cache, a, now + 6, "new")  # b has borrowed
+    assert names_readable(cache, a, "fast", "slow", "new") == ["fast", "slow", "new"]
+    check_integrity(cache)
+
+
+def test_what_nobody_uses_expires_though_others_go_before_it() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "slow")
+    for now in range(1000, 9000, 1000):
+        use(cache, space, float(now), "slow")
+    cache.set_shares([ShareLimits("a", lambda _: True, idle_ttl=300.0)])
+    store_at(cache, space, 8001.0, "once")
+    for now in range(8002, 8400):
+        cache.expire(float(now))
+        if now == 8200:
+            use(cache, space, 8200.0, "slow")
+    assert next(space.blocks.candidates())[0] == find(space, keys("slow")[0]), "it has the longest gap"
+    while cache.sweep():
+        pass
+    assert names_readable(cache, space, "slow", "once") == ["slow"]
+    assert cache.stats().expired_blocks == 1
+
+
+def test_a_shrunk_table_keeps_the_gaps() -> None:
+    cache = rhythmic(4000)
+    space = open_space(cache)
+    now = two_rhythms(cache, space)
+    store_at(cache, space, now, *range(3000))
+    cache.clear_blocks(space, keys(*range(3000)))
+    before = [gap_of(space, name) for name in ("fast", "slow")]
+    rebuilds = space.blocks.rebuilds
+    while cache.sweep():
+        pass
+    assert space.blocks.rebuilds > rebuilds
+    assert [gap_of(space, name) for name in ("fast", "slow")] == before
+    check_integrity(cache)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    blocks=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), max_size=60),
+    horizons=st.lists(st.integers(-1, 13), min_size=5, max_size=5),
+    piece=st.integers(1, 5),
+)
+def test_the_classes_are_merged_by_rank_then_use_then_longest_gap(
+    blocks: list[tuple[int, int]], horizons: list[int], piece: int
+) -> None:
+    horizons.sort(reverse=True)  # the longer the gap, the earlier
+    last_used = np.array([used for _, used in blocks], np.int64)
+
+    def stream(rows: list[int]) -> Iterator[Ints]:
+        for at in range(0, len(rows), piece):
+            yield np.array(rows[at : at + piece], np.int64)
+
+    def of_class(number: int) -> list[int]:
+        return sorted((row for row, (each, _) in enumerate(blocks) if each == number), key=lambda row: blocks[row][1])
+
+    found = in_order([(stream(of_class(each)), horizons[each], each) for each in range(5)], last_used)
+    order = [row for rows in found for row in rows.tolist()]
+    rank = [(min(used, horizons[each]), used, -each, row) for row, (each, used) in enumerate(blocks)]
+    assert order == sorted(range(len(blocks)), key=lambda row: rank[row])
