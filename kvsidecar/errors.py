@@ -27,6 +27,9 @@ class Refusal(StrEnum):
     is full, and no old block whose records have some can be evicted for them."""
     QUOTA = "quota"
     """The job would take its share of the pool beyond its maximum, or pin bytes that are guaranteed to other shares."""
+    NOT_ADMITTED = "not_admitted"
+    """With ``--eviction rhythm``: every block that would have to go for the job's is expected to be used before them. A
+    normal outcome: nothing was evicted, and the blocks may be stored when they are computed again."""
     NOT_FOUND = "not_found"
     """A block to load is not readable: it was never stored, it was evicted, or some of its shards are not sealed."""
     STALE_LEASE = "stale_lease"

@@ -442,6 +442,8 @@ class StoreGrant:
     """Seconds after which its blocks expire, if their share's time is not shorter; 0: never."""
     idle_ttl: float = 0.0
     """The same after the last use of each."""
+    wanted: bool = False
+    """Whether somebody is about to load its blocks."""
     checksums: tuple[Ints, Words] | None = None
     """Slots to fill, and the checksums of their bytes: recorded when the store is sealed, if anything is."""
     open: bool = True

@@ -13,10 +13,12 @@ import numpy as np
 from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
 from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
+from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.freed import Freed
+from kvsidecar.cache.heirs import Heirs
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.room import SWEEP, Room
@@ -60,9 +62,11 @@ class BlockCache:
         records: Records | None = None,
         eviction: Eviction = Eviction.LRU,
     ) -> None:
+        self.eviction = eviction
         self._table = BlockTable(allocator, seed, eviction)
         self.adopted = AdoptReport() if records is None else adopt(self._table, records)
         """What was taken over from an earlier run."""
+        self._heirs = Heirs() if eviction is Eviction.RHYTHM else None
         self._expiry = Expiry(self._table)
         self._room = Room(self._table, self._expiry)
         self._leases = LeaseTable(next_id)
@@ -144,11 +148,12 @@ class BlockCache:
             lease_id: a lease of this owner that these hits are added to, and that is renewed in any case. If there is
                 none with this id, a new one is taken.
         """
-        chains, answers = [], []
+        chains, answers, found = [], [], []
         for space, hashes in parts:
-            rows, hits = self._find(space, hashes, mode)
+            rows, hits, keys = self._find(space, hashes, mode)
             chains.append(_chain(space, rows[hits]))
             answers.append(hits.tolist())
+            found.append((space.blocks, keys, rows, hits))
         lease = self._leases.get(lease_id, now) if lease_id else None
         if lease is not None and lease.owner != owner:
             lease = None
@@ -160,6 +165,9 @@ class BlockCache:
                 self._leases.extend(lease, chains, now + ttl)
         elif lease is not None:
             self._leases.renew(lease.id, now, now + ttl)
+        if self._heirs is not None:  # now that the hits count as used
+            for each in found:
+                self._heirs.leave(*each)
         return lease, answers
 
     def lease(self, lease_id: int, now: float) -> Lease | None:
@@ -198,12 +206,15 @@ class BlockCache:
         ttl: float = 0.0,
         priority: Priority = Priority.NORMAL,
         idle_ttl: float = 0.0,
+        *,
+        wanted: bool = False,
     ) -> StoreGrant | Refusal:
         """Reserve a slot for every block whose shard is neither sealed nor being filled.
 
         All or nothing: if a slot cannot be allocated, it returns `Refusal.POOL_FULL`, ``POOL_FRAGMENTED`` or ``QUOTA``
         and changes nothing. ``TABLE_FULL``: the same, but blocks may have been evicted. Where the records of a new slab
-        find no memory, blocks are evicted whose records have some, although there is room.
+        find no memory, blocks are evicted whose records have some, although there is room. ``NOT_ADMITTED``: blocks
+        would have to go that go after those to be stored (`Eviction.RHYTHM` only).
 
         Args:
             parts: what to store; may contain a hash twice.
@@ -212,32 +223,37 @@ class BlockCache:
             priority: of the blocks that are new.
             idle_ttl: seconds after their last use after which the blocks that it stores expire; 0: when their share's
                 do. More than `MAX_IDLE_SECONDS` count as these.
+            wanted: somebody is about to load these blocks; they are admitted in any case.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.
             AssertionError: the space is closed.
         """
-        given = self._begin_store(parts, node, ttl, priority, idle_ttl)
+        terms = StoreGrant(ttl=ttl, idle_ttl=idle_ttl, wanted=wanted)
+        given = self._begin_store(parts, node, priority, terms)
         if given is Refusal.TABLE_FULL:
             with self._table.slots.no_new_places():
-                again = self._begin_store(parts, node, ttl, priority, idle_ttl)
+                terms = StoreGrant(ttl=ttl, idle_ttl=idle_ttl, wanted=wanted)
+                again = self._begin_store(parts, node, priority, terms)
             return given if isinstance(again, Refusal) else again
         return given
 
     def _begin_store(
-        self, parts: Sequence[ShardPart], node: int | None, ttl: float, priority: Priority, idle_ttl: float
+        self, parts: Sequence[ShardPart], node: int | None, priority: Priority, grant: StoreGrant
     ) -> StoreGrant | Refusal:
-        """`begin_store`, with the places that slabs can have now."""
+        """`begin_store`, with the places that slabs can have now. Fills the grant."""
         for space, shard, _ in parts:
             require(space.users > 0, "the space is closed")
             _check_shard(space, shard)
-        table, grant = self._table, StoreGrant(ttl=ttl, idle_ttl=idle_ttl)
+        table = self._table
         keys = [space.blocks.index.keys(hashes) for space, _, hashes in parts]  # may raise: before anything changes
         for (space, shard, _), part_keys in zip(parts, keys, strict=True):
             self._expiry.drop(space.blocks, part_keys)
             part, present = table.claim(space, shard, part_keys)
             if priority is not Priority.NORMAL:
                 part.blocks.set_priority(part.created, priority)
+            if self._heirs is not None:
+                self._heirs.take(part)
             grant.parts.append(part)
             grant.present += present
             grant.in_flight += len(part_keys) - present - len(part.index)
@@ -518,8 +534,8 @@ class BlockCache:
             self._table.unpin(lease.chains, self._next_tick())
         return leases
 
-    def _find(self, space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools]:
-        """The row of each hash, and whether it is a hit in this mode. Counts hits and misses."""
+    def _find(self, space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools, Keys]:
+        """The row of each hash, whether it is a hit in this mode, and the hashes. Counts hits and misses."""
         index = space.blocks.index
         keys = index.keys(hashes)
         if mode is LookupMode.BITMAP or len(keys) <= PROBE:
@@ -537,7 +553,7 @@ class BlockCache:
         num_hits = int(np.count_nonzero(hits))
         space.hits += num_hits
         space.misses += len(hits) - num_hits
-        return rows, hits
+        return rows, hits, keys
 
     def _find_leased(self, space: Space, hashes: Hashes, lease: Lease | None) -> Ints:
         """The row of each hash, or -1: what the lease holds, where it has expired and was stored again."""

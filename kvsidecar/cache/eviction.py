@@ -58,6 +58,8 @@ def choose_victims(
     requested: Sequence[Chain],
     incoming: Mapping[Share, int],
     first: Sequence[Chain] = (),
+    *,
+    ahead: bool = True,
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if that is impossible. Changes nothing.
 
@@ -70,12 +72,14 @@ def choose_victims(
         requested: blocks of the same request; never chosen.
         incoming: bytes that the request adds to its shares.
         first: blocks that have to go in any case; the first ones of the answer.
+        ahead: False: choose no more than are needed.
     """
-    ahead: Mapping[int, int] = needs  # of large slots that leave gaps: a place is chosen with what is to lie there
-    if all(allocator.grid.shape(size).nests for size in needs) or not allocator.leaves_gaps(needs):
-        ahead = _with_more(needs, allocator.total_bytes // AHEAD_SHARE)
+    more: Mapping[int, int] = needs  # of large slots that leave gaps: a place is chosen with what is to lie there
+    nests = all(allocator.grid.shape(size).nests for size in needs)
+    if ahead and (nests or not allocator.leaves_gaps(needs)):
+        more = _with_more(needs, allocator.total_bytes // AHEAD_SHARE)
     for own in (False, True) if shares.limited else (False,):
-        for wanted in (ahead, needs) if ahead != needs else (needs,):
+        for wanted in (more, needs) if more != needs else (needs,):
             budget = Budget(incoming, own=own) if shares.limited else None
             victims = _choose(_EvictionPlan(wanted, allocator, tables, shares, budget), requested, first)
             if victims is not None:

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.block import Chain, StoreGrant
+from kvsidecar.cache.arrays import all_true
+from kvsidecar.cache.block import NEVER, Chain, StoreGrant
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.eviction import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.cache.expiry import Expiry
-from kvsidecar.cache.shares import Share
+from kvsidecar.cache.rhythm import class_of
+from kvsidecar.cache.shares import Age, Share
 from kvsidecar.errors import Refusal
+from kvsidecar.types import EVICTION_ORDER, Priority
 
 SWEEP = 4096
 """Number of cleared blocks to free at once: less than a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Newcomers:
+    """Blocks that a store creates."""
+
+    age: Age
+    priority: Priority
+
+    def go_after(self, victims: Iterable[Chain], needs: Mapping[int, int]) -> bool:
+        """Whether the policy has these go first. Those of other sizes, of which a slab is cut anew, do in any case."""
+        place = EVICTION_ORDER.index(self.priority)
+        lower = EVICTION_ORDER[:place]
+        for chain in victims:
+            blocks, rows = chain.blocks, chain.rows
+            if lower:
+                rows = rows[~np.isin(blocks.priority[rows], lower)]
+            if needs.keys() & set(blocks.space.slot_sizes) and not all_true(blocks.no_younger(rows, self.age)):
+                return False
+        return True
 
 
 class Room:
@@ -57,10 +81,18 @@ class Room:
         if fits:
             self._evict(first)
             return None
-        victims = choose_victims(needs, table.slots, table.tables, table.shares, requested, incoming, first)
+        victims, newcomers = None, self._age_of(grant, incoming)
+        for ahead in (True,) if newcomers is None else (True, False):
+            victims = choose_victims(
+                needs, table.slots, table.tables, table.shares, requested, incoming, first, ahead=ahead
+            )
+            if victims is None:
+                break
+            if newcomers is None or newcomers.go_after(victims[len(first) :], needs):
+                self._evict(victims)
+                return None
         if victims is not None:
-            self._evict(victims)
-            return None
+            return Refusal.NOT_ADMITTED
         return Refusal.POOL_FRAGMENTED if table.slots.is_fragmented(needs) else Refusal.POOL_FULL
 
     def victims(self, needs: Mapping[int, int], share: Share) -> list[Chain]:
@@ -95,6 +127,18 @@ class Room:
             share, idle = blocks.space.share, int(np.count_nonzero(blocks.evictable[rows]))
             wanted[share] = wanted.get(share, 0) + idle * blocks.space.block_bytes
         return all(nbytes <= self.pin_room(share) for share, nbytes in wanted.items())
+
+    def _age_of(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> _Newcomers | None:
+        """When the blocks that a store creates would go themselves. None: it is admitted whatever goes for it."""
+        rhythm = self._table.rhythm
+        parts = [part for part in grant.parts if len(part.created)]
+        if rhythm is None or grant.wanted or not parts:
+            return None  # of blocks that are there already, it brings other shards
+        if any(share.used + nbytes <= share.guaranteed for share, nbytes in incoming.items()):
+            return None
+        gap = min(int(part.blocks.gaps[part.created].min()) for part in parts)
+        rank = int(rhythm.horizons[class_of(np.array([gap], np.uint8))[0]])
+        return _Newcomers((rank, NEVER), Priority(parts[0].blocks.priority.item(parts[0].created[0])))
 
     def _may_fill(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> bool:
         busy = dict(incoming)

@@ -389,7 +389,7 @@ class Fetches:
         count = min(fetch.waiting, max(1, self._chunk_bytes // space.block_bytes))
         hashes = fetch.hashes[fetch.issued : fetch.issued + count]
         packed = b"".join(hashes)
-        grant = self._cache.begin_store([(space, shard, packed) for shard in range(space.num_shards)])
+        grant = self._cache.begin_store([(space, shard, packed) for shard in range(space.num_shards)], wanted=True)
         if isinstance(grant, Refusal):
             self._end(fetch, FetchRefusal.POOL_FULL, fetch.waiting)
             return

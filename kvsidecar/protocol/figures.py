@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvsidecar.support.units import format_size
+from kvsidecar.types import Eviction
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 
@@ -93,6 +94,7 @@ def pool_details(pool: pb.PoolStatus) -> list[str]:
     details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
     details += [f"{format_size(pool.rounding_bytes)} lost to rounding"] if pool.rounding_bytes else []
     details += [f"{format_size(pool.unzeroed_bytes)} to be zeroed"] if pool.unzeroed_bytes else []
+    details += [f"eviction by {pool.eviction}"] if pool.eviction not in ("", Eviction.LRU) else []
     details += [f"{pool.page_kind} pages"] if pool.page_kind else []
     details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
     lines = [", ".join(details)]

@@ -145,6 +145,7 @@ class Report:
                 page_kind=self.page_kind,
                 numa_nodes=self.numa_nodes,
                 carrier=self._readiness.warm_start.carrier,
+                eviction=self._cache.eviction,
             ),
             backend=self._backend,
             partial=not everything,

@@ -603,7 +603,7 @@ class StatusTotals(_message.Message):
     def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., jobs_running: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases", "evicted_blocks", "evicted_bytes", "carrier", "kept_blocks", "dropped_blocks", "cold_start_reason", "unzeroed_bytes", "rounding_bytes")
+    __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases", "evicted_blocks", "evicted_bytes", "carrier", "kept_blocks", "dropped_blocks", "cold_start_reason", "unzeroed_bytes", "rounding_bytes", "eviction")
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -622,6 +622,7 @@ class PoolStatus(_message.Message):
     COLD_START_REASON_FIELD_NUMBER: _ClassVar[int]
     UNZEROED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUNDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
     total_bytes: int
     used_bytes: int
     free_bytes: int
@@ -640,7 +641,8 @@ class PoolStatus(_message.Message):
     cold_start_reason: str
     unzeroed_bytes: int
     rounding_bytes: int
-    def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., evicted_bytes: _Optional[int] = ..., carrier: _Optional[str] = ..., kept_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., cold_start_reason: _Optional[str] = ..., unzeroed_bytes: _Optional[int] = ..., rounding_bytes: _Optional[int] = ...) -> None: ...
+    eviction: str
+    def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., evicted_bytes: _Optional[int] = ..., carrier: _Optional[str] = ..., kept_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., cold_start_reason: _Optional[str] = ..., unzeroed_bytes: _Optional[int] = ..., rounding_bytes: _Optional[int] = ..., eviction: _Optional[str] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
     __slots__ = ("namespace", "blocks", "bytes", "hits", "misses", "differs")

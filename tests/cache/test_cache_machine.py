@@ -103,7 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
         nodes: list[int],
         *,
         rebuilt: bool,
-        eviction: Eviction,
+        eviction: Eviction = Eviction.LRU,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         if rebuilt:  # each table that has a row to spare, at each sweep
@@ -181,6 +181,9 @@ class CacheMachine(RuleBasedStateMachine):
         grant = self.cache.begin_store(request, node)
 
         need = sum(self.shards[space][shard] for space, shard, _ in missing)
+        if grant is Refusal.NOT_ADMITTED:
+            assert self.contents() == before, "a refused store changed something"
+            return
         if grant in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED):
             assert self.contents() == before, "a refused store changed something"
             if self.one_class:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,3 +266,181 @@ def test_the_classes_are_merged_by_rank_then_use_then_longest_gap(
     order = [row for rows in found for row in rows.tolist()]
     rank = [(min(used, horizons[each]), used, -each, row) for row, (each, used) in enumerate(blocks)]
     assert order == sorted(range(len(blocks)), key=lambda row: rank[row])
+
+
+# -- what new blocks inherit -----------------------------------------------------------------------------------------
+
+
+def test_new_blocks_inherit_the_gap_of_the_deepest_hit() -> None:
+    cache = rhythmic(16)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "a", "b")
+    for now in range(4, 60, 4):
+        use(cache, space, float(now), "a", "b", "c", "d")
+    known = gap_of(space, "b")
+    assert known == pytest.approx(4, rel=0.2)
+    store(cache, space, "c")
+    store(cache, space, "d", "e")  # "e" is of the answer: no lookup named it
+    store(cache, space, "x")
+    assert [gap_of(space, name) for name in "cde"] == [known] * 3
+    assert gap_of(space, "x") == pytest.approx(30, rel=0.1)
+    store(cache, space, "b", "y")  # what it follows is there already
+    assert gap_of(space, "y") == known
+    check_integrity(cache)
+
+
+def test_behind_a_hole_a_block_inherits_what_is_before_the_hole() -> None:
+    cache = rhythmic(16)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "a", "c")
+    for now in range(4, 60, 4):
+        use(cache, space, float(now), "a")
+    cache.expire(60.0)
+    granted, _ = cache.lookup_and_lease([(space, keys(*"zabcd"))], LookupMode.BITMAP, 60.0, 5.0, "o")
+    assert granted is not None
+    store(cache, space, "z", "b", "d")
+    assert gap_of(space, "b") == gap_of(space, "a") < 5
+    assert gap_of(space, "d") == gap_of(space, "c") > 40
+    assert gap_of(space, "z") == pytest.approx(30, rel=0.1)
+
+
+def test_a_namespace_inherits_nothing_from_another() -> None:
+    cache = rhythmic(16)
+    one, two = open_space(cache, "one"), open_space(cache, "two")
+    store_at(cache, one, 0.0, "a")
+    for now in range(4, 60, 4):
+        use(cache, one, float(now), "a", "b")
+    store(cache, two, "b")
+    assert gap_of(two, "b") == pytest.approx(30, rel=0.1)
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+def busy(cache: BlockCache, space: Space, count: int) -> float:
+    """So many blocks that are used every four seconds. Returns the time of their last use."""
+    names = [f"busy {number}" for number in range(count)]
+    for name in names:
+        store_at(cache, space, 0.0, name)
+    for now in range(4, 100, 4):
+        for name in names:  # a share may not lease all of them at once
+            use(cache, space, float(now), name)
+    return 96.0
+
+
+def admitted(cache: BlockCache, space: Space, *names: int | str, **terms: Any) -> bool:
+    grant = cache.begin_store([(space, 0, keys(*names))], **terms)
+    if not isinstance(grant, Refusal):
+        cache.seal_all(grant)
+        return True
+    assert grant is Refusal.NOT_ADMITTED
+    return False
+
+
+def test_a_store_is_refused_that_would_evict_what_is_used_sooner() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    now = busy(cache, space, 4)
+    before = cache.stats()
+    cache.expire(now + 1)
+    assert not admitted(cache, space, "new")
+    assert cache.stats() == before
+    assert names_readable(cache, space, *[f"busy {n}" for n in range(4)], "new") == [f"busy {n}" for n in range(4)]
+    check_integrity(cache)
+    cache.expire(now + 60)  # they have not come back for longer than a new block is expected to take
+    assert admitted(cache, space, "new")
+    assert names_readable(cache, space, "busy 0", "new") == ["new"]
+
+
+def test_what_belongs_to_a_quick_session_is_admitted() -> None:
+    cache = rhythmic(5)
+    space = open_space(cache)
+    now = busy(cache, space, 4)
+    store(cache, space, "old")
+    use(cache, space, now + 1, "busy 0", "more")
+    assert admitted(cache, space, "more")
+    assert not names_readable(cache, space, "old")
+
+
+def test_there_is_no_refusal_while_there_is_room_nor_of_equals() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    busy(cache, space, 3)
+    assert admitted(cache, space, "x")
+    assert admitted(cache, space, "y")
+    assert names_readable(cache, space, "x", "y") == ["y"]
+
+
+def test_what_a_load_waits_for_is_admitted() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    cache.expire(busy(cache, space, 4) + 1)
+    assert not admitted(cache, space, "new")
+    assert admitted(cache, space, "new", wanted=True)
+
+
+def test_the_other_shard_of_a_block_is_admitted() -> None:
+    cache = rhythmic(6)
+    space, other = open_space(cache, shards=(1, 1)), open_space(cache, "other")
+    store(cache, space, "half", shard=0)
+    now = busy(cache, other, 5)
+    cache.expire(now + 1)
+    grant = cache.begin_store([(space, 1, keys("half"))])
+    assert not isinstance(grant, Refusal)
+
+
+def test_a_higher_priority_is_admitted_before_a_lower_one() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    cache.expire(busy(cache, space, 4) + 1)
+    assert not admitted(cache, space, "low", priority=Priority.LOW)
+    assert admitted(cache, space, "high", priority=Priority.HIGH)
+
+
+def test_a_share_within_its_guarantee_is_not_refused() -> None:
+    cache = rhythmic(4)
+    cache.set_shares(limits(a=(1, None), b=(1, None)))
+    a, b = open_space(cache, "a"), open_space(cache, "b")
+    cache.expire(busy(cache, b, 4) + 1)
+    assert admitted(cache, a, "new")
+    assert admitted(cache, a, "more")
+    assert names_readable(cache, a, "new", "more") == ["more"], "beyond the guarantee only its own equals go"
+
+
+def test_a_full_pool_is_still_a_full_pool() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    now = busy(cache, space, 4)
+    cache.expire(now + 1)
+    cache.lookup_and_lease([(space, keys(*[f"busy {n}" for n in range(4)]))], LookupMode.PREFIX, now + 1, 50.0, "o")
+    assert cache.begin_store([(space, 0, keys("new"))]) is Refusal.POOL_FULL
+
+
+# -- what it is for --------------------------------------------------------------------------------------------------
+
+
+def hits_of(eviction: Eviction, seed: int) -> float:
+    """Share of blocks that hit: quick sessions among slow ones, whose blocks are the most and thrash LRU."""
+    rng, cache = random.Random(seed), new_cache(48, eviction=eviction)
+    space = open_space(cache)
+    period = [20.0 if session % 4 == 0 else 160.0 for session in range(32)]
+    due = sorted((rng.uniform(0, period[session]), session) for session in range(32))
+    hits = asked = 0
+    while due:
+        now, session = due.pop(0)
+        names = [f"{session}.{block}" for block in range(5)]
+        found = use(cache, space, now, *names)
+        if now > 600:
+            hits, asked = hits + found, asked + len(names)
+        grant = cache.begin_store([(space, 0, keys(*names))])
+        if not isinstance(grant, Refusal):
+            cache.seal_all(grant)
+        if (after := now + period[session] * rng.uniform(0.8, 1.25)) < 2400:
+            bisect.insort(due, (after, session))
+    check_integrity(cache)
+    return hits / asked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_rhythms_in_a_small_pool_hit_more_than_with_lru(seed: int) -> None:
+    assert hits_of(Eviction.RHYTHM, seed) > hits_of(Eviction.LRU, seed) + 0.1

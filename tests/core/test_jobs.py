@@ -28,7 +28,7 @@ from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.types import Direction, GroupLayout, LookupMode, Namespace, Outcome, Region, Verify
+from kvsidecar.types import Direction, Eviction, GroupLayout, LookupMode, Namespace, Outcome, Region, Verify
 from tests.cache.integrity import check_integrity
 from tests.copiers import HeldCopies, NoProcessCopiers
 from tests.failpoints import active
@@ -60,8 +60,10 @@ class Guard(SleepGuard):
 class World:
     """A cache of four slots, one session with one group, and a copier in the test's hands."""
 
-    def __init__(self, verify: Verify = Verify.ALWAYS, zeroing: object = None) -> None:
-        self.cache = BlockCache(SlotAllocator(SLOTS * SLOT, SLOTS * SLOT))
+    def __init__(
+        self, verify: Verify = Verify.ALWAYS, zeroing: object = None, eviction: Eviction = Eviction.LRU
+    ) -> None:
+        self.cache = BlockCache(SlotAllocator(SLOTS * SLOT, SLOTS * SLOT), eviction=eviction)
         self.copiers = PacedCopiers()
         self.copier = self.copiers.by_uuid["host"]
         self.pool = np.zeros(SLOTS * SLOT, np.uint8)
@@ -301,6 +303,25 @@ async def test_work_is_declined_unless_ready_and_each_refusal_is_counted(world: 
         assert (result.outcome, result.reason) == (Outcome.DECLINED, Refusal.DRAINING)
     assert world.metrics.refusal_counts() == {"draining": 2}
     assert world.metrics.value("kvsidecar_jobs_total", direction="load", outcome="declined") == 1
+
+
+async def test_a_store_that_would_evict_what_is_used_before_it_is_declined_and_counted() -> None:
+    world = World(eviction=Eviction.RHYTHM)
+    for name in "abcd":
+        world.cache.expire(0.0)
+        await world.stored(name)
+    hashes = [hashlib.sha256(name.encode()).digest() for name in "abcd"]
+    for now in range(4, 100, 4):
+        world.cache.expire(float(now))
+        lease, _ = world.cache.lookup_and_lease([(world.space, hashes)], LookupMode.BITMAP, float(now), 9.0, "o")
+        assert lease is not None
+        world.cache.release(lease.id)
+    copies = len(world.copier.held[Direction.STORE].copies)
+    result = await world.job(Direction.STORE, "new")
+    assert (result.outcome, result.reason) == (Outcome.DECLINED, Refusal.NOT_ADMITTED)
+    assert world.metrics.refusal_counts() == {"not_admitted": 1}
+    assert len(world.copier.held[Direction.STORE].copies) == copies
+    assert all(world.readable(*"abcd"))
 
 
 async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) -> None:

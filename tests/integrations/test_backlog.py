@@ -164,6 +164,25 @@ def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -
     assert drain(made) == [request.block_hashes]  # now that the daemon takes something
 
 
+def test_a_store_that_is_not_admitted_is_no_failure_and_is_not_tried_again() -> None:
+    pool, clock = TinyPool(40), Clock()
+    made = attached(pool=pool, clock=clock)
+    request = Request("r", list(range(8)))
+    ends(made, pool, request, run(made, pool, request, 8))
+    (job,) = made.build_plan(IDLE).stores
+    number = frozenset({job.number})
+    made.take_report(RankReport(stored={job.number: 1}, not_stored=number, not_admitted=number))
+    clock.now += 60
+    assert drain(made) == []
+    assert pool.num_free == 39, "its blocks are free"
+    assert (made.counters.failed_stores, made.counters.not_admitted_stores) == (0, 1)
+
+    again = Request("s", list(range(8)))
+    run(made, pool, again, 8)
+    (job,) = made.build_plan(Step({"s": 1})).stores
+    assert stored_hashes((job,)) == again.block_hashes, "whoever computes or hits it again stores it"
+
+
 def test_a_sleeping_engine_is_woken_when_a_declined_store_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     alarms: list[float] = []
     monkeypatch.setattr(Alarm, "set", lambda _, seconds: alarms.append(seconds))

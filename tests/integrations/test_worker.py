@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, Readiness, State, pack_ids
+from kvsidecar.errors import Refusal
 from kvsidecar.integrations.vllm.adapters import AdapterLoad, AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory
@@ -484,3 +485,20 @@ def test_the_end_of_a_registration_that_may_still_write_reports_loads_when_its_d
     worker.step()
     assert worker.report.not_loaded == {2}
     assert worker.results.failed == {"r"}
+
+
+def test_a_store_that_is_not_admitted_is_reported_so_and_is_no_allocation_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, client = stubbed()
+    worker.step(store(1, "a", at=[0]))
+    client.ended = [JobDone(1, Outcome.DECLINED, Refusal.NOT_ADMITTED.value)]
+    worker.step()
+    assert (worker.report.not_stored, worker.report.not_admitted) == ({1}, {1})
+    assert worker.report.refused == 0
+    assert worker.side.take_transfers() is None
+    worker.step(store(2, "a", at=[0]))
+    client.ended = [JobDone(2, Outcome.DECLINED, Refusal.POOL_FULL.value)]
+    worker.step()
+    assert worker.side._not_admitted == set()
+    assert not caplog.records

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Outcome, Region
+from kvsidecar.errors import Refusal
 from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.sglang import loads
 from kvsidecar.integrations.sglang.counters import Counters
@@ -363,6 +365,18 @@ def test_without_a_daemon_nothing_waits(short_dir: Path) -> None:
     assert time.monotonic() - began < NO_WAIT
     assert engine.why_not() == {"not_attached"}
     engine.side.close()
+
+
+def test_a_store_that_is_not_admitted_is_no_failure(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    client = engine.side._jobs.client
+    poll = client.poll
+    client.poll = lambda: [  # type: ignore[method-assign]
+        replace(done, outcome=Outcome.DECLINED, reason=Refusal.NOT_ADMITTED.value) for done in poll()
+    ]
+    engine.offload([1, 2], "a")
+    assert not engine.ended(), "SGLang must not take it for stored"
+    assert (engine.counters.failed_offloads, engine.counters.not_admitted_offloads) == (0, 1)
+    assert not caplog.records
 
 
 def test_known_pages_are_not_asked_for(engine: Engine, daemon: DaemonProcess) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvsidecar.client import Blocks, JobDone, Outcome
+from kvsidecar.errors import Refusal
 from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, Pages, split
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.stored_filter import Tags, tags_of
@@ -29,6 +30,8 @@ class _Offload:
     began: float
     pages: int
     ok: bool = True
+    admitted: bool = True
+    """False: the daemon keeps other blocks instead."""
     jobs: list[int] = field(default_factory=list)
     tags: list[Tags] = field(default_factory=list)
     """Of its pages in the filter of known ones."""
@@ -96,6 +99,7 @@ class Offloads:
 
     def _ended(self, offload: _Offload, done: JobDone) -> None:
         offload.ok &= done.outcome is Outcome.DONE
+        offload.admitted &= done.reason != Refusal.NOT_ADMITTED
 
     def completed(self) -> int:
         """How many of the oldest have ended. Never waits."""
@@ -114,7 +118,8 @@ class Offloads:
         offload = self._pending.popleft()
         if offload.jobs:
             self._held -= offload.pages
-            self._counters.failed_offloads += not offload.ok
+            self._counters.failed_offloads += not offload.ok and offload.admitted
+            self._counters.not_admitted_offloads += not offload.admitted
             for tags in offload.tags if offload.ok else ():
                 self._known.add(tags)
         return offload.ok

@@ -32,6 +32,10 @@ class Counters:
     stores: int = _counter("Store jobs.")
     stored_blocks: int = _counter("Blocks that the ranks were instructed to store.")
     failed_stores: int = _counter("Store jobs that some rank did not complete: declined or failed.")
+    not_admitted_stores: int = _counter(
+        "Store jobs for which some rank's daemon keeps other blocks, which it expects to be used before "
+        "(--eviction rhythm)."
+    )
     refused_jobs: int = _counter(
         "Loads and stores that the daemon refused to a rank as invalid or not permitted; the log says why."
     )

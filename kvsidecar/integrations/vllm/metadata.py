@@ -116,6 +116,8 @@ class RankReport:
     """Jobs that the daemon refused because of what they ask for: see `kvsidecar.integrations.refusals`."""
     adapters: Mapping[int, tuple[AdapterLoad, ...]] = field(default_factory=dict)
     """By rank: adapters that it has loaded."""
+    not_admitted: frozenset[int] = frozenset()
+    """Part of ``not_stored``: for some rank the daemon keeps other blocks instead; there is no use in trying again."""
 
     def merged(self, other: RankReport) -> RankReport:
         def summed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:
@@ -131,6 +133,7 @@ class RankReport:
             max(self.pool_blocks, other.pool_blocks),
             self.refused + other.refused,
             {**self.adapters, **other.adapters},
+            self.not_admitted | other.not_admitted,
         )
 
 

@@ -75,6 +75,8 @@ class _Store:
     failed: bool = False
     retry: bool = True
     """Whether to store its blocks later if it fails."""
+    admitted: bool = True
+    """False: the daemon keeps other blocks instead."""
 
 
 class Stores:
@@ -494,11 +496,13 @@ class Stores:
             if store is None:
                 continue
             store.failed |= number in report.not_stored
+            store.admitted &= number not in report.not_admitted
             store.ranks -= count
             if store.ranks <= 0:
                 self._ended = self._now, self._step
                 del self._running[number]
-                self._end(store.selection, store.blocks, store.failed, store.retry)
+                retry = store.retry and store.admitted
+                self._end(store.selection, store.blocks, store.failed, retry, admitted=store.admitted)
 
     def reset(self) -> None:
         """Drop the planned blocks and the backlog, and do not retry the running stores."""
@@ -511,7 +515,9 @@ class Stores:
             if self._events is not None:
                 self._events.not_stored(part.group, part.split())
 
-    def _end(self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, retry: bool) -> None:
+    def _end(
+        self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, retry: bool, *, admitted: bool = True
+    ) -> None:
         assert self._pool is not None
         self._held -= len(selection)
         for each in blocks:
@@ -523,8 +529,11 @@ class Stores:
                 for each in blocks:
                     self._events.stored(each.group, each.split())
             return
-        self._counters.failed_stores += 1
-        self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MAX_RETRY_SECONDS)
+        if admitted:
+            self._counters.failed_stores += 1
+            self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MAX_RETRY_SECONDS)
+        else:
+            self._counters.not_admitted_stores += 1
         for each in blocks:
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)

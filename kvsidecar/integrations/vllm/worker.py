@@ -131,6 +131,7 @@ class WorkerSide:
         # To be reported.
         self._stored: dict[int, int] = {}
         self._not_stored: set[int] = set()
+        self._not_admitted: set[int] = set()
         self._loaded: dict[int, int] = {}
         self._not_loaded: set[int] = set()
         self._refused = 0
@@ -332,10 +333,11 @@ class WorkerSide:
             pool_blocks=pool_blocks,
             refused=self._refused,
             adapters={self._place.rank: self._adapters.take()} if adapters and self._adapters is not None else {},
+            not_admitted=frozenset(self._not_admitted),
         )
         self._reported_epoch = epoch
         self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
-        self._refused = 0
+        self._refused, self._not_admitted = 0, set()
         return report
 
     def take_first_report(self) -> RankReport:
@@ -367,6 +369,8 @@ class WorkerSide:
         self._refused += self._unfit_jobs.note(done)
         if (store := self._stores.pop(done.job, None)) is not None:
             self._transferred |= self._store_transfers.add(done)
+            if done.reason == Refusal.NOT_ADMITTED:
+                self._not_admitted.add(store.number)
             self._store_ended(store, done=done.outcome is Outcome.DONE)
             return
         load = self._loads.pop(done.job, None)
