@@ -31,6 +31,8 @@ _EVICTION: Final[Any] = getattr(types, "Eviction", None)
 POLICIES: Final[tuple[str, ...]] = ("lru",) if _EVICTION is None else tuple(map(str, _EVICTION))
 CLAIRVOYANT: Final = "clairvoyant"
 SLAB_BLOCKS: Final = 8192
+STEP_TOKENS: Final = 8192
+"""Of a step of the engine."""
 NEVER: Final = 1 << 40
 DEPTH_BITS: Final = 22
 """Blocks of the longest prompt that ranks tell apart: more than the tokens of any."""
@@ -87,12 +89,13 @@ class CachePool:
     """The daemon's cache with one of its policies.
 
     Args:
-        store_blocks: store what a prompt misses so many blocks at a time; 0: the whole prompt at once, as one use.
+        store_tokens: store what a prompt misses so many tokens at a time; 0: the whole prompt at once, as one use.
     """
 
-    def __init__(self, policy: str, blocks: int, store_blocks: int = 0) -> None:
+    def __init__(self, policy: str, blocks: int, block_tokens: int, store_tokens: int = 0) -> None:
         self._kept = Kept(blocks, SLAB_BLOCKS, **({} if _EVICTION is None else {"eviction": _EVICTION(policy)}))
-        self._store_bytes = store_blocks * HASH_BYTES
+        self._store_bytes = -(-store_tokens // block_tokens) * HASH_BYTES
+        self._step_bytes = -(-STEP_TOKENS // block_tokens) * HASH_BYTES
         self._most_bytes = blocks * HASH_BYTES
         self._evicted = 0
 
@@ -109,28 +112,37 @@ class CachePool:
             assert grant is not None, "leased blocks cannot be loaded"
             cache.release(lease.id)
             cache.end_load(grant)
-        self._store(packed[hits * HASH_BYTES :] if self._store_bytes else packed, tally)
+        self._store(packed, hits * HASH_BYTES, tally)
         return hits
 
     def answer(self, use: Use, tally: Tally) -> None:
         self._kept.cache.expire(use.at)
-        self._store(pack(use.runs.numbers()), tally)
+        self._store(pack(use.runs.numbers()), 0, tally)
 
-    def _store(self, packed: bytes, tally: Tally) -> None:
-        cache, size = self._kept.cache, self._store_bytes
-        if not size:  # the tail of a prompt that is longer than the pool would take the place of its head
-            tally.refused_blocks += max(0, len(packed) - self._most_bytes) // HASH_BYTES
-            packed, size = packed[: self._most_bytes], self._most_bytes
-        for at in range(0, len(packed), size):
-            piece = packed[at : at + size]
-            if (grant := self._kept.reserve(piece)) is None:
-                tally.refused_blocks += len(piece) // HASH_BYTES
-                continue
-            tally.stored_blocks += len(grant.parts[0].index)
-            cache.seal_all(grant)
-        evicted = cache.stats().evicted_blocks
+    def _store(self, packed: bytes, hit_bytes: int, tally: Tally) -> None:
+        whole = packed[: self._most_bytes]  # the tail of a longer prompt would take the place of its head
+        if self._store_bytes:
+            for at in range(hit_bytes, len(packed), self._store_bytes):
+                piece = packed[at : at + self._store_bytes]
+                tally.refused_blocks += 0 if self._put(piece, tally) else len(piece) // HASH_BYTES
+        elif self._put(whole, tally):
+            tally.refused_blocks += (len(packed) - len(whole)) // HASH_BYTES
+        else:  # the policy declines it as a whole, but maybe not its head
+            at = hit_bytes
+            while at < len(whole) and self._put(whole[at : at + self._step_bytes], tally):
+                at += self._step_bytes
+            tally.refused_blocks += max(0, len(packed) - at) // HASH_BYTES
+        evicted = self._kept.cache.stats().evicted_blocks
         tally.evicted_blocks += evicted - self._evicted
         self._evicted = evicted
+
+    def _put(self, hashes: bytes, tally: Tally) -> bool:
+        """Whether the cache takes these blocks."""
+        if (grant := self._kept.reserve(hashes)) is None:
+            return False
+        tally.stored_blocks += len(grant.parts[0].index)
+        self._kept.cache.seal_all(grant)
+        return True
 
 
 class ClairvoyantPool:
@@ -245,7 +257,7 @@ def replay(uses: Uses, task: Task) -> dict[str, Any]:
     pool = (
         ClairvoyantPool(uses, blocks)
         if task.policy == CLAIRVOYANT
-        else CachePool(task.policy, blocks, -(-task.store_tokens // uses.block_tokens))
+        else CachePool(task.policy, blocks, uses.block_tokens, task.store_tokens)
     )
     before, tally = Tally(task.prefill), Tally(task.prefill)
     began = reported = time.monotonic()

@@ -18,7 +18,7 @@ from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
 from benchmarks.fleet.files import BadFile
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
 from benchmarks.fleet.log import read_log
-from benchmarks.fleet.node import Hardware
+from benchmarks.fleet.node import Hardware, Kept
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill
 from benchmarks.fleet.policies import Task as PoolTask
 from benchmarks.fleet.policies import replay as replay_pool
@@ -173,6 +173,19 @@ def test_to_store_what_was_missed_alone_ages_the_head_before_the_tail() -> None:
     uses = uses_of(trace_of((0, 1), (0, 1, 2), (7, 8), (0, 1, 2)), 0.0)
     assert shares(uses, 4 * 512)["lru"] == pytest.approx(4 / 10)
     assert shares(uses, 4 * 512, store_tokens=512)["lru"] == pytest.approx(3 / 10)
+
+
+def test_of_a_prompt_that_is_declined_as_a_whole_the_head_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that takes a step of the engine, 16 blocks, at most, and nothing from block 32 on."""
+    reserve = Kept.reserve
+
+    def reserve_some(kept: Kept, hashes: bytes) -> Any:
+        declined = len(hashes) > 16 * 16 or int.from_bytes(hashes[:8], "little") >= 32
+        return None if declined else reserve(kept, hashes)
+
+    monkeypatch.setattr(Kept, "reserve", reserve_some)
+    uses = uses_of(trace_of(tuple(range(40)), tuple(range(40))), 0.0)
+    assert shares(uses, 64 * 512)["lru"] == 32 / 80
 
 
 def shares(uses: Uses, pool_tokens: int, **task: Any) -> dict[str, float]:
