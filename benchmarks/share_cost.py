@@ -1,4 +1,4 @@
-"""What shares cost: the steps of stores, loads and lookups, without shares, with a few, and of an older version.
+"""What shares and ``--eviction rhythm`` cost: the steps of stores, loads and lookups, without, with, and before them.
 
     git worktree add ../old COMMIT
     python -m benchmarks.share_cost --old ../old [--rounds 20] [--namespaces 10000]
@@ -29,7 +29,11 @@ from kvsidecar.types import LookupMode, Namespace
 
 variant, count = sys.argv[1], int(sys.argv[2])
 PAGE, BLOCKS = 4096, 1 << 16
-cache = BlockCache(SlotAllocator(BLOCKS * PAGE, 1024 * PAGE))
+more, now = {}, 0.0
+if variant == "rhythm":
+    from kvsidecar.types import Eviction
+    more["eviction"] = Eviction.RHYTHM
+cache = BlockCache(SlotAllocator(BLOCKS * PAGE, 1024 * PAGE), **more)
 
 def covers(model):
     return lambda namespace: namespace.model == model
@@ -50,6 +54,12 @@ def fresh(number):
     serial += number
     return b"".join(hashlib.sha256(b"%d" % each).digest() for each in range(serial - number, serial))
 
+def pass_time():  # so that blocks get into different classes
+    global now
+    for _ in range(40 if variant == "rhythm" else 0):
+        now += 0.5
+        cache.expire(now)
+
 def store(space, hashes):
     cache.seal_all(cache.begin_store([(space, 0, hashes)]))
 
@@ -58,15 +68,18 @@ if variant == "many":
         store(space, fresh(5))
 for _ in range(BLOCKS // 512):
     store(spaces[0], fresh(512))
+    pass_time()
 print("ready", flush=True)
 for line in sys.stdin:
     size, rounds = map(int, line.split())
     space, jobs = spaces[0], [fresh(size) for _ in range(rounds)]
     took = {}
+    pass_time()
     start = time.process_time()
     for hashes in jobs:
         store(space, hashes)
     took["store"] = time.process_time() - start
+    pass_time()
     start = time.process_time()
     for hashes in jobs:
         cache.lookup(space, hashes, LookupMode.PREFIX)
@@ -76,6 +89,7 @@ for line in sys.stdin:
         lease, _ = cache.lookup_and_lease([(space, hashes)], LookupMode.PREFIX, 0, 10, "o")
         cache.release(lease.id)
     took["lease"] = time.process_time() - start
+    pass_time()
     start = time.process_time()
     for hashes in jobs:
         cache.end_load(cache.begin_load([(space, 0, hashes)], None, 0))
@@ -114,7 +128,7 @@ def main() -> None:
     options.add_argument("--namespaces", type=int, default=10_000)
     given = options.parse_args()
     here = Path(__file__).parents[1]
-    variants = {"off": here, "two": here, "many": here}
+    variants = {"off": here, "rhythm": here, "two": here, "many": here}
     if given.old:
         variants = {"old": given.old.resolve(), **variants}
     children = {variant: start(variant, tree, given.namespaces) for variant, tree in variants.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Bytes, Ints, Words, any_true, as_list, extended
+from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Bytes, Ints, Words, all_true, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import EvictionQueues
 from kvsidecar.cache.rhythm import CLASSES, FIRST_GAP, Rhythm, class_of, in_order
@@ -170,10 +170,7 @@ class SpaceBlocks:
     def insert(self, rows: Ints) -> None:
         """Add blocks to the eviction order, as `EvictionQueues.insert`."""
         if not self._ranked:
-            if self.rhythm is None:
-                self.queues.insert(rows)
-            else:
-                self._insert(rows, Priority.NORMAL)
+            self._insert(rows, Priority.NORMAL)
             return
         priorities = self.priority[rows]
         for priority in EVICTION_ORDER:
@@ -186,9 +183,12 @@ class SpaceBlocks:
         if self.rhythm is None:
             self.queues.insert(rows, priority)
             return
+        if not len(rows):
+            return
         classes = class_of(self.gaps[rows])
-        for number in np.unique(classes).tolist():
-            mine = rows[classes == number]
+        numbers = [classes.item(0)] if all_true(classes == classes[0]) else np.unique(classes).tolist()
+        for number in numbers:
+            mine = rows if len(numbers) == 1 else rows[classes == number]
             self.queues.insert(mine, number << PRIORITY_BITS | priority)
             used = self.last_used.item(mine[0])
             self.space.share.add(self, priority, (min(used, self.rhythm.horizons.item(number)), used))
