@@ -138,6 +138,17 @@ class BlockCache:
         answer: list[bool] = self._find(space, hashes, mode)[1].tolist()
         return answer
 
+    def touch(self, parts: Sequence[Part]) -> list[list[bool]]:
+        """Count what is there of these blocks as used now, the deepest of each part as the oldest: neither a hit nor a
+        miss, nor a use that tells a rhythm. Returns which are readable."""
+        tick = self._next_tick()
+        answers = []
+        for space, hashes in parts:
+            rows = space.blocks.index.find(space.blocks.index.keys(hashes))
+            self._table.touch_rows(space.blocks, rows, tick)
+            answers.append(self._readable(space, rows).tolist())
+        return answers
+
     def lookup_and_lease(
         self, parts: Sequence[Part], mode: LookupMode, now: float, ttl: float, owner: Hashable, lease_id: int = 0
     ) -> tuple[Lease | None, list[list[bool]]]:

@@ -258,20 +258,22 @@ class BlockTable:
     def touch(self, parts: Iterable[StorePart], tick: int) -> None:
         """Count the evictable ones of these blocks as used now, the deepest of a prefix as the oldest."""
         for part in parts:
-            blocks = part.blocks
-            if blocks.cleared:
-                continue
-            rows = blocks.index.find(part.chain)  # blocks that were present at the start of the store may be gone
-            rows = rows[rows >= 0]
-            blocks.last_used[rows] = tick
-            rows = rows[blocks.evictable[rows]]
-            rows = rows[first_of_each(rows)][::-1]
-            blocks.remove(rows)
-            blocks.insert(rows)
-            slots = blocks.held_slots(rows)
-            self.slots.touch(slots, tick)
-            if self.records is not None:
-                self.records.touch(self.slots.places(slots), tick)
+            if not part.blocks.cleared:
+                # Blocks that were present at the start of the store may be gone.
+                self.touch_rows(part.blocks, part.blocks.index.find(part.chain), tick)
+
+    def touch_rows(self, blocks: SpaceBlocks, rows: Ints, tick: int) -> None:
+        """`touch`; rows that are -1 are none."""
+        rows = rows[rows >= 0]
+        blocks.last_used[rows] = tick
+        rows = rows[blocks.evictable[rows]]
+        rows = rows[first_of_each(rows)][::-1]
+        blocks.remove(rows)
+        blocks.insert(rows)
+        slots = blocks.held_slots(rows)
+        self.slots.touch(slots, tick)
+        if self.records is not None:
+            self.records.touch(self.slots.places(slots), tick)
 
     # -- deletion ----------------------------------------------------------------------------------------------
 

@@ -446,6 +446,20 @@ class Client(OperatorCalls):
         )
         return self._lookups.begin(query)
 
+    def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]]) -> None:
+        """Say that the blocks of one request were used without a lookup, as where the engine's own cache had them.
+
+        Those that the daemon has count as used now, the head of the request last, so that it is evicted last. Never
+        waits; if the daemon is lost or busy, nothing happens.
+
+        Args:
+            groups: as of `lookup`; at most 8,192 hashes in all.
+
+        Raises:
+            ClientError, ValueError: as `lookup`.
+        """
+        self._lookups.touch_nowait(LookupQuery(namespace, groups, LookupMode.BITMAP, touch=True))
+
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         """`renew` without waiting for the answer."""
         return self._lookups.renew_nowait(lease, lease_seconds)

@@ -86,6 +86,10 @@ class Lookups:
         pending = PendingLookup(self, transport, query)
         return pending if pending.begin() else None
 
+    def touch_nowait(self, query: LookupQuery) -> None:
+        if (transport := self._available_transport()) is not None:
+            post(transport, query.request(transport.connection.token), None)
+
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         if (transport := self._available_transport()) is not None:
             renewal = LeaseRenewal(transport, lease)

@@ -173,6 +173,8 @@ class LookupQuery:
     fetch_tokens: int = 0
     lease: int = 0
     """Of an earlier lookup, that these hits are added to; 0: a new one."""
+    touch: bool = False
+    """The blocks were used, and nothing is to be known."""
 
     @property
     def hashes(self) -> int:
@@ -195,6 +197,7 @@ class LookupQuery:
             message.lookup.choose, message.lookup.fetch_tokens = self.wanted is not None, self.fetch_tokens
         if self.lease and self.lease_seconds:
             message.lookup.lease = self.lease
+        message.lookup.touch = self.touch
         wanted = self.wanted or {}
         add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
         for group, hashes in self.groups.items():

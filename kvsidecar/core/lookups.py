@@ -111,6 +111,7 @@ class LookupService:
         lease_seconds: float = 0.0,
         owner: bytes | None = None,
         lease: int = 0,
+        touch: bool = False,
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
         choice: Choice | None = None,
@@ -123,6 +124,8 @@ class LookupService:
                 if it would pin what is guaranteed to other shares.
             owner: token of the client; the lease ends when the client disconnects.
             lease: a lease of this client that the hits are added to; 0 for a new one.
+            touch: the blocks were used elsewhere: what is there counts as used, and not as looked up. No lease is
+                taken, and nothing is fetched.
             fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
@@ -134,6 +137,9 @@ class LookupService:
             return LookupAnswer(False, nothing)
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
+        if touch:
+            found = self._cache.touch(parts)
+            return LookupAnswer(True, _answers(groups, found, mode))
         granted = None
         lease_seconds = min(lease_seconds, self._lease_max)
         if lease_seconds > 0 and self._has_too_many(owner, sum([len(hashes) for _, hashes in groups])):
@@ -144,7 +150,7 @@ class LookupService:
             granted, found = self._cache.lookup_and_lease(parts, mode, now, lease_seconds, owner, lease)
         else:
             found = [self._cache.lookup(space, hashes, mode) for space, hashes in parts]
-        result = tuple(_hits(group, hits, mode) for (group, _), hits in zip(groups, found, strict=True))
+        result = _answers(groups, found, mode)
         hits = sum([each.hits for each in result])
         misses = sum([len(hashes) for _, hashes in groups]) - hits
         self._hits.inc(hits)
@@ -303,6 +309,12 @@ class LookupService:
 
     def _namespaces(self, chosen: Callable[[Space], bool]) -> dict[Namespace, None]:
         return dict.fromkeys(space.namespace for space in self._cache.spaces if chosen(space))
+
+
+def _answers(
+    groups: Sequence[tuple[int, Sequence[bytes]]], found: Sequence[list[bool]], mode: LookupMode
+) -> tuple[GroupAnswer, ...]:
+    return tuple(_hits(group, hits, mode) for (group, _), hits in zip(groups, found, strict=True))
 
 
 def _hits(group: int, found: list[bool], mode: LookupMode) -> GroupAnswer:

@@ -271,6 +271,7 @@ class Handler:
             lease_seconds=request.lease_ms / 1000,
             owner=owner,
             lease=request.lease,
+            touch=request.touch,
             fetch_seconds=request.fetch_ms / 1000,
             prefill_rate=request.prefill_rate,
             choice=convert.choice_from(request, namespace.hash_bytes)

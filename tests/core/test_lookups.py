@@ -84,3 +84,17 @@ def test_kept_blocks_are_looked_up_and_leased_before_the_daemon_is_ready(world: 
     assert found.lease is not None
     world.readiness.serve_kept(False)
     assert not world.lookup(b"b", 4).ready
+
+
+def test_a_touch_is_a_use_of_the_head_last_and_no_lookup(world: World) -> None:
+    """A prompt that was stored in pieces: without it, the pieces go in the order in which they came, the head first."""
+    space, now = open_space(world.cache), PackedHashes(b"".join(keys(*range(10, 14))), 32)
+    store(world.cache, space, 10, 11)
+    store(world.cache, space, 12, 13)
+    store(world.cache, space, *range(4))  # used again: they are younger
+    answer = world.lookups.lookup(namespace(), [(0, now)], LookupMode.BITMAP, touch=True)
+    assert (answer.groups[0].hits, answer.lease) == (4, None)
+    assert world.cache.held(None) == (0, 0)
+    assert world.metrics.value("kvsidecar_lookup_blocks_total", result="hit") == 0
+    store(world.cache, space, *range(20, 26))
+    assert world.lookups.lookup(namespace(), [(0, now)], LookupMode.PREFIX).groups[0].hits == 2

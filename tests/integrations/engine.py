@@ -213,6 +213,7 @@ class TinyDaemon:
         self.fails = False
         """Whether what is fetched fails to come."""
         self.asked: list[Mapping[int, Any]] = []
+        self.touched: list[dict[int, bytes]] = []
         self.closed = False
         self.taken = 0
 
@@ -302,6 +303,9 @@ class TinyDaemon:
 
     def release_nowait(self, lease: int) -> None:
         self.leases.pop(lease, None)
+
+    def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes]) -> None:
+        self.touched.append(dict(groups))
 
     def expire(self) -> None:
         """Short leases end by time."""

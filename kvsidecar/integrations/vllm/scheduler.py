@@ -24,6 +24,7 @@ from kvsidecar.integrations.vllm.selection import Pool
 from kvsidecar.integrations.vllm.shared import EngineFacts, Shared
 from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
+from kvsidecar.integrations.vllm.touches import Touches
 from kvsidecar.integrations.vllm.waking import Alarm
 from kvsidecar.integrations.weights_version import WeightsVersion, read_name
 from kvsidecar.types import Namespace
@@ -67,6 +68,7 @@ class SchedulerSide:
         if watch is not None and events is not None:
             events.keys = self._weights_version.keys
         self._lookups = Lookups(shared, self._client)
+        self._touches = Touches(engine.groups, self._client, clock)
         self._loads = Loads(shared, self._lookups)
         self._stores = Stores(shared, noted=watch is not None or options.publisher)
         self._counts = True
@@ -174,6 +176,7 @@ class SchedulerSide:
         """What the ranks do in this step; mostly `NOTHING`, without a look at any request."""
         if self._lookups.used:
             self._lookups.new_step()
+        self._touches.step()
         if self._adapters is not None:
             self._adapters.new_step()
         if (self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids) and self._enabled:
@@ -326,6 +329,7 @@ class SchedulerSide:
         if progress is not None:
             self._counts = True
             self._stores.store_remaining(progress, self._enabled)
+            self._touches.ended(request)
         self._stores.terms.pop(request_id, None)
         return False, None
 
@@ -348,6 +352,7 @@ class SchedulerSide:
         self.counters.resets += 1
         self._stored_filter.clear()
         self._lookups.forget_all()
+        self._touches.forget_all()
         # Running requests continue with KV from before the reset, which is not stored. Preempted requests are added
         # again when they get blocks.
         self._requests.clear()

@@ -1,0 +1,53 @@
+"""Requests that have ended, whose blocks are used once more in the daemon's order of eviction."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvsidecar.errors import ClientError
+from kvsidecar.integrations.vllm import hits
+from kvsidecar.integrations.vllm.groups import Group
+from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
+
+AFTER_SECONDS = 0.5
+"""From the end of a request: its last blocks should be stored by then."""
+MAX_WAITING = 1024
+"""Requests; of more, those that ended first are not touched."""
+MAX_HASHES = 8192
+"""Of a request, of all groups together: its head."""
+
+
+class Touches:
+    """Has the daemon count all blocks of a request as used when it has ended.
+
+    A prompt is stored in pieces, step by step, so its head is older than its tail, and would be evicted first: without
+    it, all the rest is useless. Blocks that the GPU's own cache had are not looked up at all. Both are mended by one
+    touch of the whole request, head last.
+    """
+
+    def __init__(self, groups: Sequence[Group], client: SchedulerClient, clock: Callable[[], float]) -> None:
+        self._groups, self._client, self._clock = groups, client, clock
+        self._waiting: deque[tuple[float, Sequence[Any], int]] = deque(maxlen=MAX_WAITING)
+        """When to touch what: block hashes, and the tokens that they stand for."""
+
+    def ended(self, request: Any) -> None:
+        self._waiting.append((self._clock() + AFTER_SECONDS, request.block_hashes, request.num_tokens))
+
+    def forget_all(self) -> None:
+        self._waiting.clear()
+
+    def step(self) -> None:
+        """Touch at most one request: some thousand hashes take a tenth of a millisecond. Never waits, never raises."""
+        if not self._waiting or self._waiting[0][0] > self._clock():
+            return
+        _, block_hashes, tokens = self._waiting.popleft()
+        most = MAX_HASHES // len(self._groups)
+        found = hits.hashes(self._groups, block_hashes, 0, hits.limit(self._groups, tokens, 0))
+        packed = {index: b"".join(hashes[:most]) for index, hashes in found.items() if hashes}
+        try:
+            if packed:
+                self._client.touch_nowait(packed)
+        except ClientError:
+            return  # lookups say why
