@@ -73,7 +73,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--pool-tokens", type=tokens, help="a pool to replay the trace over, by policy; 500k, 2M")
     parser.add_argument("--policy", type=policies, default="lru", help=f"of --pool-tokens: {', '.join(POLICIES)}")
     parser.add_argument(
-        "--store-tokens", type=tokens, default=0, help="of --pool-tokens: store what a prompt misses in such pieces"
+        "--store-tokens",
+        type=tokens,
+        default=0,
+        help="of --pool-tokens: store what a prompt misses in such pieces, as an engine",
     )
     parser.add_argument("--fit", action="store_true", help="only compare generated requests with what they follow")
     parser.add_argument("--only", choices=SECTIONS, help="one section")

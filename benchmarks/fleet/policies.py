@@ -89,7 +89,8 @@ class CachePool:
     """The daemon's cache with one of its policies.
 
     Args:
-        store_tokens: store what a prompt misses so many tokens at a time; 0: the whole prompt at once, as one use.
+        store_tokens: store what a prompt misses so many tokens at a time, and touch the whole prompt then; 0: store it
+            at once, as one use.
     """
 
     def __init__(self, policy: str, blocks: int, block_tokens: int, store_tokens: int = 0) -> None:
@@ -125,6 +126,7 @@ class CachePool:
             for at in range(hit_bytes, len(packed), self._store_bytes):
                 piece = packed[at : at + self._store_bytes]
                 tally.refused_blocks += 0 if self._put(piece, tally) else len(piece) // HASH_BYTES
+            self._kept.cache.touch([(self._kept.space, packed)])  # as vLLM's connector does
         elif self._put(whole, tally):
             tally.refused_blocks += (len(packed) - len(whole)) // HASH_BYTES
         else:  # the policy declines it as a whole, but maybe not its head

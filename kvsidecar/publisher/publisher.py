@@ -307,7 +307,7 @@ class Publisher:
             self.metrics.replays.labels("kept" if kept else "lost").inc()
             if not kept:
                 _caused.info(
-                    "a router has missed messages that are not kept any more: everything is said again", first=first
+                    "a router has missed messages that are no longer kept: everything is announced again", first=first
                 )
                 self._again.set()
             for message in self._sequence.since(first):

@@ -163,16 +163,17 @@ def test_a_file_of_mooncake_is_read_without_blocks_that_are_not_full(tmp_path: P
 
 def test_a_pool_of_one_policy_hits_what_is_counted_by_hand() -> None:
     """Four blocks, two prompts in turns. The oldest use goes first, of a prompt its tail: 0, 0, 2 and 1 hits. Who knows
-    what comes keeps the first prompt whole and the head of the second one: 0, 0, 3 and 1."""
+    what comes keeps the first prompt whole and the head of the second one: 0, 0, 3 and 1; so does who takes no block of
+    one prompt for another that returns as soon."""
     uses = uses_of(trace_of((0, 1, 2), (3, 4), (0, 1, 2), (3, 4)), 0.0)
-    assert shares(uses, 4 * 512) == {"lru": 0.3, CLAIRVOYANT: 0.4}
+    assert shares(uses, 4 * 512) == {"lru": 0.3, "rhythm": 0.4, CLAIRVOYANT: 0.4}
 
 
-def test_to_store_what_was_missed_alone_ages_the_head_before_the_tail() -> None:
-    """As an engine does: of the second prompt 2 is newer then than its head, which makes room for (7, 8)."""
+def test_what_is_stored_in_pieces_and_touched_loses_its_tail_first() -> None:
+    """As by an engine: of the second prompt 2 was stored last, and makes room for (7, 8) all the same."""
     uses = uses_of(trace_of((0, 1), (0, 1, 2), (7, 8), (0, 1, 2)), 0.0)
     assert shares(uses, 4 * 512)["lru"] == pytest.approx(4 / 10)
-    assert shares(uses, 4 * 512, store_tokens=512)["lru"] == pytest.approx(3 / 10)
+    assert shares(uses, 4 * 512, store_tokens=512)["lru"] == pytest.approx(4 / 10)
 
 
 def test_of_a_prompt_that_is_declined_as_a_whole_the_head_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +391,7 @@ def test_prompts_of_a_log_of_a_gateway_are_read(tmp_path: Path) -> None:
     uses = read_log(file)
     assert (uses.block_tokens, [each.at for each in uses.uses]) == (16, [0.0, 1.5])
     assert [each.runs.numbers().tolist() for each in uses.uses] == [[0], [0, 1]]
-    assert shares(replace(uses, warm=0.0), 160) == {"lru": 16 / 56, CLAIRVOYANT: 16 / 56}
+    assert shares(replace(uses, warm=0.0), 160) == dict.fromkeys((*POLICIES, CLAIRVOYANT), 16 / 56)
     file.write_text(json.dumps({"timestamp": 1.0, "prompt_token_ids": [5] * 130}) + "\n")
     assert [each.tokens for each in read_log(file).uses] == [130]
 

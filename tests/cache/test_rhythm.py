@@ -371,6 +371,17 @@ def test_there_is_no_refusal_while_there_is_room_nor_of_equals() -> None:
     assert names_readable(cache, space, "x", "y") == ["y"]
 
 
+def test_of_two_sessions_with_one_rhythm_none_takes_the_place_of_the_other() -> None:
+    """Nor a session's tail that of its head: those that know how soon they return wait until others have not."""
+    cache = rhythmic(4)
+    space = open_space(cache)
+    now = busy(cache, space, 4)
+    use(cache, space, now + 1, "busy 0", "its tail")
+    assert not admitted(cache, space, "its tail")
+    cache.expire(now + 20)
+    assert admitted(cache, space, "its tail")
+
+
 def test_what_a_load_waits_for_is_admitted() -> None:
     cache = rhythmic(4)
     space = open_space(cache)

@@ -121,7 +121,7 @@ def test_an_admin_by_certificate_operates_and_uses_no_namespace(remote: Remote, 
     with RemoteClient(remote.address, pki.client("ops.example")) as client:
         status = client.status()
         assert (len(status.ranks), status.pool.blocks, status.partial) == (1, 1, False)
-        with pytest.raises(RequestDenied, match=r"gives the certificate of ops\.example no namespace"):
+        with pytest.raises(RequestDenied, match=r"grants the certificate of ops\.example no namespace"):
             client.lookup(NAMESPACE, {0: hashes("a")})
         assert client.clear() == 1
         client.drain()

@@ -109,7 +109,7 @@ def test_what_is_published_is_counted(short_dir: Path) -> None:
             assert value("followed_namespaces") == 1
             assert value("left_out_namespaces") == 0
             assert value("announced_blocks") == 4
-            assert value("messages_total") >= 2
+            assert value("messages_total") >= 1
             assert value("known_bytes") > 0
             assert value("kept_bytes") > 0
             assert replay(publisher.replay, 0)

@@ -291,7 +291,7 @@ async def test_a_tier_is_off_until_it_has_forgotten_what_was_cleared() -> None:
         await each.write(1)
         os.kill(each.tier.pid, signal.SIGSTOP)
         each.tier.forget(NAMESPACE)
-        assert "forgotten" in each.tier.off
+        assert "not yet removed" in each.tier.off
         with pytest.raises(TierFailed):
             each.tier.find(SPACE, name(1), lambda _: None)
         os.kill(each.tier.pid, signal.SIGCONT)
