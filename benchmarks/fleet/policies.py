@@ -22,13 +22,10 @@ from benchmarks.fleet.log import read_log
 from benchmarks.fleet.node import HASH_BYTES, LEASE_SECONDS, Kept, pack
 from benchmarks.fleet.trace import Mix
 from benchmarks.fleet.uses import Use, Uses, uses_of
-from kvsidecar import types
 from kvsidecar.cache.arrays import Bools, Ints, first_of_each
-from kvsidecar.types import LookupMode
+from kvsidecar.types import Eviction, LookupMode
 
-_EVICTION: Final[Any] = getattr(types, "Eviction", None)
-"""None: the cache has one policy."""
-POLICIES: Final[tuple[str, ...]] = ("lru",) if _EVICTION is None else tuple(map(str, _EVICTION))
+POLICIES: Final[tuple[str, ...]] = tuple(map(str, Eviction))
 CLAIRVOYANT: Final = "clairvoyant"
 SLAB_BLOCKS: Final = 8192
 STEP_TOKENS: Final = 8192
@@ -94,7 +91,7 @@ class CachePool:
     """
 
     def __init__(self, policy: str, blocks: int, block_tokens: int, store_tokens: int = 0) -> None:
-        self._kept = Kept(blocks, SLAB_BLOCKS, **({} if _EVICTION is None else {"eviction": _EVICTION(policy)}))
+        self._kept = Kept(blocks, SLAB_BLOCKS, eviction=Eviction(policy))
         self._store_bytes = -(-store_tokens // block_tokens) * HASH_BYTES
         self._step_bytes = -(-STEP_TOKENS // block_tokens) * HASH_BYTES
         self._most_bytes = blocks * HASH_BYTES

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
-from benchmarks.vllm.runs import ask, console, p50
+from benchmarks.vllm.runs import ask, console, p50, p90
 from benchmarks.vllm.throughput import refusals
 
 SHAPE = {"seconds": 150, "warm_seconds": 50, "speed": 10, "block_tokens": 16, "max_output_tokens": 128}
@@ -57,10 +57,6 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> l
                 each["refusals"] = {what: count for what, count in refusals(daemon.socket).items() if count}
             found.append(each)
     return found
-
-
-def p90(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * 0.9))]
 
 
 def _row(mode: str, found: dict[str, Any]) -> list[object]:

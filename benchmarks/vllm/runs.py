@@ -138,8 +138,16 @@ def p50(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def p90(values: Sequence[float]) -> float:
+    return _at(values, 0.9)
+
+
 def p99(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
+    return _at(values, 0.99)
+
+
+def _at(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
