@@ -307,20 +307,6 @@ def test_groups_of_one_request_lose_their_blocks_in_turns() -> None:
         assert names_readable(cache, one, *"abc") == names_readable(cache, two, *"abc") == left
 
 
-def test_a_block_with_shards_in_two_slabs_of_a_place_is_evicted_once() -> None:
-    cache = new_cache(2048, 1)
-    space, filler = open_space(cache, shards=(1, 1)), open_space(cache, "other", shards=(2,))
-    names = range(1024)
-    for name in names:
-        store(cache, space, name)
-    for name in range(3):
-        store(cache, filler, name)
-        check_integrity(cache)
-        left = names_readable(cache, space, *names)
-        assert left == list(names)[-len(left) :]
-        assert len(left) < len(names) - name, "nothing went for it"
-
-
 def test_many_evicting_stores_look_at_few_blocks() -> None:
     """Not O(n): a policy that counts what is taken from it."""
     size = 4 * SEGMENT
