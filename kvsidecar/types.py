@@ -26,6 +26,9 @@ from enum import Enum, IntEnum, StrEnum
 PROTOCOL = 2
 """Version of the wire protocol, which proto/ and docs/ name too. A client with another version is refused at Attach."""
 
+MAX_DESCRIPTORS = 4096
+"""Descriptors that one rank may share. torch's expandable segments take one for each 20 MiB."""
+
 TOKEN_METADATA = "kvsidecar-token-bin"
 """gRPC metadata key for the token from the attach socket. It identifies the sender of a unary call."""
 

@@ -28,6 +28,13 @@ class Form(StrEnum):
     """One allocation, ``[rows, blocks, row bytes]``: a constant stride from row to row (vLLM since 0.33)."""
     SEPARATE = "separate"
     """One allocation a row (vLLM up to 0.32)."""
+    PHYSICAL = "physical"
+    """The same in memory of cuMemCreate, as of vLLM's sleep mode: the copier maps it at a constant distance."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each row is an allocation."""
+        return self in (Form.SEPARATE, Form.PHYSICAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +61,13 @@ class Layout:
     @property
     def allocation_bytes(self) -> tuple[int, ...]:
         """Sizes of the allocations, in the order in which regions name them."""
-        if self.form is Form.SEPARATE:
+        if self.form.apart:
             return (self.row_bytes * self.num_blocks,) * self.rows
         return (self.nbytes,)
 
     def regions(self) -> tuple[Region, ...]:
         width, stack = self.row_bytes, self.row_bytes * self.num_blocks
-        if self.form is Form.SEPARATE:
+        if self.form.apart:
             return tuple(Region(row, 0, width, width, width, 1) for row in range(self.rows))
         if self.form is Form.STACKED:
             return (Region(0, 0, stack, width, width, self.rows),)
@@ -153,5 +160,22 @@ LAYOUTS: tuple[Layout, ...] = (
     # address translation.
     Layout("tp8-4k-wide", Form.STACKED, 160, 4 * KiB, "the same, over 2.5 GiB", num_blocks=MANY_BLOCKS),
 )
+SMALL_ROWS: tuple[Layout, ...] = tuple(
+    Layout(f"{form}-{row_bytes // KiB}k", form, rows, row_bytes, what, num_blocks=num_blocks)
+    for rows, row_bytes, num_blocks in (
+        (32, 64 * KiB, MOST_BLOCKS),
+        (32, 32 * KiB, MANY_BLOCKS),
+        (80, 8 * KiB, MANY_BLOCKS),
+        (160, 4 * KiB, MANY_BLOCKS),
+    )
+    for form, what in (
+        (Form.STACKED, "all rows in one allocation"),
+        (Form.SEPARATE, "one allocation per row"),
+        (Form.PHYSICAL, "one allocation of cuMemCreate per row"),
+    )
+    if f"{form}-{row_bytes // KiB}k" not in {layout.name for layout in LAYOUTS}
+)
+"""For a comparison of what the rows lie in, with ``--layouts``."""
+ALL_LAYOUTS = (*LAYOUTS, *SMALL_ROWS)
 TINY = Layout("tiny", Form.CONTIGUOUS, 1, 4 * KiB, "blocks that cost nothing to copy", num_blocks=1024)
 """Where the question is the daemon's work, and not the link's."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.errors import BadOption
+from kvsidecar.bench.layouts import ALL_LAYOUTS
 from kvsidecar.support.units import MiB, parse_size
 
 MEASUREMENTS = {
@@ -36,6 +37,8 @@ class Options:
     pool_bytes: int | None = None
     pin_bytes: int | None = None
     only: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    """Empty: those of the default run."""
     quick: bool = False
     repeat: int | None = None
     seed: int = 0
@@ -44,12 +47,13 @@ class Options:
 
     @classmethod
     def checked(
-        cls, *, only: str | None, pool_size: str | None, pin_size: str | None = None, serve_flags: Iterable[str],
-        measurements: Collection[str] = tuple(MEASUREMENTS), **rest: Any,
+        cls, *, only: str | None, layouts: str | None = None, pool_size: str | None, pin_size: str | None = None,
+        serve_flags: Iterable[str], measurements: Collection[str] = tuple(MEASUREMENTS), **rest: Any,
     ) -> Options:  # fmt: skip
         """From the command line, where ``only`` may name these measurements. Raises BadOption."""
         options = cls(
-            only=_names(only, measurements),
+            only=_names("--only", "measurement", only, measurements),
+            layouts=_names("--layouts", "layout", layouts, [each.name for each in ALL_LAYOUTS]),
             pool_bytes=_size("--pool-size", pool_size),
             pin_bytes=_size("--pin-size", pin_size),
             serve_flags=tuple(serve_flags),
@@ -79,17 +83,17 @@ class Options:
         return {**fields, "private_daemon": self.socket is None}
 
 
-def _names(only: str | None, measurements: Collection[str]) -> tuple[str, ...]:
-    if only is None:
+def _names(flag: str, noun: str, text: str | None, known: Collection[str]) -> tuple[str, ...]:
+    if text is None:
         return ()
-    names = tuple(name.strip() for name in only.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
-        raise BadOption("--only names no measurement")
+        raise BadOption(f"{flag} names no {noun}")
     for name in names:
-        if name not in measurements:
-            near = get_close_matches(name, measurements, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(measurements)}"
-            raise BadOption(f"--only={name!r} is not a measurement: {hint}")
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(known)}"
+            raise BadOption(f"{flag}={name!r} is not a {noun}: {hint}")
     return names
 
 

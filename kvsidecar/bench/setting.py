@@ -14,7 +14,7 @@ from kvsidecar.bench import machine
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.engine import Engine, attached
 from kvsidecar.bench.errors import BadOption, Skipped
-from kvsidecar.bench.layouts import LAYOUTS, MOST_BLOCKS, Layout
+from kvsidecar.bench.layouts import ALL_LAYOUTS, LAYOUTS, MOST_BLOCKS, Layout
 from kvsidecar.bench.options import Options
 from kvsidecar.bench.processes import Child, Daemon, PrivateDaemon, RunningDaemon, private_daemon
 from kvsidecar.device.host import HostPlatform
@@ -88,8 +88,10 @@ class Setting:
         return int(self.pool_bytes * POOL_SHARE)
 
     def layouts(self) -> tuple[Layout, ...]:
-        """All of them, at this device's scale, without a number of blocks for its memory."""
-        return tuple(layout.scaled(self.divisor) for layout in LAYOUTS)
+        """Those to measure, at this device's scale, without a number of blocks for its memory."""
+        named = self.options.layouts
+        chosen = [each for each in ALL_LAYOUTS if each.name in named] if named else LAYOUTS
+        return tuple(layout.scaled(self.divisor) for layout in chosen)
 
     def sized(self, layout: Layout) -> Layout:
         """Raises Skipped if it does not fit the GPU."""

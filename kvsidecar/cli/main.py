@@ -285,7 +285,8 @@ def demo(blocks: int, disk: bool, device: str) -> None:
 )
 @click.option("--pin-size", metavar="SIZE", help="Pool size for the pinning measurement. [default: 64 GiB, host 1 GiB]")
 @click.option("--only", metavar="NAME[,NAME]", help="Run only these measurements; --list shows their names.")
-@click.option("--list", "list_names", is_flag=True, help="List the measurements, and exit.")
+@click.option("--layouts", metavar="NAME[,NAME]", help="Measure these KV layouts; --list shows their names.")
+@click.option("--list", "list_names", is_flag=True, help="List the measurements and layouts, and exit.")
 @click.option("--quick", is_flag=True, help="Take few samples. Shows that everything works, not how fast it is.")
 @click.option(
     "--repeat", type=int, metavar="COUNT", help="Minimum number of rounds for each bandwidth figure. [default: 7]"
@@ -304,12 +305,16 @@ def bench(list_names: bool, **given: Any) -> None:
     interrupted (completed measurements are reported).
     """
     from kvsidecar.bench.errors import BadOption
+    from kvsidecar.bench.layouts import ALL_LAYOUTS, LAYOUTS
     from kvsidecar.bench.options import MEASUREMENTS, Options
     from kvsidecar.errors import KVSidecarError
 
     if list_names:
         for name, what in MEASUREMENTS.items():
             click.echo(f"{name:13} {what}")
+        click.echo("\nlayouts (* in the default run):")
+        for layout in ALL_LAYOUTS:
+            click.echo(f"{'*' if layout in LAYOUTS else ' '} {layout.name:25} {layout.what}")
         return
     try:
         options = Options.checked(**given)

@@ -10,7 +10,7 @@ code, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls
 states behind them, that of `supervisor` describes the threads and locks.
 """
 
-from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
+from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers, PhysicalRange
 from kvsidecar.client.client import Client
 from kvsidecar.client.lookups import LeaseRenewal, PendingLookup
 from kvsidecar.client.ordering import DEVICE, Completion, EventRing
@@ -74,6 +74,7 @@ __all__ = [
     "NotExportable",
     "Outcome",
     "PendingLookup",
+    "PhysicalRange",
     "Priority",
     "Readiness",
     "Region",

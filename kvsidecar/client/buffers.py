@@ -6,16 +6,42 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from kvsidecar.errors import NotExportable
+from kvsidecar.support import cuda_driver
 from kvsidecar.support.kernel_calls import needed
+
+Descriptor = int | Callable[[], int]
+"""A descriptor to send. A number stays the caller's; a function opens one, which is closed once it is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhysicalRange:
+    """The memory of one handle of ``cuMemCreate``, by exactly one of ``address`` and ``fd``."""
+
+    size: int
+    """Bytes of the whole handle."""
+    address: int | None = None
+    """Where it is mapped in this process. It is exported for each connection: an open descriptor would keep the memory
+    allocated after the engine has unmapped it."""
+    fd: int | None = None
+    """On the device ``host``: a memfd, sealed against shrinking; stays the caller's."""
+
+    @property
+    def descriptor(self) -> Descriptor:
+        if self.fd is not None:
+            return self.fd
+        assert self.address is not None
+        return partial(cuda_driver.exported_fd, self.address)
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One allocation to share, by exactly one of ``cuda_ipc_handle`` and ``fd``."""
+    """One allocation to share, by exactly one of ``cuda_ipc_handle``, ``fd`` and ``ranges``."""
 
     size: int
     """Bytes."""
@@ -23,6 +49,13 @@ class Allocation:
     """64 bytes of ``cuIpcGetMemHandle`` on the allocation's base."""
     fd: int | None = None
     """A memfd, sealed against shrinking; stays the caller's."""
+    ranges: tuple[PhysicalRange, ...] = ()
+    """Memory of the driver's virtual memory management, range after range as mapped here, without a gap."""
+
+    @property
+    def descriptors(self) -> tuple[Descriptor, ...]:
+        """What must be sent for it, in this order."""
+        return tuple(each.descriptor for each in self.ranges) if self.fd is None else (self.fd,)
 
 
 @dataclass(frozen=True, slots=True)

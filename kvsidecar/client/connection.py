@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
+from kvsidecar.client.buffers import Descriptor
 from kvsidecar.client.unreachable import unreachable
 from kvsidecar.errors import AttachRefused
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.support.fence import Fence
-from kvsidecar.support.peer import recv_fds
+from kvsidecar.support.peer import MAX_FDS, recv_fds, send_fds
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _MAX_WELCOME_BYTES = 64 * 1024
 _QUEUE_FULL_SECONDS = 0.005
-"""Between attempts to connect while the listen queue of the daemon's socket is full."""
+"""Between attempts to connect while the listen queue of the daemon's socket is full, and to send descriptors while too
+many are under way."""
 
 
 class DaemonProcess:
@@ -128,7 +130,13 @@ class Connection:
 
 
 def connect(
-    path: str, *, fds: Sequence[int], client: str, timeout: float, cancel: int | None = None, fenced: bool = False
+    path: str,
+    *,
+    fds: Sequence[Descriptor],
+    client: str,
+    timeout: float,
+    cancel: int | None = None,
+    fenced: bool = False,
 ) -> Connection:
     """Connect, and send duplicates of ``fds``.
 
@@ -141,6 +149,7 @@ def connect(
         DaemonUnreachable: nothing listens at ``path``, or it does not answer in time; `SocketDenied` without the
             permission to open it.
         AttachRefused: the daemon refuses this client; the text is the daemon's.
+        NotExportable: one of ``fds`` cannot be opened.
     """
     deadline = time.monotonic() + timeout
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -150,7 +159,7 @@ def connect(
         hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client, fence=fenced).SerializeToString()
         # A daemon that refuses connections has sent its reason, and closed, before it reads.
         with contextlib.suppress(BrokenPipeError):
-            socket.send_fds(sock, [frame(hello)], fds)
+            _send(sock, frame(hello), fds, deadline, cancel)
         payload, process.fds = _receive(sock, deadline, cancel)
         welcome = pb.Welcome.FromString(payload)
         if welcome.error:
@@ -178,20 +187,41 @@ def connect(
 def _connect(sock: socket.socket, path: str, deadline: float, cancel: int | None) -> None:
     """connect(), with retries while the listen queue is full: many engines may start at once."""
     sock.setblocking(False)
-    cancelled = select.poll()
-    if cancel is not None:
-        cancelled.register(cancel, select.POLLIN)
     while True:
         try:
             sock.connect(path)
             break
         except BlockingIOError:  # EAGAIN: the queue is full (unix(7)); a blocking connect() would not notice `cancel`
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("its listen queue is full") from None
-            if cancelled.poll(min(left, _QUEUE_FULL_SECONDS) * 1000):
-                raise ConnectionAbortedError("this client is being closed") from None
+            _pause(deadline, cancel, "its listen queue is full")
     sock.setblocking(True)
+
+
+def _send(sock: socket.socket, data: bytes, fds: Sequence[Descriptor], deadline: float, cancel: int | None) -> None:
+    """Send a message, with at most `MAX_FDS` of the descriptors with each of its first bytes."""
+    sent = 0
+    for first in range(0, len(fds), MAX_FDS):
+        with contextlib.ExitStack() as opened:
+            batch = []
+            for each in fds[first : first + MAX_FDS]:
+                batch.append(each if isinstance(each, int) else each())
+                if not isinstance(each, int):
+                    opened.callback(os.close, batch[-1])
+            while not send_fds(sock, data[sent : sent + 1], batch):
+                _pause(deadline, cancel, "it does not take the descriptors that were sent before")
+        sent += 1
+    sock.sendall(data[sent:])
+
+
+def _pause(deadline: float, cancel: int | None, why: str) -> None:
+    """Wait a moment for the daemon. Raises TimeoutError at the deadline."""
+    cancelled = select.poll()
+    if cancel is not None:
+        cancelled.register(cancel, select.POLLIN)
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(why)
+    if cancelled.poll(min(left, _QUEUE_FULL_SECONDS) * 1000):
+        raise ConnectionAbortedError("this client is being closed")
 
 
 def _receive(sock: socket.socket, deadline: float, cancel: int | None) -> tuple[bytes, tuple[int, ...]]:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, count, islice
 
 import grpc
 
-from kvsidecar.client.buffers import KVBuffers
+from kvsidecar.client.buffers import Descriptor, KVBuffers
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.ledger import Job
 from kvsidecar.client.types import GroupHits, JobDone, LookupResult, Readiness
@@ -83,9 +83,9 @@ class Registration:
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def fds(self) -> list[int]:
-        """Memfds to send over the attach socket before the message."""
-        return [allocation.fd for allocation in self.buffers.allocations if allocation.fd is not None]
+    def fds(self) -> list[Descriptor]:
+        """Descriptors to send over the attach socket before the message."""
+        return [each for allocation in self.buffers.allocations for each in allocation.descriptors]
 
     def message(self, token: bytes) -> pb.Register:
         """Args: token: from the daemon's answer to the Hello."""
@@ -101,10 +101,14 @@ class Registration:
             event_handles=self.event_handles,
             options=[pb.Option(name=name, value=value) for name, value in self.options.items()],
         )
-        fds = self.fds
+        indexes = count()
         for allocation in self.buffers.allocations:
-            if allocation.fd is not None:
-                register.allocations.add(fd_index=fds.index(allocation.fd), size=allocation.size)
+            mine = list(islice(indexes, len(allocation.descriptors)))
+            if allocation.ranges:
+                ranges = pb.Ranges(fd_indexes=mine, sizes=[each.size for each in allocation.ranges])
+                register.allocations.add(ranges=ranges, size=allocation.size)
+            elif mine:
+                register.allocations.add(fd_index=mine[0], size=allocation.size)
             else:
                 register.allocations.add(cuda_ipc_handle=allocation.cuda_ipc_handle, size=allocation.size)
         return register

@@ -62,6 +62,7 @@ from functools import partial
 
 import grpc
 
+from kvsidecar.client.buffers import Descriptor
 from kvsidecar.client.connection import LostDaemon, connect
 from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.ledger import Ledger
@@ -438,7 +439,7 @@ def _how_lost(transport: Transport, session: Session | None) -> str:
 def open_transport(
     socket: str,
     *,
-    fds: Sequence[int],
+    fds: Sequence[Descriptor],
     name: str,
     timeout: float,
     cancel: int | None = None,

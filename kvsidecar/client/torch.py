@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers
+from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers, PhysicalRange
 from kvsidecar.client.regions import StridedView, regions_of
 from kvsidecar.errors import NotExportable
 from kvsidecar.support import cuda_driver
-from kvsidecar.types import Region
+from kvsidecar.types import MAX_DESCRIPTORS, Region
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -51,9 +51,19 @@ class TorchExporter:
         return regions_of([self._view(tensor, block_dim) for tensor in tensors])
 
     def kv_buffers(self) -> KVBuffers:
-        """All allocations of the tensors that were passed to `regions`."""
+        """All allocations of the tensors that were passed to `regions`.
+
+        Raises:
+            NotExportable: there are none, or they have more descriptors than one rank may share.
+        """
         if self._device is None:
             raise NotExportable("no tensor was exported: call regions() first")
+        if (count := sum(len(each.descriptors) for each in self._allocations)) > MAX_DESCRIPTORS:
+            raise NotExportable(
+                f"the KV cache lies in {count} ranges of physical memory, and a rank may share {MAX_DESCRIPTORS}: take "
+                "memory of cudaMalloc for it, by expandable_segments:False in PYTORCH_CUDA_ALLOC_CONF, or an allocator "
+                "with larger ranges than torch's 20 MiB, such as vLLM's cumem"
+            )
         return KVBuffers(self._device, tuple(self._allocations))
 
     def _view(self, tensor: torch.Tensor, block_dim: int) -> StridedView:
@@ -61,7 +71,8 @@ class TorchExporter:
             raise NotExportable(f"block_dim {block_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}")
         if tensor.numel() == 0:
             raise NotExportable(f"a tensor of shape {tuple(tensor.shape)} is empty")
-        allocation, base = self._allocation(tensor)
+        allocation = self._allocation(tensor)
+        base = self._bases[allocation]
         itemsize = tensor.element_size()
         return StridedView(
             allocation=allocation,
@@ -72,19 +83,16 @@ class TorchExporter:
             block_dim=block_dim % tensor.dim(),
         )
 
-    def _allocation(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Index and base address of a tensor's allocation."""
-        pointer = tensor.data_ptr()
+    def _allocation(self, tensor: torch.Tensor) -> int:
+        """Index of a tensor's allocation."""
+        pointer, end = tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
         for index, base in enumerate(self._bases):
-            if base <= pointer < base + self._allocations[index].size:
-                return index, base
+            if base <= pointer and end <= base + self._allocations[index].size:
+                return index
         if tensor.is_cuda:
-            if not cuda_driver.is_legacy_ipc_capable(pointer):
-                raise NotExportable(
-                    "the KV cache is in memory that CUDA IPC cannot share: unset "
-                    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and turn off the engine's sleep mode"
-                )
             device = cuda_driver.pointer_uuid(pointer)
+            if not cuda_driver.is_legacy_ipc_capable(pointer):
+                return self._physical(device, cuda_driver.physical_ranges(pointer, end - pointer))
             base, size = cuda_driver.address_range(pointer)
             allocation = Allocation(size, cuda_ipc_handle=cuda_driver.ipc_handle(base))
         else:
@@ -96,12 +104,37 @@ class TorchExporter:
                 )
             device, base = "host", buffer.address
             allocation = Allocation(buffer.nbytes, fd=buffer.fd)
+        return self._add(device, base, allocation)
+
+    def _physical(self, device: str, ranges: Sequence[tuple[int, int]]) -> int:
+        """Index of an allocation with these ranges, which may continue one that is there.
+
+        With torch's expandable segments a tensor begins in the range in which the one before it ends: both are in one
+        allocation then, and layers at a constant distance stay rows of one region.
+        """
+        base, found = ranges[0][0], [PhysicalRange(size, address=address) for address, size in ranges]
+        for index, allocation in enumerate(self._allocations):
+            if allocation.ranges and self._bases[index] <= base <= self._bases[index] + allocation.size:
+                found = [*allocation.ranges, *(each for each in found if each not in allocation.ranges)]
+                break
+        else:
+            index = self._add(device, base, Allocation(0))
+        self._allocations[index] = Allocation(sum(each.size for each in found), ranges=tuple(found))
+        return index
+
+    def _add(self, device: str, base: int, allocation: Allocation) -> int:
         if self._device not in (None, device):
             raise NotExportable(f"the tensors of one rank are on two devices, {self._device} and {device}")
         self._device = device
         self._allocations.append(allocation)
         self._bases.append(base)
-        return len(self._bases) - 1, base
+        return len(self._bases) - 1
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    reach: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * int(tensor.element_size())
 
 
 class TorchEventRing:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource, ScratchSource
+from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource, RangesSource, ScratchSource
 from kvsidecar.errors import ImportRefused
 from kvsidecar.types import GroupLayout, Region
 
@@ -14,23 +14,28 @@ _fields_of = attrgetter("allocation", "offset", "row_stride", "block_stride", "r
 
 
 def pack_source(source: MemorySource, fds: list[int]) -> dict[str, Any]:
-    """A source as part of a message; its descriptor, if it has one, is appended to ``fds``."""
+    """A source as part of a message; its descriptors are appended to ``fds``."""
     match source:
         case CudaIpcSource(handle):
             return {"handle": handle.hex()}
         case MemfdSource(fd):
             fds.append(fd)
             return {"fd": len(fds) - 1}
+        case RangesSource(ranges):
+            fds += [fd for fd, _ in ranges]
+            return {"ranges": [[len(fds) - len(ranges) + index, size] for index, (_, size) in enumerate(ranges)]}
         case ScratchSource(nbytes):
             return {"scratch": nbytes}
 
 
 def source_of(message: dict[str, Any], fds: Sequence[int]) -> MemorySource:
-    """The source of a message. Raises ImportRefused: its descriptor did not arrive."""
+    """The source of a message. Raises ImportRefused: one of its descriptors did not arrive."""
     if "handle" in message:
         return CudaIpcSource(bytes.fromhex(message["handle"]))
     if "scratch" in message:
         return ScratchSource(message["scratch"])
+    if "ranges" in message:
+        return RangesSource(tuple((descriptor(fds, index), nbytes) for index, nbytes in message["ranges"]))
     return MemfdSource(descriptor(fds, message["fd"]))
 
 

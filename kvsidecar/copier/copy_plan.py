@@ -131,20 +131,26 @@ class BoundGroup:
     """The copies that take the least time when there are many."""
 
 
-def bind(layout: GroupLayout, base_addresses: Sequence[int], number: int = 0) -> BoundGroup:
+def bind(
+    layout: GroupLayout, base_addresses: Sequence[int], number: int = 0, reservations: Sequence[int] = ()
+) -> BoundGroup:
     """Put a checked layout at the addresses of its allocations.
 
     Args:
         layout: checked, with all of its regions.
         base_addresses: where each allocation is mapped in this process, in the registration's order.
         number: of a slice of the layout, from 1 on; 0: all of it. A slice lies in the slot where it lies in the whole.
+        reservations: of each allocation, see `kvsidecar.device.base.DeviceMemory.reservation`; 0 or missing: of none.
     """
     regions = layout.regions
 
     def of_each(attribute: str) -> npt.NDArray[np.uint64]:
         return np.array([getattr(region, attribute) for region in regions], np.uint64)
 
-    allocation, num_rows, row_bytes = of_each("allocation"), of_each("num_rows"), of_each("row_bytes")
+    # The addresses of reservations are larger than any index of an allocation.
+    spaces = [reservation or index for index, reservation in enumerate(reservations)] or range(len(base_addresses))
+    space = np.array([spaces[region.allocation] for region in regions], np.uint64)
+    num_rows, row_bytes = of_each("num_rows"), of_each("row_bytes")
     stride, nbytes = of_each("row_stride"), num_rows * row_bytes
     one_row = (num_rows == 1) | (stride == row_bytes)  # rows without a gap are one row
     columns = Columns(
@@ -158,18 +164,17 @@ def bind(layout: GroupLayout, base_addresses: Sequence[int], number: int = 0) ->
     if number:
         first = sum(layout.slices[: number - 1])
         mine = slice(first, first + layout.slices[number - 1])
-        columns, allocation, nbytes = columns.where(mine), allocation[mine], nbytes[mine]
+        columns, space, nbytes = columns.where(mine), space[mine], nbytes[mine]
     block_bytes = int(nbytes.sum())
     longest_run = max(1, SLICE_BYTES // block_bytes)
-    few = _recipe(_joined_where_they_touch(columns, allocation), longest_run)
+    columns, space = _stacked(*_joined_where_they_touch(columns, space))
+    few = _recipe(columns, longest_run)
     split = (columns.num_rows > 1) & ~pitched_pays(columns.num_rows, columns.row_bytes)
     if not split.any():
         return BoundGroup(layout.num_blocks, block_bytes, few, few)
     counts = np.where(split, columns.num_rows, 1).astype(np.int64)
-    fast = _recipe(
-        _joined_where_they_touch(_one_by_one(columns, split, counts), np.repeat(allocation, counts)), longest_run
-    )
-    return BoundGroup(layout.num_blocks, block_bytes, few, fast)
+    rows, _ = _joined_where_they_touch(_one_by_one(columns, split, counts), np.repeat(space, counts))
+    return BoundGroup(layout.num_blocks, block_bytes, few, _recipe(rows, longest_run))
 
 
 def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> Columns:
@@ -187,23 +192,58 @@ def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDAr
     )
 
 
-def _joined_where_they_touch(columns: Columns, allocation: npt.NDArray[np.uint64]) -> Columns:
+def _joined_where_they_touch(columns: Columns, space: npt.NDArray[np.uint64]) -> tuple[Columns, npt.NDArray[np.uint64]]:
     """Join neighbours that have no gap between them on either side, in every block.
 
-    Not those of two allocations that lie side by side by chance: the driver refuses a copy that spans two mappings.
+    Args:
+        space: of each column, the allocation or reservation that no copy may leave: where two allocations lie side by
+            side by chance, the driver refuses a copy that spans both.
+
+    Returns:
+        The columns, and the space of each.
     """
     single = columns.num_rows == 1
-    joins = single[1:] & single[:-1] & (allocation[1:] == allocation[:-1])
+    joins = single[1:] & single[:-1] & (space[1:] == space[:-1])
     joins &= columns.block_stride[1:] == columns.block_stride[:-1]
     joins &= columns.address[1:] == columns.address[:-1] + columns.row_bytes[:-1]
     joins &= columns.slot_offset[1:] == columns.slot_offset[:-1] + columns.row_bytes[:-1]
     if not joins.any():
-        return columns
+        return columns, space
     firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
     row_bytes = np.add.reduceat(columns.row_bytes, firsts)
     kept = columns.where(firsts)
     alone = np.diff(np.append(firsts, len(columns))) == 1
-    return replace(kept, row_bytes=row_bytes, pitch=np.where(alone, kept.pitch, row_bytes))
+    return replace(kept, row_bytes=row_bytes, pitch=np.where(alone, kept.pitch, row_bytes)), space[firsts]
+
+
+def _stacked(columns: Columns, space: npt.NDArray[np.uint64]) -> tuple[Columns, npt.NDArray[np.uint64]]:
+    """Join equal rows at a constant distance, layers for example, to pitched copies. See `_joined_where_they_touch`."""
+    follows = (columns.num_rows[1:] == 1) & (columns.num_rows[:-1] == 1) & (space[1:] == space[:-1])
+    follows &= columns.block_stride[1:] == columns.block_stride[:-1]
+    follows &= columns.row_bytes[1:] == columns.row_bytes[:-1]
+    follows &= columns.slot_offset[1:] == columns.slot_offset[:-1] + columns.row_bytes[:-1]
+    follows &= columns.address[1:] >= columns.address[:-1] + columns.row_bytes[:-1]  # a pitch is not negative
+    if not follows.any():
+        return columns, space
+    firsts, distance = [0], 0
+    for index, (joins, step) in enumerate(zip(follows.tolist(), np.diff(columns.address).tolist(), strict=True), 1):
+        if not joins or distance not in (0, step):
+            firsts.append(index)
+            distance = 0
+        else:
+            distance = step
+    num_rows = np.diff(np.append(firsts, len(columns)))
+    kept, last = columns.where(np.array(firsts)), np.array(firsts) + num_rows - 1
+    reach = columns.address[last] - kept.address
+    stacked = num_rows > 1
+    return (
+        replace(
+            kept,
+            pitch=np.where(stacked, reach // np.maximum(num_rows - 1, 1).astype(np.uint64), kept.pitch),
+            num_rows=np.where(stacked, num_rows.astype(np.uint64), kept.num_rows),
+        ),
+        space[firsts],
+    )
 
 
 def _recipe(columns: Columns, longest_run: int) -> Recipe:

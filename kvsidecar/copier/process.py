@@ -37,7 +37,7 @@ from kvsidecar.copier.messages import (
 from kvsidecar.copier.ring import Receiver, Ring, Sender
 from kvsidecar.copier.self_test import self_test
 from kvsidecar.copier.slot_check import SlotCheck
-from kvsidecar.device.base import Device, DeviceEvent, DeviceMemory, ScratchSource
+from kvsidecar.device.base import Device, DeviceEvent, DeviceMemory, MemorySource, RangesSource, ScratchSource
 from kvsidecar.device.platforms import open_platform
 from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarError
 from kvsidecar.support import failpoints, host_memory, log
@@ -82,16 +82,11 @@ class Sessions:
         """Import a rank's memory and events: all of it, or nothing."""
         session = Session([], {})
         try:
-            for each in request["allocations"]:
-                failpoints.hit("copier.import")
-                source = source_of(each, fds)
-                if isinstance(source, ScratchSource):
-                    session.memories.append(self._device.allocate(source.nbytes))
-                else:
-                    session.memories.append(self._device.import_memory(source))
+            self._import(session, [source_of(each, fds) for each in request["allocations"]])
             bases = [memory.address for memory in session.memories]
+            reservations = [memory.reservation for memory in session.memories]
             session.groups = {
-                (layout.group, number): bind(layout, bases, number)
+                (layout.group, number): bind(layout, bases, number, reservations)
                 for layout in layouts_of(request["groups"])
                 for number in range(len(layout.slices) + 1)
             }
@@ -108,6 +103,27 @@ class Sessions:
             "num_events": len(session.events),
             "events_refused": refused,
         }
+
+    def _import(self, session: Session, sources: Sequence[MemorySource]) -> None:
+        """Add the memories of all sources, in their order; on an error, those that there are."""
+        ranges = [each for each in sources if isinstance(each, RangesSource)]
+        if ranges:
+            failpoints.hit("copier.import")
+            session.memories += self._device.import_ranges(ranges)
+        side_by_side = iter(tuple(session.memories))
+        ordered = []
+        for source in sources:
+            if isinstance(source, RangesSource):
+                ordered.append(next(side_by_side))
+                continue
+            if isinstance(source, ScratchSource):
+                memory = self._device.allocate(source.nbytes)
+            else:
+                failpoints.hit("copier.import")
+                memory = self._device.import_memory(source)
+            session.memories.append(memory)
+            ordered.append(memory)
+        session.memories = ordered
 
     def _open_events(self, session: Session, handles: Sequence[str]) -> str:
         try:

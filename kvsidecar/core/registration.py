@@ -14,6 +14,8 @@ MAX_EVENTS = 256
 """Events in one rank's ring: no more stores than this wait for their compute at once."""
 MAX_ALLOCATIONS = 4096
 """Allocations that one rank may register. Each costs a driver call."""
+MAX_RANGE_BYTES = 1 << 42
+"""Bytes of one range of physical memory: more than any GPU has, and so few that sums of them do not overflow."""
 MAX_GROUPS = 128
 """Groups that one rank may register. vLLM makes about ten, and at most one per layer."""
 
@@ -35,6 +37,19 @@ class FdAllocation:
 
 
 @dataclass(frozen=True, slots=True)
+class RangesAllocation:
+    """An allocation named by the indexes of the descriptors of its physical memory, sent over the attach socket."""
+
+    fd_indexes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each descriptor's memory."""
+    size: int
+
+
+Allocation = CudaAllocation | FdAllocation | RangesAllocation
+
+
+@dataclass(frozen=True, slots=True)
 class RankRegistration:
     """The registration of one rank, as it comes with Attach."""
 
@@ -44,7 +59,7 @@ class RankRegistration:
     rank: int
     world_size: int
     device: str
-    allocations: tuple[CudaAllocation | FdAllocation, ...]
+    allocations: tuple[Allocation, ...]
     groups: tuple[GroupLayout, ...]
     event_handles: tuple[bytes, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
@@ -69,6 +84,10 @@ class RankRegistration:
             raise InvalidRequest("no KV cache group is registered: a rank needs at least one")
         if len(self.event_handles) > MAX_EVENTS:
             raise InvalidRequest(f"a ring of {len(self.event_handles)} events is longer than {MAX_EVENTS}")
+        for number, allocation in enumerate(self.allocations):
+            if isinstance(allocation, RangesAllocation) and (problem := _ranges_problem(allocation)):
+                raise InvalidRequest(f"allocation {number}: {problem}")
+        yield
         sizes = [allocation.size for allocation in self.allocations]
         seen: set[int] = set()
         rows = 0
@@ -87,3 +106,12 @@ class RankRegistration:
             if rows > MAX_ROWS:
                 raise InvalidRequest(f"the regions of all groups have more than {MAX_ROWS} rows together")
             yield
+
+
+def _ranges_problem(allocation: RangesAllocation) -> str:
+    """Why the ranges cannot be right; empty if they can."""
+    if len(allocation.fd_indexes) != len(allocation.sizes):
+        return f"{len(allocation.fd_indexes)} descriptors but {len(allocation.sizes)} sizes of ranges"
+    if not allocation.sizes or not all(0 < each <= MAX_RANGE_BYTES for each in allocation.sizes):
+        return f"it needs at least one range, and each has 1 to {MAX_RANGE_BYTES} bytes"
+    return ""

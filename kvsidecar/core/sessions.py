@@ -20,8 +20,8 @@ from kvsidecar.core.access import Access, Caller, Identity
 from kvsidecar.core.job import Job
 from kvsidecar.core.namespace_options import NamespaceOptions
 from kvsidecar.core.quota import Quota
-from kvsidecar.core.registration import CudaAllocation, FdAllocation, RankRegistration
-from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource
+from kvsidecar.core.registration import Allocation, CudaAllocation, FdAllocation, RangesAllocation, RankRegistration
+from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource, RangesSource
 from kvsidecar.errors import (
     AccessDenied,
     DeviceError,
@@ -61,14 +61,16 @@ class Peer:
     gid: int
     client: str
     """Free text of the client, for logs."""
-    fds: tuple[int, ...]
-    """Memfds it sent; owned by this peer."""
+    fds: tuple[int | None, ...]
+    """Descriptors of memory that it sent; owned by this peer. None: closed."""
     caller: Caller
     """Its identity and grant. The grant is decided when it connects, and again when the policy changes."""
     copiers: frozenset[int] = frozenset()
     """Processes whose death its client can see. Ranks may attach to these only."""
     fence: int | None = None
     """Descriptor of its `kvsidecar.support.fence`, if it asked for one; owned by this peer."""
+    on_closed: Callable[[int], None] = lambda _: None
+    """Called with how many of ``fds`` were closed before it has gone."""
     registering: int = 0
     """Registrations under way: a driver call in a thread may be using the descriptors."""
     gone: bool = False
@@ -77,11 +79,28 @@ class Peer:
         """Close the descriptors unless a registration uses them: another client's could get the same numbers."""
         if not self.registering:
             for fd in self.fds:
-                os.close(fd)
+                if fd is not None:
+                    os.close(fd)
             self.fds = ()
             if self.fence is not None:
                 os.close(self.fence)
                 self.fence = None
+
+    def close_ranges(self, allocations: Sequence[Allocation]) -> None:
+        """Close the descriptors of physical memory: while one is open, the memory stays allocated although the engine
+        and the copier have unmapped it."""
+        indexes = {
+            index
+            for allocation in allocations
+            if isinstance(allocation, RangesAllocation)
+            for index in allocation.fd_indexes
+            if index < len(self.fds) and self.fds[index] is not None
+        }
+        if indexes:
+            for index in indexes:
+                os.close(self.fds[index])  # type: ignore[arg-type]  # it is not None
+            self.fds = tuple(None if index in indexes else fd for index, fd in enumerate(self.fds))
+            self.on_closed(len(indexes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +236,20 @@ class Instances:
         groups: frozenset[int] = frozenset(),
         copiers: frozenset[int] = frozenset(),
         fence: int | None = None,
+        on_closed: Callable[[int], None] = lambda _: None,
     ) -> Peer:
         """A process has connected to the attach socket. Takes ownership of ``fds`` and ``fence``.
 
         Args:
             groups: supplementary groups.
             copiers: the processes of copiers whose pidfds it was sent.
+            on_closed: called with how many of ``fds`` were closed before it has gone.
         """
         token, identity = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
         peer = Peer(
-            token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token), copiers, fence
-        )
+            token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token), copiers, fence,
+            on_closed,
+        )  # fmt: skip
         self._peers[peer.token] = peer
         self._tokens_of.setdefault(uid, {})[peer.token] = None
         return peer
@@ -331,6 +353,7 @@ class Instances:
             raise
         finally:
             peer.registering -= 1
+            peer.close_ranges(registration.allocations)
             if peer.gone:
                 peer.close_fds()
 
@@ -496,14 +519,22 @@ def unidentified() -> UnknownPeer:
     )
 
 
-def _source(allocation: CudaAllocation | FdAllocation, peer: Peer) -> MemorySource:
+def _source(allocation: Allocation, peer: Peer) -> MemorySource:
     match allocation:
         case CudaAllocation():
             return CudaIpcSource(allocation.handle)
         case FdAllocation():
-            if not 0 <= allocation.fd_index < len(peer.fds):
-                raise InvalidRequest(
-                    f"fd_index {allocation.fd_index} names none of the {len(peer.fds)} descriptors sent over the "
-                    "attach socket"
-                )
-            return MemfdSource(peer.fds[allocation.fd_index])
+            return MemfdSource(_descriptor(allocation.fd_index, peer))
+        case RangesAllocation():
+            fds = [_descriptor(index, peer) for index in allocation.fd_indexes]
+            return RangesSource(tuple(zip(fds, allocation.sizes, strict=True)))
+
+
+def _descriptor(index: int, peer: Peer) -> int:
+    fd = peer.fds[index] if index < len(peer.fds) else None
+    if fd is None:
+        raise InvalidRequest(
+            f"fd_index {index} names none of the {len(peer.fds)} descriptors sent over the attach socket, or one of "
+            "physical memory that a registration has used: connect again"
+        )
+    return fd

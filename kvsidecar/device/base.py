@@ -74,13 +74,26 @@ class MemfdSource:
 
 
 @dataclass(frozen=True, slots=True)
+class RangesSource:
+    """Physical memory that another process shares: of ``cuMemCreate``; of memfds on the device ``host``."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """Descriptor and bytes of each handle, to be mapped one behind the other. The descriptors stay the caller's, and
+    are not needed after the import."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
 class ScratchSource:
     """No engine's memory: the device's own, for a self-test."""
 
     nbytes: int
 
 
-MemorySource = CudaIpcSource | MemfdSource | ScratchSource
+MemorySource = CudaIpcSource | MemfdSource | RangesSource | ScratchSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,9 @@ class DeviceMemory:
     """Bytes of the whole allocation, as the driver or kernel knows it, not as the client claims."""
     key: bytes
     """Identifies the allocation on its device."""
+    reservation: int = 0
+    """Address of the reserved range that it is mapped in: a pitched copy may go on from one allocation to another of
+    the same reservation. 0: it is alone, and no copy may leave it."""
 
 
 class DeviceEvent(Protocol):
@@ -166,7 +182,7 @@ class Device(Protocol):
     def uuid(self) -> str:
         """``GPU-...`` as the driver and NVML print it, or ``host``."""
 
-    def import_memory(self, source: MemorySource) -> DeviceMemory:
+    def import_memory(self, source: CudaIpcSource | MemfdSource) -> DeviceMemory:
         """Map another process's allocation, or count one more use if it is mapped already.
 
         Raises:
@@ -174,8 +190,16 @@ class Device(Protocol):
             DeviceLost: the context is gone.
         """
 
+    def import_ranges(self, sources: Sequence[RangesSource]) -> list[DeviceMemory]:
+        """Map another process's allocations at a constant distance from each other, all or none of them.
+
+        Raises:
+            ImportRefused: one does not open, or has another size. The device is unharmed.
+            DeviceLost: the context is gone.
+        """
+
     def release_memory(self, memory: DeviceMemory) -> None:
-        """Undo one `import_memory` or `allocate`. Unmaps at the last one. No copy may be using it.
+        """Undo one `import_memory`, `import_ranges` or `allocate`. Unmaps at the last one. No copy may be using it.
 
         Raises:
             DeviceLost: the context is gone, and the mapping with it.

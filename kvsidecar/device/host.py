@@ -30,7 +30,9 @@ from kvsidecar.device.base import (
     MemfdSource,
     MemorySource,
     PreparedCall,
+    RangesSource,
 )
+from kvsidecar.device.reservation import Reservation
 from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
 from kvsidecar.support.host_memory import mmap_at, unmap
 from kvsidecar.support.memory_limits import memlock_limit
@@ -41,6 +43,9 @@ HOST_UUID: Final = "host"
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x0002
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_PROT_NONE: Final = 0
+_MAP_FIXED: Final = 0x10
+_RESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 
 # ctypes releases the GIL around each call: mlock of a chunk faults its pages and takes seconds.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -106,6 +111,67 @@ class HostPlatform:
 class _Mapping:
     memory: DeviceMemory
     uses: int
+    reservation: Reservation | None = None
+
+
+def _sealed(fd: int) -> os.stat_result:
+    """What the kernel says of a memfd that its owner cannot shorten. Raises ImportRefused: it is none."""
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:  # EINVAL: a file system without seals; EBADF
+        raise ImportRefused(
+            f"the descriptor is not a memfd ({error.strerror}); make it with memfd_create(MFD_ALLOW_SEALING)"
+        ) from error
+    if not seals & _F_SEAL_SHRINK:
+        # If a client truncated a mapped file, the next copy would end in SIGBUS, which kills the daemon.
+        raise ImportRefused(
+            "the memfd is not sealed against shrinking: create it with MFD_ALLOW_SEALING and, after ftruncate, "
+            "set fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)"
+        )
+    stat = os.fstat(fd)  # after the seal was seen: from then on the size can only grow
+    if stat.st_size == 0:
+        raise ImportRefused("the memfd has 0 bytes: ftruncate it to its size before it is sealed and shared")
+    return stat
+
+
+def _map_file(address: int | None, nbytes: int, fd: int) -> int:
+    """Map a memfd, at this address if one is given. Raises ImportRefused."""
+    try:
+        return mmap_at(address, nbytes, _READ_WRITE, mmap.MAP_SHARED | (_MAP_FIXED if address else 0), fd)
+    except OSError as error:
+        raise ImportRefused(
+            f"mapping {nbytes} bytes of the memfd read-write: {error.strerror}; F_SEAL_WRITE must not be set"
+        ) from error
+
+
+class _Addresses:
+    """Implements `kvsidecar.device.reservation.AddressSpace`."""
+
+    granularity = mmap.PAGESIZE
+
+    def reserve(self, nbytes: int) -> int:
+        try:
+            return mmap_at(None, nbytes, _PROT_NONE, _RESERVED)
+        except OSError as error:
+            raise ImportRefused(f"reserving {nbytes} bytes of addresses: {error.strerror}") from error
+
+    def map(self, address: int, fd: int, nbytes: int) -> None:
+        size = _sealed(fd).st_size
+        if size != nbytes or nbytes % self.granularity:
+            raise ImportRefused(
+                f"a range was registered with {nbytes} bytes, and its memfd has {size}: it must be all of it, in whole "
+                f"pages of {self.granularity} bytes"
+            )
+        _map_file(address, nbytes, fd)
+
+    def permit(self, address: int, nbytes: int) -> None:
+        """Nothing to do."""
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        mmap_at(address, nbytes, _PROT_NONE, _RESERVED | _MAP_FIXED)  # not munmap: the addresses stay reserved
+
+    def free(self, address: int, nbytes: int) -> None:
+        unmap(address, nbytes)
 
 
 class HostDevice:
@@ -120,36 +186,24 @@ class HostDevice:
     def import_memory(self, source: MemorySource) -> DeviceMemory:
         if not isinstance(source, MemfdSource):
             raise ImportRefused("this is the device `host`: share a memfd, not a CUDA IPC handle")
-        try:
-            seals = fcntl.fcntl(source.fd, _F_GET_SEALS)
-        except OSError as error:  # EINVAL: a file system without seals; EBADF
-            raise ImportRefused(
-                f"the descriptor is not a memfd ({error.strerror}); make it with memfd_create(MFD_ALLOW_SEALING)"
-            ) from error
-        if not seals & _F_SEAL_SHRINK:
-            # If a client truncated a mapped file, the next copy would end in SIGBUS, which kills the daemon.
-            raise ImportRefused(
-                "the memfd is not sealed against shrinking: create it with MFD_ALLOW_SEALING and, after ftruncate, "
-                "set fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)"
-            )
-        stat = os.fstat(source.fd)  # after the seal was seen: from then on the size can only grow
-        if stat.st_size == 0:
-            raise ImportRefused("the memfd has 0 bytes: ftruncate it to its size before it is sealed and shared")
+        stat = _sealed(source.fd)
         key = struct.pack("=QQ", stat.st_dev, stat.st_ino)  # the mapping keeps the inode, so it is not used again
         with self._lock:
             mapping = self._mappings.get(key)
             if mapping is None:
-                try:
-                    address = mmap_at(None, stat.st_size, _READ_WRITE, mmap.MAP_SHARED, source.fd)
-                except OSError as error:
-                    raise ImportRefused(
-                        f"mapping {stat.st_size} bytes of the memfd read-write: {error.strerror}; "
-                        "F_SEAL_WRITE must not be set"
-                    ) from error
+                address = _map_file(None, stat.st_size, source.fd)
                 mapping = _Mapping(DeviceMemory(address=address, nbytes=stat.st_size, key=key), uses=0)
                 self._mappings[key] = mapping
             mapping.uses += 1
             return mapping.memory
+
+    def import_ranges(self, sources: Sequence[RangesSource]) -> list[DeviceMemory]:
+        with self._lock:
+            self._own += 1
+            reservation = Reservation(_Addresses(), sources, self._own)
+            for memory in reservation.memories:
+                self._mappings[memory.key] = _Mapping(memory, uses=1, reservation=reservation)
+        return reservation.memories
 
     def release_memory(self, memory: DeviceMemory) -> None:
         with self._lock:
@@ -159,7 +213,10 @@ class HostDevice:
             mapping.uses -= 1
             if mapping.uses == 0:
                 del self._mappings[memory.key]
-                unmap(mapping.memory.address, mapping.memory.nbytes)
+                if mapping.reservation is not None:
+                    mapping.reservation.release(mapping.memory)
+                else:
+                    unmap(mapping.memory.address, mapping.memory.nbytes)
 
     def import_event(self, handle: bytes) -> DeviceEvent:
         raise ImportRefused("the device `host` has no events: order stores on the host")

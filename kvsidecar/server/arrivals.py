@@ -14,12 +14,12 @@ from collections.abc import Iterable
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
-from kvsidecar.support import peer as peers
+from kvsidecar.types import MAX_DESCRIPTORS
 
 MAX_CONNECTIONS = 1024
 """Limit per user. An engine has three for each rank, and three for its scheduler."""
-MAX_MEMFDS = 4096
-"""Limit per user, over all of its connections."""
+MAX_SHARED_FDS = 16384
+"""Limit per user of the descriptors handed over, on all of its connections."""
 CONNECTION_FDS = 3
 """Descriptors of a connection itself: the socket, the client's pidfd, its fence."""
 TABLE_SHARE = 0.75
@@ -68,7 +68,7 @@ class Arrivals:
     def __init__(self, table: int | None = None) -> None:
         self._room = int(TABLE_SHARE * (_table_size() if table is None else table))
         self._connections = Quota(MAX_CONNECTIONS, "connections to the attach socket")
-        self._memfds = Quota(MAX_MEMFDS, "descriptors handed over")
+        self._shared_fds = Quota(MAX_SHARED_FDS, "descriptors handed over")
         self._held: Counter[int] = Counter()
         self._total = 0
         self._unfinished: dict[int, dict[Arrival, None]] = {}
@@ -91,9 +91,9 @@ class Arrivals:
         try:
             if arrival.refused:
                 raise LimitExceeded(arrival.refused)
-            if len(arrival.fds) + len(fds) > peers.MAX_FDS:
-                raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors with one Hello")
-            self._take(arrival, self._memfds, len(fds), len(fds))
+            if len(arrival.fds) + len(fds) > MAX_DESCRIPTORS:
+                raise InvalidRequest(f"more than {MAX_DESCRIPTORS} descriptors with one Hello")
+            self._take(arrival, self._shared_fds, len(fds), len(fds))
         except KVSidecarError:
             close_all(fds)
             raise
@@ -113,11 +113,22 @@ class Arrivals:
         close_all(arrival.fds)
         arrival.fds = []
         self._connections.give_back(arrival.uid)
-        self._memfds.give_back(arrival.uid, arrival.held)
-        self._total -= CONNECTION_FDS + arrival.held
-        self._held[arrival.uid] -= CONNECTION_FDS + arrival.held
+        self._give_back(arrival, arrival.held)
+        self._total -= CONNECTION_FDS
+        self._held[arrival.uid] -= CONNECTION_FDS
         if not self._held[arrival.uid]:
             del self._held[arrival.uid]
+
+    def closed(self, arrival: Arrival, count: int) -> None:
+        """So many of the descriptors that it handed over are closed, before its end."""
+        if not arrival.ended:
+            self._give_back(arrival, count)
+
+    def _give_back(self, arrival: Arrival, count: int) -> None:
+        self._shared_fds.give_back(arrival.uid, count)
+        arrival.held -= count
+        self._total -= count
+        self._held[arrival.uid] -= count
 
     def _take(self, arrival: Arrival, quota: Quota, count: int, fds: int) -> None:
         uid = arrival.uid

@@ -1,7 +1,7 @@
 """The attach socket: identity, shared memory and liveness of clients.
 
 gRPC transfers no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
-first: the kernel identifies it (SO_PEERCRED), its memfds arrive as SCM_RIGHTS, and it gets a token for gRPC. The
+first: the kernel identifies it (SO_PEERCRED), its descriptors arrive as SCM_RIGHTS, and it gets a token for gRPC. The
 connection stays open; when the process dies in any way, the kernel closes it. After the Welcome, the connection carries
 the local protocol, unless that is off.
 """
@@ -122,6 +122,7 @@ class AttachSocket:
             **who._asdict(),
             client=hello.client,
             fds=arrival.take_fds(),
+            on_closed=lambda count: self.arrivals.closed(arrival, count),
             groups=peers.groups(arrival.connection),
             copiers=frozenset(pidfds),
             fence=shared,
@@ -235,7 +236,10 @@ class _Connection:
                 return None
             if truncated:
                 close_all(fds)
-                raise InvalidRequest(f"more than {peers.MAX_FDS} descriptors in one message")
+                raise InvalidRequest(
+                    f"descriptors were lost: more than {peers.MAX_FDS} came with one byte, or the daemon has no room "
+                    "for more (ulimit -n, LimitNOFILE=)"
+                )
             self._owner.arrivals.received(arrival, fds)
             if not chunk:
                 raise InvalidRequest("the client closed the connection before its Hello was complete")
@@ -245,6 +249,8 @@ class _Connection:
             except FrameTooLong as error:
                 text = f"a Hello of {error.length} bytes is over the limit of {MAX_HELLO_BYTES}"
                 raise InvalidRequest(text) from error
+            if payload is not None:
+                break  # its length came in an earlier turn
         if payload is None:
             return None
         try:

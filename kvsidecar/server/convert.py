@@ -14,7 +14,15 @@ from kvsidecar.core.layout import MAX_REGIONS, STEP
 from kvsidecar.core.lookups import Choice
 from kvsidecar.core.namespace_options import taken
 from kvsidecar.core.readiness import Snapshot
-from kvsidecar.core.registration import MAX_ALLOCATIONS, MAX_GROUPS, CudaAllocation, FdAllocation, RankRegistration
+from kvsidecar.core.registration import (
+    MAX_ALLOCATIONS,
+    MAX_GROUPS,
+    Allocation,
+    CudaAllocation,
+    FdAllocation,
+    RangesAllocation,
+    RankRegistration,
+)
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import (
     MODE_FROM_WIRE,
@@ -25,7 +33,7 @@ from kvsidecar.protocol.wire import (
     namespace_from_wire,
     region_from_wire,
 )
-from kvsidecar.types import GroupLayout, LookupMode, Priority, Region
+from kvsidecar.types import MAX_DESCRIPTORS, GroupLayout, LookupMode, Priority, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_PARTS = 512
@@ -43,10 +51,15 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
         ("allocations", len(message.allocations), MAX_ALLOCATIONS),
         ("groups", len(message.groups), MAX_GROUPS),
         ("regions", regions, MAX_REGIONS),
+        (
+            "ranges of physical memory",
+            sum(len(each.ranges.fd_indexes) for each in message.allocations),
+            MAX_DESCRIPTORS,
+        ),
     ):
         if count > limit:  # before creating an object for each
             raise InvalidRequest(f"a rank with {count} {what} is over the limit of {limit}")
-    allocations: list[CudaAllocation | FdAllocation] = []
+    allocations: list[Allocation] = []
     for index, allocation in enumerate(message.allocations):
         if index % STEP == STEP - 1:
             yield
@@ -55,6 +68,9 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
                 allocations.append(CudaAllocation(allocation.cuda_ipc_handle, allocation.size))
             case "fd_index":
                 allocations.append(FdAllocation(allocation.fd_index, allocation.size))
+            case "ranges":
+                ranges = allocation.ranges
+                allocations.append(RangesAllocation(tuple(ranges.fd_indexes), tuple(ranges.sizes), allocation.size))
             case _:
                 raise InvalidRequest(f"allocation {index} names neither a CUDA IPC handle nor a file descriptor")
     groups: list[GroupLayout] = []

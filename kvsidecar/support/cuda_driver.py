@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import uuid as uuids
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
@@ -25,10 +26,15 @@ _DEVICE_ORDINAL: Final = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"""
 _IS_LEGACY_IPC_CAPABLE: Final = 10
 """CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE"""
+_ALLOWED_HANDLE_TYPES: Final = 14
+"""CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES"""
+RANGE_BYTES: Final = 2 << 20
+"""Granularity of physical memory on every GPU so far."""
+_POSIX_DESCRIPTOR: Final = 1
+"""CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"""
 
 _HOW_TO_EXPORT: Final = (
-    "only memory from cuMemAlloc or cudaMalloc can be shared: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
-    "turn off the engine's sleep mode, and use neither managed memory nor a memory pool"
+    "memory of cuMemAlloc, cudaMalloc and cuMemCreate can be shared, managed memory and that of a memory pool cannot"
 )
 
 
@@ -66,6 +72,20 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemHostAlloc": (_OUT, ctypes.c_size_t, ctypes.c_uint),
     "cuMemFreeHost": (ctypes.c_void_p,),
     "cuIpcGetMemHandle": (_OUT, _ADDRESS),
+    "cuMemRetainAllocationHandle": (_OUT, _ADDRESS),
+    # out, handle, type, flags
+    "cuMemExportToShareableHandle": (_OUT, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64),
+    "cuMemRelease": (ctypes.c_uint64,),
+    # out, size, properties, flags
+    "cuMemCreate": (_OUT, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint64),
+    # out, size, alignment, address, flags
+    "cuMemAddressReserve": (_OUT, ctypes.c_size_t, ctypes.c_size_t, _ADDRESS, ctypes.c_uint64),
+    "cuMemAddressFree": (_ADDRESS, ctypes.c_size_t),
+    # address, size, offset, handle, flags
+    "cuMemMap": (_ADDRESS, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64),
+    "cuMemUnmap": (_ADDRESS, ctypes.c_size_t),
+    # address, size, access descriptions, count
+    "cuMemSetAccess": (_ADDRESS, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t),
     "cuPointerGetAttribute": (_OUT, ctypes.c_int, _ADDRESS),
     "cuStreamCreate": (_OUT, ctypes.c_uint),
     "cuStreamDestroy_v2": (_HANDLE,),
@@ -238,6 +258,58 @@ def ipc_handle(base: int) -> bytes:
     return handle.raw
 
 
+def physical_ranges(pointer: int, nbytes: int) -> list[tuple[int, int]]:
+    """Base and size of each handle of ``cuMemCreate`` that is mapped in ``nbytes`` bytes from a device pointer on.
+
+    Raises:
+        NotExportable: this memory has no such handles, or none that can become a descriptor; the text says what to
+            change.
+    """
+    ranges: list[tuple[int, int]] = []
+    with _context_of(pointer):
+        end, at = pointer + nbytes, pointer
+        while at < end:
+            base, size = ctypes.c_uint64(), ctypes.c_size_t()
+            arguments = ctypes.byref(base), ctypes.byref(size), at
+            call("cuMemGetAddressRange_v2", *arguments, error=NotExportable, hint="is it memory of this process?")
+            _check_exportable(base.value)
+            ranges.append((base.value, size.value))
+            at = base.value + size.value
+    return ranges
+
+
+def exported_fd(address: int) -> int:
+    """A new descriptor of the handle of ``cuMemCreate`` that is mapped at this address. It keeps the memory allocated.
+
+    Raises:
+        NotExportable: nothing is mapped there, or it cannot be shared; the text says what to change.
+    """
+    handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
+    call("cuMemRetainAllocationHandle", ctypes.byref(handle), address, error=NotExportable, hint="is it still mapped?")
+    try:
+        arguments = ctypes.byref(fd), handle, _POSIX_DESCRIPTOR, 0
+        call("cuMemExportToShareableHandle", *arguments, error=NotExportable, hint="is a descriptor free (ulimit -n)?")
+    finally:
+        status_of("cuMemRelease", handle)
+    return fd.value
+
+
+def _check_exportable(pointer: int) -> None:
+    types = _attribute(pointer, _ALLOWED_HANDLE_TYPES)
+    if types & _POSIX_DESCRIPTOR:
+        return
+    handle = ctypes.c_uint64()
+    if status_of("cuMemRetainAllocationHandle", ctypes.byref(handle), pointer):
+        raise NotExportable(f"the KV cache is in memory that cannot be shared: {_HOW_TO_EXPORT}")
+    status_of("cuMemRelease", handle)
+    only = "can be exported as fabric handles alone" if types else "cannot be exported"
+    raise NotExportable(
+        f"the KV cache is in memory of cuMemCreate that {only}: its allocator must ask for "
+        "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR (requestedHandleTypes), or be turned off: torch's is set by "
+        "PYTORCH_CUDA_ALLOC_CONF, those of vLLM and SGLang by their options for sleep mode and memory saving"
+    )
+
+
 def _attribute(pointer: int, attribute: int) -> int:
     value = ctypes.c_uint64(0)  # the attributes have 1 to 4 bytes, little endian
     what = "is it a device pointer of this process?"
@@ -293,6 +365,48 @@ class CudaContext:
         """Free device memory. Undefined behaviour while another process has it mapped."""
         with self._current():
             self._call("cuMemFree_v2", address)
+
+    def alloc_ranges(self, sizes: Sequence[int], *, handle_types: int = _POSIX_DESCRIPTOR) -> int:
+        """Allocate physical memory of so many bytes each, multiples of `RANGE_BYTES`, mapped one behind the other.
+
+        Args:
+            handle_types: in what forms it can be exported, as ``CUmemAllocationHandleType``; 0: in none.
+        """
+        total, address = sum(sizes), ctypes.c_uint64()
+        with self._current():
+            self._call("cuMemAddressReserve", ctypes.byref(address), total, 0, 0, 0)
+            self._map(address.value, sizes, handle_types)
+        return address.value
+
+    def map_ranges(self, address: int, sizes: Sequence[int]) -> None:
+        """Give addresses new physical memory after `unmap_ranges`, as an engine does that wakes up."""
+        with self._current():
+            self._map(address, sizes, _POSIX_DESCRIPTOR)
+
+    def unmap_ranges(self, address: int, sizes: Sequence[int]) -> None:
+        """Free the physical memory, and keep the addresses, as an engine does that goes to sleep."""
+        with self._current():
+            self._call("cuMemUnmap", address, sum(sizes))
+
+    def free_ranges(self, address: int, sizes: Sequence[int]) -> None:
+        """Undo `alloc_ranges`."""
+        self.unmap_ranges(address, sizes)
+        with self._current():
+            self._call("cuMemAddressFree", address, sum(sizes))
+
+    def _map(self, address: int, sizes: Sequence[int], handle_types: int) -> None:
+        # CUmemAllocationProp: pinned memory on this device; CUmemAccessDesc: which may read and write it.
+        properties = struct.pack("=iiiiQ8x", 1, handle_types, 1, self._device, 0)
+        access = struct.pack("=iii", 1, self._device, 3)
+        handle, at = ctypes.c_uint64(), address
+        for size in sizes:
+            self._call("cuMemCreate", ctypes.byref(handle), size, properties, 0)
+            try:
+                self._call("cuMemMap", at, size, 0, handle, 0)
+            finally:
+                self._call("cuMemRelease", handle)
+            at += size
+        self._call("cuMemSetAccess", address, at - address, access, 1)
 
     def copy_to_device(self, address: int, buffer: Any) -> None:
         """Copy a contiguous buffer to the device. Returns when the copy is complete.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _SO_PEERGROUPS = 59
@@ -59,6 +61,23 @@ def pidfd(connection: socket.socket) -> int | None:
         with contextlib.suppress(OSError):  # it has died
             return os.pidfd_open(pid)
     return None
+
+
+def send_fds(connection: socket.socket, data: bytes | memoryview, fds: Sequence[int]) -> bool:
+    """Send all of ``data``, which must fit the socket's buffer, and at most `MAX_FDS` descriptors with its first byte.
+    False, and nothing is sent: this user has too many on their way already (unix(7), ETOOMANYREFS).
+
+    Raises:
+        OSError: nothing was sent.
+    """
+    try:
+        sent = socket.send_fds(connection, [data], fds)
+    except OSError as error:
+        if error.errno == errno.ETOOMANYREFS:
+            return False
+        raise
+    assert sent == len(data)
+    return True
 
 
 def recv_fds(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:

@@ -25,6 +25,7 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.support import log
 from kvsidecar.support.child_process import how_ended
 from kvsidecar.support.child_side import READ_BYTES, Message, pack, unpack
+from kvsidecar.support.peer import MAX_FDS, send_fds
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ ANSWER_SECONDS: Final = 60.0
 FIRST_PAUSE_SECONDS: Final = 0.5
 LONGEST_PAUSE_SECONDS: Final = 30.0
 """Between attempts to replace a child; doubled each time."""
+FULL_SECONDS: Final = 0.005
+"""Between attempts to send descriptors while this user has too many on their way."""
 
 _ROOT: Final = str(Path(kvsidecar.__file__).resolve().parents[1])
 
@@ -98,7 +101,11 @@ async def exchange(connection: socket.socket, request: Message, fds: Sequence[in
     loop, received = asyncio.get_running_loop(), bytearray()
     data = memoryview(await asyncio.to_thread(pack, request))  # thousands of regions would hold up the loop
     try:
-        sent = socket.send_fds(connection, [data[:1]], fds) if fds else 0  # at once: what was sent before is answered
+        sent = 0  # bytes; each that has descriptors goes at once: what was sent before is answered
+        for first in range(0, len(fds), MAX_FDS):
+            while not send_fds(connection, data[sent : sent + 1], fds[first : first + MAX_FDS]):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(FULL_SECONDS)
+            sent += 1
         await loop.sock_sendall(connection, data[sent:])
         while (reply := unpack(received)) is None:
             if not (more := await loop.sock_recv(connection, READ_BYTES)):

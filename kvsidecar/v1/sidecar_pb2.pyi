@@ -30,14 +30,24 @@ class Namespace(_message.Message):
     def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., hash_algorithm: _Optional[str] = ..., hash_bytes: _Optional[int] = ..., extra: _Optional[str] = ...) -> None: ...
 
 class Allocation(_message.Message):
-    __slots__ = ("cuda_ipc_handle", "fd_index", "size")
+    __slots__ = ("cuda_ipc_handle", "fd_index", "ranges", "size")
     CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
     FD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     cuda_ipc_handle: bytes
     fd_index: int
+    ranges: Ranges
     size: int
-    def __init__(self, cuda_ipc_handle: _Optional[bytes] = ..., fd_index: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    def __init__(self, cuda_ipc_handle: _Optional[bytes] = ..., fd_index: _Optional[int] = ..., ranges: _Optional[_Union[Ranges, _Mapping]] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Ranges(_message.Message):
+    __slots__ = ("fd_indexes", "sizes")
+    FD_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    fd_indexes: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fd_indexes: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("allocation", "offset", "row_stride", "block_stride", "row_bytes", "num_rows")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from kvsidecar.bench.errors import Skipped
-from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS, MOST_BLOCKS, STACKED, TINY, Layout
+from kvsidecar.bench.layouts import ALL_LAYOUTS, BLOCK_COUNTS, IN_FLIGHT, LAYOUTS, MOST_BLOCKS, STACKED, TINY, Layout
 from kvsidecar.core.layout import checking_regions
 from kvsidecar.support.units import GiB
 
-ALL = pytest.mark.parametrize("layout", [*LAYOUTS, TINY], ids=lambda layout: layout.name)
+ALL = pytest.mark.parametrize("layout", [*ALL_LAYOUTS, TINY], ids=lambda layout: layout.name)
 
 
 @ALL

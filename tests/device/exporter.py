@@ -8,6 +8,7 @@ The first line it prints is JSON: ``{"kind": ..., "handles": [hex, ...], "device
     read I [OFFSET BYTES]  its bytes, in hexadecimal
     fill I SEED            fill it with ``pattern(SEED, ...)``
     free                   free bytes of the GPU (0 on the host)
+    sleep                  unmap what consists of ranges
     exit
 
 As a module it has `Exporter`, which starts and talks to such a process.
@@ -26,12 +27,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from kvsidecar.device.base import RangesSource
+
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
+MAP_FIXED = 0x10
+RANGE_BYTES = 2 << 20
 
 
 def pattern(seed: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -49,16 +55,18 @@ class Exporter:
         kind: ``host`` or ``cuda``.
         sizes: bytes of each allocation. On CUDA use multiples of 2 MiB: smaller ones share a larger mapping.
         ordinal: of the GPU.
+        ranges: how many ranges of physical memory each allocation consists of; 0: plain allocations.
     """
 
-    def __init__(self, kind: str, *sizes: int, seed: int = 1, ordinal: int = 0) -> None:
+    def __init__(self, kind: str, *sizes: int, seed: int = 1, ordinal: int = 0, ranges: int = 0) -> None:
         import kvsidecar
 
         root = str(Path(kvsidecar.__file__).parents[1])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         ours, theirs = socket.socketpair()
         command = [sys.executable, __file__, "--kind", kind, "--seed", str(seed), "--ordinal", str(ordinal)]
-        command += ["--socket-fd", str(theirs.fileno()), "--bytes", *map(str, sizes)]
+        command += ["--ranges", str(ranges), "--socket-fd", str(theirs.fileno()), "--bytes", *map(str, sizes)]
+        self._sizes, self._ranges = sizes, ranges
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -73,8 +81,8 @@ class Exporter:
             line = self._reply()
             self.device: str = line["device"]
             self.handles = [bytes.fromhex(handle) for handle in line["handles"]]
-            if kind == "host":
-                _, self.fds, _, _ = socket.recv_fds(ours, 1, len(sizes))
+            if kind == "host" or ranges:
+                _, self.fds, _, _ = socket.recv_fds(ours, 1, len(sizes) * max(1, ranges))
         except BaseException:
             self.kill()
             raise
@@ -86,6 +94,17 @@ class Exporter:
         from kvsidecar.device.base import CudaIpcSource, MemfdSource
 
         return MemfdSource(self.fds[index]) if self.fds else CudaIpcSource(self.handles[index])
+
+    def range_sources(self) -> list[RangesSource]:
+        """What `Device.import_ranges` takes: all allocations."""
+        from kvsidecar.device.base import RangesSource
+
+        fds = iter(self.fds)
+        return [RangesSource(tuple((next(fds), each) for each in parts(size, self._ranges))) for size in self._sizes]
+
+    def sleep(self) -> None:
+        """It unmaps its ranges, as an engine does that goes to sleep."""
+        self._ask("sleep")
 
     def read(self, index: int = 0) -> npt.NDArray[np.uint8]:
         return np.frombuffer(bytes.fromhex(self._ask(f"read {index}")), np.uint8)
@@ -129,6 +148,11 @@ class Exporter:
         return json.loads(line)
 
 
+def parts(size: int, ranges: int) -> list[int]:
+    """Bytes of the ranges of an allocation: one unit each, and the rest in the last one."""
+    return [RANGE_BYTES] * (ranges - 1) + [size - RANGE_BYTES * (ranges - 1)]
+
+
 # -- the process itself ------------------------------------------------------------------------------------------
 
 
@@ -137,15 +161,22 @@ class HostMemory:
 
     device = "host"
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: list[int], ranges: int) -> None:
+        from kvsidecar.support import host_memory
+
         self.fds: list[int] = []
         self._views: list[npt.NDArray[np.uint8]] = []
         for nbytes in sizes:
-            fd = os.memfd_create("engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
-            self.fds.append(fd)
-            self._views.append(np.frombuffer(mmap.mmap(fd, nbytes), np.uint8))
+            reserved = at = host_memory.mmap_at(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for each in parts(nbytes, ranges or 1):
+                fd = os.memfd_create("engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(fd, each)
+                fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
+                self.fds.append(fd)
+                protection = mmap.PROT_READ | mmap.PROT_WRITE
+                host_memory.mmap_at(at, each, protection, mmap.MAP_SHARED | MAP_FIXED, fd)
+                at += each
+            self._views.append(host_memory.as_array(reserved, nbytes))
 
     def share(self, channel: socket.socket) -> list[str]:
         socket.send_fds(channel, [b"."], self.fds)
@@ -163,19 +194,37 @@ class HostMemory:
     def free_bytes(self) -> int:
         return 0
 
+    def sleep(self) -> None:
+        """Nothing is measured here."""
+
 
 class CudaMemory:
-    """Plain device memory, without torch."""
+    """Device memory, without torch."""
 
-    def __init__(self, sizes: list[int], ordinal: int) -> None:
+    def __init__(self, sizes: list[int], ordinal: int, ranges: int) -> None:
         from kvsidecar.support import cuda_driver
 
         self._driver = cuda_driver
         self._context = cuda_driver.CudaContext(ordinal)
         self.device = self._context.uuid
-        self._allocations = [(self._context.alloc(nbytes), nbytes) for nbytes in sizes]
+        self._ranges = ranges
+        self._allocations = [
+            (self._context.alloc_ranges(parts(nbytes, ranges)) if ranges else self._context.alloc(nbytes), nbytes)
+            for nbytes in sizes
+        ]
 
     def share(self, channel: socket.socket) -> list[str]:
+        if self._ranges:
+            fds = []
+            for address, nbytes in self._allocations:
+                assert not self._driver.is_legacy_ipc_capable(address)
+                found = self._driver.physical_ranges(address, nbytes)
+                assert [size for _, size in found] == parts(nbytes, self._ranges)
+                fds += [self._driver.exported_fd(base) for base, _ in found]
+            socket.send_fds(channel, [b"."], fds)
+            for fd in fds:
+                os.close(fd)
+            return []
         for address, nbytes in self._allocations:
             assert self._driver.address_range(address) == (address, nbytes)
             assert self._driver.is_legacy_ipc_capable(address)
@@ -197,6 +246,10 @@ class CudaMemory:
     def free_bytes(self) -> int:
         return self._context.memory_info()[0]
 
+    def sleep(self) -> None:
+        for address, nbytes in self._allocations:
+            self._context.unmap_ranges(address, parts(nbytes, self._ranges))
+
 
 def say(answer: Any) -> None:
     print(json.dumps(answer), flush=True)
@@ -208,9 +261,14 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ordinal", type=int, default=0)
+    parser.add_argument("--ranges", type=int, default=0)
     parser.add_argument("--socket-fd", type=int, required=True)
     options = parser.parse_args()
-    memory = HostMemory(options.bytes) if options.kind == "host" else CudaMemory(options.bytes, options.ordinal)
+    memory: HostMemory | CudaMemory
+    if options.kind == "host":
+        memory = HostMemory(options.bytes, options.ranges)
+    else:
+        memory = CudaMemory(options.bytes, options.ordinal, options.ranges)
     for index, nbytes in enumerate(options.bytes):
         memory.write(index, pattern(options.seed + index, nbytes))
     with socket.socket(fileno=options.socket_fd) as channel:
@@ -229,6 +287,9 @@ def main() -> None:
                 say(True)
             case ["free"]:
                 say(memory.free_bytes())
+            case ["sleep"]:
+                memory.sleep()
+                say(True)
             case ["exit"]:
                 return
             case unknown:

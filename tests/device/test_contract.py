@@ -29,6 +29,7 @@ from kvsidecar.device.base import (
     DeviceMemory,
     MemfdSource,
     Platform,
+    RangesSource,
 )
 from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused
 from kvsidecar.types import Direction, GroupLayout, Region
@@ -55,7 +56,8 @@ def in_thread(function: Callable[[], Result]) -> Result:
 def is_mapped(memory: DeviceMemory, kind: str) -> bool:
     if kind == "host":
         first = f"{memory.address:x}-"
-        return any(line.startswith(first) for line in Path("/proc/self/maps").read_text().splitlines())
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return any(line.startswith(first) and " ---p " not in line for line in lines)
     from kvsidecar.errors import NotExportable
     from kvsidecar.support import cuda_driver
 
@@ -197,6 +199,85 @@ def test_garbage_is_refused_and_harms_nothing(device: Device, kind: str, pool: P
         copy(device, Direction.STORE, pool, plan_of((memory.address, 0, 0, SIZE, 1)))
         device.release_memory(memory)
     assert np.array_equal(pool.bytes[:SIZE], pattern(1, SIZE))
+
+
+def test_ranges_are_mapped_at_a_constant_distance(device: Device, kind: str) -> None:
+    sizes = SIZE, 6 * MIB, SIZE
+    with Exporter(kind, *sizes, ranges=2) as exporter:
+        memories = in_thread(lambda: device.import_ranges(exporter.range_sources()))
+        first, second, third = (memory.address for memory in memories)
+        assert third - second == second - first >= max(sizes)
+        assert [memory.nbytes for memory in memories] == list(sizes)
+        assert len({memory.key for memory in memories}) == 3
+        assert len({memory.reservation for memory in memories} - {0}) == 1
+        again = device.import_ranges(exporter.range_sources()[:1])  # a mapping of its own
+        for memory in (memories[1], again[0], memories[0], memories[2]):
+            assert is_mapped(memory, kind)
+            device.release_memory(memory)
+            assert not is_mapped(memory, kind)
+        with pytest.raises(ValueError, match="not mapped"):
+            device.release_memory(memories[0])
+
+
+def test_one_pitched_copy_crosses_the_ranges_of_an_import(device: Device, kind: str, pool: Pool) -> None:
+    """Layers in allocations of their own, several ranges each: a block is one pitched copy, in both directions."""
+    layers, blocks, row = 3, 128, 32 << 10
+    regions = tuple(Region(index, 0, row, row, row, 1) for index in range(layers))
+    layout = GroupLayout(group=0, num_blocks=blocks, shard=0, num_shards=1, regions=regions)
+    with Exporter(kind, *[blocks * row] * layers, ranges=2) as exporter:
+        memories = device.import_ranges(exporter.range_sources())
+        bound = bind(layout, [each.address for each in memories], reservations=[each.reservation for each in memories])
+        ids = np.array([127, 3, 64, 63], np.int64)  # the second range begins with block 64
+        slots = np.arange(len(ids)) * layout.shard_bytes
+        plan = BlockCopies([(bound, ids, slots)], boundary=pool.nbytes)
+        assert [each for call in plan.take(None) for each in call.copies["num_rows"].tolist()] == [layers] * len(ids)
+        plan.rewind()
+        copy(device, Direction.STORE, pool, plan)
+        contents = [pattern(1 + index, blocks * row).reshape(blocks, row) for index in range(layers)]
+        want = np.concatenate([content[block] for block in ids for content in contents])
+        assert np.array_equal(pool.bytes[: len(want)], want)
+
+        pool.bytes[: len(want)] = pattern(9, len(want))
+        plan.rewind()
+        copy(device, Direction.LOAD, pool, plan)
+        for index, content in enumerate(contents):
+            content[ids] = pattern(9, len(want)).reshape(len(ids), layers, row)[:, index]
+            assert np.array_equal(exporter.read(index), content.reshape(-1))
+        for memory in memories:
+            device.release_memory(memory)
+
+
+def test_ranges_of_another_size_are_refused_and_nothing_stays_mapped(device: Device, kind: str) -> None:
+    with Exporter(kind, SIZE, SIZE, ranges=2) as exporter:
+        first, second = exporter.range_sources()
+        for wrong in (SIZE // 4, SIZE):
+            fd, _ = second.ranges[1]
+            with pytest.raises(ImportRefused, match="all of it"):
+                device.import_ranges([first, RangesSource((second.ranges[0], (fd, wrong)))])
+        with open(__file__, "rb") as file, pytest.raises(ImportRefused):
+            device.import_ranges([first, RangesSource(((file.fileno(), SIZE),))])
+        free = exporter.free_bytes()
+        exporter.sleep()
+        for fd in exporter.fds:
+            os.close(fd)
+        exporter.fds.clear()
+        if kind == "cuda":
+            eventually(lambda: exporter.free_bytes() >= free + 2 * SIZE)
+
+
+@only_cuda
+def test_ranges_of_a_sleeping_process_are_free_after_the_release(device: Device, kind: str) -> None:
+    with Exporter(kind, 64 * MIB, 64 * MIB, ranges=3) as exporter:
+        memories = device.import_ranges(exporter.range_sources())
+        for fd in exporter.fds:
+            os.close(fd)
+        exporter.fds.clear()
+        free = exporter.free_bytes()
+        exporter.sleep()
+        assert exporter.free_bytes() == free  # held by the import
+        for memory in memories:
+            device.release_memory(memory)
+        assert exporter.free_bytes() == free + 128 * MIB
 
 
 @only_cuda

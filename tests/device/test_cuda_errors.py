@@ -206,7 +206,7 @@ def test_a_refused_handle_and_a_dead_context_are_told_apart(scripted: Driver) ->
     device = CudaPlatform().device(FIRST)
     # Whatever code the driver picks for a bad handle, the client is told what may be wrong.
     scripted.answers["cuIpcOpenMemHandle"] = (driver.CUresult.CUDA_ERROR_UNKNOWN, None)
-    with pytest.raises(ImportRefused, match=r"expandable_segments.*sleep mode.*freed.*another GPU.*PID"):
+    with pytest.raises(ImportRefused, match=r"cuMemCreate.*freed.*another GPU.*PID"):
         device.import_memory(HANDLE)
     scripted.answers["cuMemGetInfo"] = (LOST, None, None)
     with pytest.raises(DeviceLost):

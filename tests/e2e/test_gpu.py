@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,8 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsidecar.client import Allocation, AttachRefused, Blocks, ClientError, GroupLayout, KVBuffers, Region
-from kvsidecar.support.cuda_driver import CudaContext, device_count, ipc_handle
+from kvsidecar.client import (
+    Allocation,
+    AttachRefused,
+    Blocks,
+    ClientError,
+    GroupLayout,
+    KVBuffers,
+    NotExportable,
+    PhysicalRange,
+    Region,
+)
+from kvsidecar.support.cuda_driver import RANGE_BYTES, CudaContext, device_count, ipc_handle, physical_ranges
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces, with_pid
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
 
@@ -22,6 +33,7 @@ pytestmark = [
 ]
 
 LAYERS, BLOCKS, ROW = 8, 32, 16384
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 STACKED = (Region(0, 0, BLOCKS * ROW, ROW, ROW, LAYERS),)
 CONTIGUOUS = (Region(0, 0, ROW, LAYERS * ROW, ROW, LAYERS),)
 PER_LAYER = tuple(Region(layer, 0, ROW, ROW, ROW, 1) for layer in range(LAYERS))
@@ -44,24 +56,36 @@ def cuda_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
 class GpuRank:
     """An attached rank whose KV lies in allocations of its own on the GPU."""
 
-    def __init__(self, daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...]) -> None:
-        self.context, self.regions = context, regions
+    def __init__(
+        self, daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], *, physical: bool = False
+    ) -> None:
+        self.context, self.regions, self._physical = context, regions, physical
         count = max(region.allocation for region in regions) + 1
         self.sizes = [
             max(region.end(BLOCKS) for region in regions if region.allocation == index) + 8192 for index in range(count)
         ]
-        self.addresses = [context.alloc(size) for size in self.sizes]
+        if physical:
+            self.sizes = [-(-size // RANGE_BYTES) * RANGE_BYTES for size in self.sizes]
+        self.addresses = [
+            context.alloc_ranges(ranges_of(size)) if physical else context.alloc(size) for size in self.sizes
+        ]
+        self.attach(daemon)
+
+    def attach(self, daemon: DaemonProcess) -> None:
         self.client = daemon.client()
-        allocations = tuple(
-            Allocation(size, cuda_ipc_handle=ipc_handle(address))
-            for size, address in zip(self.sizes, self.addresses, strict=True)
-        )
+        allocations = tuple(map(self._allocation, self.sizes, self.addresses))
         self.client.attach(
             instance="gpu",
             namespace=NAMESPACE,
-            buffers=KVBuffers(context.uuid, allocations),
-            groups=[GroupLayout(0, BLOCKS, 0, 1, regions)],
+            buffers=KVBuffers(self.context.uuid, allocations),
+            groups=[GroupLayout(0, BLOCKS, 0, 1, self.regions)],
         )
+
+    def _allocation(self, size: int, address: int) -> Allocation:
+        if not self._physical:
+            return Allocation(size, cuda_ipc_handle=ipc_handle(address))
+        ranges = [PhysicalRange(nbytes, address=at) for at, nbytes in physical_ranges(address, size)]
+        return Allocation(size, ranges=tuple(ranges))
 
     def fill(self, seed: int) -> list[np.ndarray]:  # type: ignore[type-arg]
         """Random bytes everywhere; returns what was written."""
@@ -85,8 +109,15 @@ class GpuRank:
 
     def close(self) -> None:
         self.client.close()
-        for address in self.addresses:
-            self.context.free(address)
+        for address, size in zip(self.addresses, self.sizes, strict=True):
+            if self._physical:
+                self.context.free_ranges(address, ranges_of(size))
+            else:
+                self.context.free(address)
+
+
+def ranges_of(size: int) -> list[int]:
+    return [RANGE_BYTES] * (size // RANGE_BYTES)
 
 
 @pytest.mark.parametrize("regions", [STACKED, PER_LAYER], ids=["stacked", "per layer"])
@@ -97,16 +128,17 @@ def test_blocks_that_span_pinned_chunks_are_stored_and_loaded(
     chunks = ("--slab-size", "48KiB", "--chunk-size", "48KiB")
     with DaemonProcess(short_dir, "--pool-size", "8MiB", *chunks, device="cuda") as daemon:
         daemon.wait_ready()
-        test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(daemon, context, regions)
+        test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(daemon, context, regions, False)
 
 
 @pytest.mark.parametrize(
     "regions", [STACKED, CONTIGUOUS, PER_LAYER, PADDED], ids=["stacked", "contiguous", "per layer", "padded"]
 )
+@pytest.mark.parametrize("physical", [False, True], ids=["plain", "physical"])
 def test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(
-    cuda_daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...]
+    cuda_daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], physical: bool
 ) -> None:
-    one, two = (GpuRank(cuda_daemon, context, regions) for _ in range(2))
+    one, two = (GpuRank(cuda_daemon, context, regions, physical=physical) for _ in range(2))
     names = hashes(*range(20))
     source = np.random.default_rng(1).permutation(BLOCKS)[:20].tolist()
     target = np.random.default_rng(2).permutation(BLOCKS)[:20].tolist()
@@ -299,7 +331,10 @@ def test_torch_tensors_on_the_gpu_are_stored_and_loaded(cuda_daemon: DaemonProce
     ]
     assert len(groups[0].regions) == 1, "layers at one distance in one allocation are one region"
     client = cuda_daemon.client()
-    client.attach(instance="torch", namespace=NAMESPACE, buffers=exporter.kv_buffers(), groups=groups)
+    buffers = exporter.kv_buffers()
+    physical = [bool(each.ranges) for each in buffers.allocations]
+    assert set(physical) == {"expandable_segments:True" in os.environ.get(ALLOCATOR, "")}
+    client.attach(instance="torch", namespace=NAMESPACE, buffers=buffers, groups=groups)
     for tensor in (*layers, *apart):
         tensor.random_(0, 100)
     event = torch.cuda.Event()
@@ -321,20 +356,45 @@ def test_torch_tensors_on_the_gpu_are_stored_and_loaded(cuda_daemon: DaemonProce
 
 
 @pytest.mark.torch
-def test_memory_that_cuda_ipc_cannot_share_is_refused_with_what_to_change() -> None:
+def test_tensors_of_expandable_segments_are_stored_and_loaded() -> None:
+    """The test above, in a process whose torch allocates so."""
     pytest.importorskip("torch")
-    script = (
-        "import torch\n"
-        "from kvsidecar.client.torch import TorchExporter\n"
-        "from kvsidecar.errors import NotExportable\n"
-        "tensor = torch.zeros(64 << 20, device='cuda')\n"
-        "try:\n    TorchExporter().regions([tensor.view(64, -1)])\n"
-        "except NotExportable as error:\n    print(error)\n"
-    )
-    import os
-
+    test = f"{__file__}::{test_torch_tensors_on_the_gpu_are_stored_and_loaded.__name__}"
     ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", test],
+        capture_output=True, text=True, timeout=300, env={**os.environ, ALLOCATOR: "expandable_segments:True"},
     )  # fmt: skip
-    assert "expandable_segments" in ran.stdout, ran.stderr
+    assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_memory_that_cannot_be_shared_is_refused_with_what_to_change(context: CudaContext) -> None:
+    address = context.alloc_ranges([RANGE_BYTES], handle_types=0)
+    with pytest.raises(NotExportable, match=r"cuMemCreate that cannot be exported.*requestedHandleTypes"):
+        physical_ranges(address, RANGE_BYTES)
+    context.free_ranges(address, [RANGE_BYTES])
+
+
+def test_the_memory_of_an_engine_that_sleeps_is_free_and_its_blocks_hit_when_it_wakes(
+    cuda_daemon: DaemonProcess, context: CudaContext
+) -> None:
+    rank = GpuRank(cuda_daemon, context, PER_LAYER, physical=True)
+    free = context.memory_info()[0]
+    stored = rank.fill(1)
+    done(rank.client.wait([job := rank.client.store([Blocks(0, hashes(*range(20)), list(range(20)))])], SECONDS)[job])
+    for _ in range(20):
+        rank.client.store([Blocks(0, hashes(*range(20)), list(range(20)))])
+        assert rank.client.close(SECONDS)
+        for address, size in zip(rank.addresses, rank.sizes, strict=True):
+            context.unmap_ranges(address, ranges_of(size))
+        assert context.memory_info()[0] == free + sum(rank.sizes)
+        for address, size in zip(rank.addresses, rank.sizes, strict=True):
+            context.map_ranges(address, ranges_of(size))
+        rank.attach(cuda_daemon)
+        rank.fill(2)
+        done(
+            rank.client.wait([job := rank.client.load([Blocks(0, hashes(*range(20)), list(range(20)))])], SECONDS)[job]
+        )
+        for found, wanted in zip(rank.read(), stored, strict=True):
+            assert np.array_equal(found[: 20 * ROW], wanted[: 20 * ROW])
+        stored = rank.fill(1)
+    rank.close()

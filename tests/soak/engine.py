@@ -32,6 +32,7 @@ from kvsidecar.client import (
     LookupResult,
     Namespace,
     Outcome,
+    PhysicalRange,
     Region,
 )
 
@@ -67,11 +68,16 @@ def hits_of(found: LookupResult) -> int:
 
 
 class Memory(Protocol):
-    """One rank's KV buffer ``[layers, num_blocks, row_bytes]``."""
+    """One rank's KV of ``[layers, num_blocks, row_bytes]``."""
 
     def kv_buffers(self) -> KVBuffers: ...
+    def regions(self) -> tuple[Region, ...]: ...
     def write(self, block_id: int, rows: npt.NDArray[np.uint8]) -> None: ...
     def read(self, block_id: int) -> npt.NDArray[np.uint8]: ...
+
+
+ONE_ALLOCATION = (Region(0, 0, NUM_BLOCKS * ROW_BYTES, ROW_BYTES, ROW_BYTES, LAYERS),)
+ONE_A_LAYER = tuple(Region(layer, 0, ROW_BYTES, ROW_BYTES, ROW_BYTES, 1) for layer in range(LAYERS))
 
 
 class HostMemory:
@@ -82,11 +88,36 @@ class HostMemory:
     def kv_buffers(self) -> KVBuffers:
         return self._buffer.kv_buffers()
 
+    def regions(self) -> tuple[Region, ...]:
+        return ONE_ALLOCATION
+
     def write(self, block_id: int, rows: npt.NDArray[np.uint8]) -> None:
         self._kv[:, block_id] = rows
 
     def read(self, block_id: int) -> npt.NDArray[np.uint8]:
         return self._kv[:, block_id]
+
+
+class HostRanges:
+    """Physical memory: on the host a memfd is what a descriptor of such memory is on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers = [HostBuffer(NUM_BLOCKS * ROW_BYTES) for _ in range(LAYERS)]
+        self._kv = [np.frombuffer(each.memory, np.uint8).reshape(NUM_BLOCKS, ROW_BYTES) for each in self._buffers]
+
+    def kv_buffers(self) -> KVBuffers:
+        ranges = [PhysicalRange(each.nbytes, fd=each.fd) for each in self._buffers]
+        return KVBuffers("host", tuple(Allocation(each.size, ranges=(each,)) for each in ranges))
+
+    def regions(self) -> tuple[Region, ...]:
+        return ONE_A_LAYER
+
+    def write(self, block_id: int, rows: npt.NDArray[np.uint8]) -> None:
+        for layer, row in zip(self._kv, rows, strict=True):
+            layer[block_id] = row
+
+    def read(self, block_id: int) -> npt.NDArray[np.uint8]:
+        return np.array([layer[block_id] for layer in self._kv])
 
 
 class CudaMemory:
@@ -100,6 +131,9 @@ class CudaMemory:
     def kv_buffers(self) -> KVBuffers:
         return KVBuffers(self._context.uuid, (Allocation(SHARD_BYTES * NUM_BLOCKS, cuda_ipc_handle=self._handle),))
 
+    def regions(self) -> tuple[Region, ...]:
+        return ONE_ALLOCATION
+
     def write(self, block_id: int, rows: npt.NDArray[np.uint8]) -> None:
         for layer in range(LAYERS):
             self._context.copy_to_device(self._row(layer, block_id), np.ascontiguousarray(rows[layer]))
@@ -112,6 +146,36 @@ class CudaMemory:
 
     def _row(self, layer: int, block_id: int) -> int:
         return self._address + (layer * NUM_BLOCKS + block_id) * ROW_BYTES
+
+
+class CudaRanges(CudaMemory):
+    """Physical memory, an allocation for each layer."""
+
+    def __init__(self) -> None:
+        from kvsidecar.support.cuda_driver import RANGE_BYTES, CudaContext
+
+        self._context = CudaContext(0)
+        self._size = -(-NUM_BLOCKS * ROW_BYTES // RANGE_BYTES) * RANGE_BYTES
+        self._addresses = [self._context.alloc_ranges([self._size]) for _ in range(LAYERS)]
+
+    def kv_buffers(self) -> KVBuffers:
+        ranges = [PhysicalRange(self._size, address=address) for address in self._addresses]
+        return KVBuffers(self._context.uuid, tuple(Allocation(each.size, ranges=(each,)) for each in ranges))
+
+    def regions(self) -> tuple[Region, ...]:
+        return ONE_A_LAYER
+
+    def _row(self, layer: int, block_id: int) -> int:
+        return self._addresses[layer] + block_id * ROW_BYTES
+
+
+KINDS: dict[tuple[bool, bool], type[Memory]] = {
+    (False, False): HostMemory,
+    (False, True): HostRanges,
+    (True, False): CudaMemory,
+    (True, True): CudaRanges,
+}
+"""By whether they are on the GPU, and of physical memory."""
 
 
 @dataclass(eq=False)
@@ -133,15 +197,15 @@ class Engine:
         self.said_at = time.monotonic()
         self.ranks = []
         for number in range(options.ranks):
-            memory: Memory = CudaMemory() if options.cuda else HostMemory()
+            physical = bool((options.seed + number) % 2)
+            memory: Memory = KINDS[options.cuda, physical]()
             # A machine full of engines is busy: a lookup that comes late is not what the soak looks for.
             client = Client(options.socket, name=f"soak {self.name} {number}", timeout=TIMEOUT, step_budget=5.0)
-            region = Region(0, 0, NUM_BLOCKS * ROW_BYTES, ROW_BYTES, ROW_BYTES, LAYERS)
             client.attach(
                 instance=f"soak {self.name}",
                 namespace=self.namespace,
                 buffers=memory.kv_buffers(),
-                groups=[GroupLayout(0, NUM_BLOCKS, number, options.ranks, (region,))],
+                groups=[GroupLayout(0, NUM_BLOCKS, number, options.ranks, memory.regions())],
                 rank=number,
                 world_size=options.ranks,
                 retry=True,  # its copier may have been killed just before

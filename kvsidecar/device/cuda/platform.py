@@ -17,10 +17,19 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from kvsidecar.device.base import CopyStream, CudaIpcSource, Device, DeviceEvent, DeviceMemory, MemorySource
+from kvsidecar.device.base import (
+    CopyStream,
+    CudaIpcSource,
+    Device,
+    DeviceEvent,
+    DeviceMemory,
+    MemorySource,
+    RangesSource,
+)
 from kvsidecar.device.cuda import status as cuda_status
 from kvsidecar.device.cuda.status import OK, STICKY, check, describe
 from kvsidecar.device.cuda.stream import CudaCopyStream, CudaEvent
+from kvsidecar.device.reservation import Reservation
 from kvsidecar.device.system import mps_runs, pci_numa_node
 from kvsidecar.errors import DeviceError, DeviceNotFound, DriverUnusable, ImportRefused, PinFailed
 from kvsidecar.support.cuda_driver import IPC_HANDLE_BYTES
@@ -126,6 +135,7 @@ class _Mapping:
     memory: DeviceMemory
     imported: bool
     uses: int
+    reservation: Reservation | None = None
 
 
 class CudaDevice:
@@ -167,6 +177,15 @@ class CudaDevice:
             mapping.uses += 1
             return mapping.memory
 
+    def import_ranges(self, sources: Sequence[RangesSource]) -> list[DeviceMemory]:
+        self.make_current()
+        with self._lock:
+            self._own += 1
+            reservation = Reservation(_Addresses(self), sources, self._own)
+            for memory in reservation.memories:
+                self._mappings[memory.key] = _Mapping(memory, imported=True, uses=1, reservation=reservation)
+        return reservation.memories
+
     def release_memory(self, memory: DeviceMemory) -> None:
         self.make_current()
         with self._lock:
@@ -178,7 +197,9 @@ class CudaDevice:
                 return
             del self._mappings[memory.key]
             # Until this close the memory of a dead engine stays allocated (measured): the next engine has no room.
-            if mapping.imported:
+            if mapping.reservation is not None:
+                mapping.reservation.release(mapping.memory)
+            elif mapping.imported:
                 check(driver.cuIpcCloseMemHandle(mapping.memory.address), "cuIpcCloseMemHandle")
             else:
                 check(driver.cuMemFree(mapping.memory.address), "cuMemFree")
@@ -226,8 +247,8 @@ class CudaDevice:
             check(driver.cuMemGetInfo()[:1], f"after a refused handle, {self.uuid} does not answer")
             raise ImportRefused(
                 f"the CUDA IPC handle does not open on {self.uuid} ({describe(status)}). Likely causes: the memory is "
-                "not from cuMemAlloc (PyTorch expandable_segments:True, vLLM sleep mode); it was freed; it lies on "
-                "another GPU; engine and daemon have the same PID value in different PID namespaces (share the PID "
+                "not from cuMemAlloc (that of cuMemCreate is shared by descriptors); it was freed; it lies on another "
+                "GPU; engine and daemon have the same PID value in different PID namespaces (share the PID "
                 "namespace); their CUDA drivers differ"
             )
         address = int(pointer)
@@ -246,6 +267,60 @@ class CudaDevice:
         """
         base, nbytes = check(driver.cuMemGetAddressRange(address), "asking for an allocation's size", ImportRefused)
         return int(base) + int(nbytes) - address
+
+
+class _Addresses:
+    """Implements `kvsidecar.device.reservation.AddressSpace`, in the context that is current."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._uuid = device.uuid
+        location = driver.CUmemLocation()
+        location.type, location.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device.ordinal
+        self._access = driver.CUmemAccessDesc()
+        self._access.location = location
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = location
+        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        found = driver.cuMemGetAllocationGranularity(properties, least)
+        self.granularity = int(check(found, "asking for the granularity of physical memory"))
+
+    def reserve(self, nbytes: int) -> int:
+        status, address = driver.cuMemAddressReserve(nbytes, 0, 0, 0)
+        self._check(status, f"reserving {nbytes} bytes of addresses")
+        return int(address)
+
+    def map(self, address: int, fd: int, nbytes: int) -> None:
+        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        status, handle = driver.cuMemImportFromShareableHandle(fd, kind)
+        self._check(
+            status,
+            "importing a descriptor of physical memory, which must be from cuMemExportToShareableHandle and of a GPU "
+            "that the daemon sees",
+        )
+        try:
+            # With another size than the handle's the driver refuses (measured), so none reaches beyond its memory.
+            (status,) = driver.cuMemMap(address, nbytes, 0, handle, 0)
+            self._check(status, f"mapping a range that was registered with {nbytes} bytes, which must be all of it")
+        finally:
+            driver.cuMemRelease(handle)  # the mapping keeps the memory
+
+    def permit(self, address: int, nbytes: int) -> None:
+        (status,) = driver.cuMemSetAccess(address, nbytes, [self._access], 1)
+        self._check(status, "giving copies access to mapped memory")
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        check(driver.cuMemUnmap(address, nbytes), "cuMemUnmap")
+
+    def free(self, address: int, nbytes: int) -> None:
+        check(driver.cuMemAddressFree(address, nbytes), "cuMemAddressFree")
+
+    def _check(self, status: Any, what: str) -> None:
+        """Raises ImportRefused; DeviceLost if the fault is the context's."""
+        if status != OK:
+            check(driver.cuMemGetInfo()[:1], f"after refused memory, {self._uuid} does not answer")
+            raise ImportRefused(f"{what}: {describe(status)}")
 
 
 def _open_context(uuid: str, handle: Any) -> Any:
