@@ -44,7 +44,7 @@ class WeightsVersion:
     ) -> None:
         self._hash_bytes, self._token = hash_bytes, token
         self._used = dict.fromkeys([*used, *([name] if name is not None else [])])
-        self._mask = None if name is None else self._mask_of("named", name)
+        self._mask = self._first = None if name is None else self._mask_of("named", name)
 
     def advance(self, name: str | None = None) -> bool:
         """Begin a new version: the weights may have changed.
@@ -65,6 +65,15 @@ class WeightsVersion:
         else:
             self._mask = self._mask_of("own", self._token())
         return fresh
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other version has begun since the start."""
+        return self._mask is self._first
+
+    def return_to_first(self) -> None:
+        """The weights are those of the start again."""
+        self._mask = self._first
 
     @property
     def unmasked(self) -> bool:

@@ -230,6 +230,7 @@ def test_after_sleep_the_memory_is_registered_again(worker: KVSidecarConnector) 
     report = until(worker, lambda report: 1 in report.stored, StepPlan(stores=(store(1, "a", at=[1]),)))
     assert report.stored == {7: 1, 1: 1}, "what was under way before is reported too"
     assert 1 not in report.not_stored
+    assert report.woken == {0: False}, "no model was seen at the start whose weights could be those of now"
     worker.shutdown()
 
 

@@ -910,6 +910,42 @@ def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplo
     assert made.build_plan(Step({"u": 1})).stores != ()
 
 
+def asleep_and_awake(*woken: dict[int, bool], resets: bool = True) -> tuple[int, SchedulerSide]:
+    """Hits on what was stored before an engine of two ranks slept, after these reports of its ranks."""
+    daemon = TinyDaemon()
+    made = side(pool=TinyPool(16), daemon=daemon, world_size=2)
+    made.take_report(RankReport(attached={0: EPOCH, 1: EPOCH}))
+    request = Request("r", list(range(9)))
+    daemon.put(0, request.block_hashes)
+    assert made.get_num_new_matched_tokens(request, 0) == (8, True)
+    made.request_finished(request)
+    assert not resets or made.reset_cache() is True
+    for each in woken:
+        made.take_report(RankReport(woken=each))
+    found, _ = made.get_num_new_matched_tokens(Request("s", list(range(9))), 0)
+    assert found is not None
+    return found, made
+
+
+@pytest.mark.parametrize("woken", [({0: True, 1: True},), ({0: True}, {1: True})])
+def test_blocks_of_before_hit_when_every_rank_wakes_with_the_weights_of_the_start(
+    woken: tuple[dict[int, bool], ...],
+) -> None:
+    assert asleep_and_awake(*woken)[0] == 8
+
+
+@pytest.mark.parametrize("woken", [({0: True},), ({0: True, 1: False},), ({0: False}, {1: True})])
+def test_blocks_of_before_do_not_hit_while_a_rank_may_have_other_weights(woken: tuple[dict[int, bool], ...]) -> None:
+    assert asleep_and_awake(*woken)[0] == 0
+
+
+def test_waking_with_other_weights_is_a_reset_where_vllm_told_of_none() -> None:
+    found, made = asleep_and_awake({0: True, 1: False}, resets=False)
+    assert (found, made.counters.unnamed_resets) == (0, 1)
+    made.take_report(RankReport(woken={0: True, 1: True}))  # the next time
+    assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (8, True)
+
+
 def test_engines_share_again_when_their_weights_have_the_same_new_name(tmp_path: Path) -> None:
     daemon, pools, names = TinyDaemon(), [TinyPool(16), TinyPool(16)], [tmp_path / "a", tmp_path / "b"]
     names[0].write_text("before the start")

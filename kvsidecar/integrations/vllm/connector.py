@@ -44,6 +44,7 @@ from kvsidecar.integrations.vllm.namespace import hash_bytes_of, identity_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
+from kvsidecar.integrations.vllm.sleeping import Weights, watch
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.waking import waker
 from kvsidecar.integrations.vllm.worker import WorkerSide
@@ -98,6 +99,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._export: Callable[[], ranks.RankMemory] | None = None
+        self._weights: Weights | None = None
+        """Of an engine that may sleep."""
         self._adapter_loads: AdapterLoads | None = None
         self._failed_block_ids: set[int] = set()
         self._gauges: dict[str, int] = {}
@@ -250,6 +253,15 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         worker.register(self._export(), memory.device_order_of(found))
         self._worker = worker
+        if getattr(self._vllm_config.model_config, "enable_sleep_mode", False):
+            self._prepare_for_sleep()
+
+    def _prepare_for_sleep(self) -> None:
+        self._weights = Weights.of_caller()
+        if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+            from vllm.device_allocator.cumem import CuMemAllocator
+
+            watch(CuMemAllocator.get_instance(), self.unregister_kv_caches, self.restore_kv_caches)
 
     def _backends(self) -> dict[int, set[str]]:
         """By group: the names of its layers' attention backends, which lay out K and V differently."""
@@ -275,6 +287,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.register(self._export())
         except KVSidecarError as error:
             _log.error("kvsidecar: no offload on this rank, and therefore on none: %s", error)
+        self._worker.woke(same_weights=self._weights is not None and self._weights.unchanged())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -335,7 +348,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)
-        self._export = None  # it holds tensors of the KV cache
+        self._export = self._weights = None  # they hold tensors of the engine
         if self._worker is not None:
             self._worker.unregister()
         if self._scheduler is not None:

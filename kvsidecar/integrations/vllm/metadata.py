@@ -118,6 +118,8 @@ class RankReport:
     """By rank: adapters that it has loaded."""
     not_admitted: frozenset[int] = frozenset()
     """Part of ``not_stored``: for some rank the daemon keeps other blocks instead; there is no use in trying again."""
+    woken: Mapping[int, bool] = field(default_factory=dict)
+    """By rank that has woken from sleep: whether its weights are known to be those of the start."""
 
     def merged(self, other: RankReport) -> RankReport:
         def summed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:
@@ -134,6 +136,7 @@ class RankReport:
             self.refused + other.refused,
             {**self.adapters, **other.adapters},
             self.not_admitted | other.not_admitted,
+            {**self.woken, **other.woken},
         )
 
 

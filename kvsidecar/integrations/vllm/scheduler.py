@@ -76,6 +76,8 @@ class SchedulerSide:
         self._told: dict[str, int] = {}
         """The gauges, as they were told last."""
         self._nodes: dict[int, str] = {}
+        self._woken: dict[int, bool] = {}
+        """By rank that has woken since the last reset: whether its weights are those of the start."""
         """By rank."""
         self._different_kv = False
         self._adapters = engine.adapters
@@ -228,6 +230,8 @@ class SchedulerSide:
             self._take_attached(report)
         if report.adapters and self._adapters is not None:
             self._take_adapters(report, self._adapters)
+        if report.woken:
+            self._take_woken(report)
         if report.stored:
             self._stores.take_report(report)
         if report.loaded:
@@ -279,6 +283,41 @@ class SchedulerSide:
         for progress in self._requests.values():
             progress.done = 0
         self._lookups.connect()
+
+    def _take_woken(self, report: RankReport) -> None:
+        """Ranks have woken from sleep. vLLM resets the cache when it falls asleep, and weights that are kept come back
+        as they were: blocks of before are hit again then."""
+        self._woken.update(report.woken)
+        if not all(report.woken.values()):
+            if self._weights_version.is_first:  # vLLM before 0.33 does not tell of the reset
+                self._new_weights()
+        elif len(self._woken) == self._world_size and all(self._woken.values()):
+            self._woken.clear()
+            if not self._weights_version.is_first:
+                self._weights_version.return_to_first()
+                self._other_keys()
+                _log.info("kvsidecar: awake with the weights of the start: blocks of before are hit again")
+
+    def _other_keys(self) -> None:
+        """What was stored and looked up before was under other keys."""
+        self._stored_filter.clear()
+        self._lookups.forget_all()
+        self._touches.forget_all()
+        for progress in self._requests.values():
+            progress.done = 0
+
+    def _new_weights(self) -> None:
+        """Begin a version of the weights."""
+        name = read_name(self._options.weights_version_file)
+        if self._weights_version.advance(name):
+            _log.info("kvsidecar: blocks are shared with engines whose weights are named %r", name)
+        else:
+            self.counters.unnamed_resets += 1
+            _log.warning(
+                "kvsidecar: reset without a new name for the weights: this engine shares its blocks with no other "
+                "until it gets a name (weights_version_file) or is restarted"
+            )
+        self._other_keys()
 
     @property
     def _jobs_outstanding(self) -> bool:
@@ -350,9 +389,8 @@ class SchedulerSide:
         """
         self._counts = True
         self.counters.resets += 1
-        self._stored_filter.clear()
-        self._lookups.forget_all()
-        self._touches.forget_all()
+        self._woken.clear()
+        self._other_keys()
         # Running requests continue with KV from before the reset, which is not stored. Preempted requests are added
         # again when they get blocks.
         self._requests.clear()
@@ -373,15 +411,7 @@ class SchedulerSide:
         if self._adapters is not None:
             self._adapters.reset()
             self._stores.walks = self._adapters.in_hashes
-        name = read_name(self._options.weights_version_file)
-        if self._weights_version.advance(name):
-            _log.info("kvsidecar: reset: blocks are shared with engines whose weights are named %r", name)
-        else:
-            self.counters.unnamed_resets += 1
-            _log.warning(
-                "kvsidecar: reset without a new name for the weights: this engine shares its blocks with no other "
-                "until it gets a name (weights_version_file) or is restarted"
-            )
+        self._new_weights()
         return True
 
     def take_counts(self) -> dict[str, int]:

@@ -135,6 +135,7 @@ class WorkerSide:
         self._loaded: dict[int, int] = {}
         self._not_loaded: set[int] = set()
         self._refused = 0
+        self._woken: bool | None = None
         self._unfit_jobs = UnfitJobs(_log)
         self._results = LoadResults()
         self._store_transfers = Transfers()
@@ -191,6 +192,14 @@ class WorkerSide:
         self._stores.clear()
         self._loads.clear()
         return unmapped
+
+    def woke(self, *, same_weights: bool) -> None:
+        """The engine has woken from sleep.
+
+        Args:
+            same_weights: they are known to be those of the start.
+        """
+        self._woken = same_weights
 
     @property
     def registered(self) -> bool:
@@ -317,7 +326,8 @@ class WorkerSide:
         client = self._client
         epoch = 0 if client is None else client.attached_epoch
         adapters = self._adapters is not None and self._adapters.unreported
-        if epoch == self._reported_epoch and not (self._stored or self._loaded or adapters):
+        woken = {} if self._woken is None else {self._place.rank: self._woken}
+        if epoch == self._reported_epoch and not (self._stored or self._loaded or adapters or woken):
             return None
         attached, pool_blocks = {}, 0
         if epoch != self._reported_epoch:
@@ -334,10 +344,11 @@ class WorkerSide:
             refused=self._refused,
             adapters={self._place.rank: self._adapters.take()} if adapters and self._adapters is not None else {},
             not_admitted=frozenset(self._not_admitted),
+            woken=woken,
         )
         self._reported_epoch = epoch
         self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
-        self._refused, self._not_admitted = 0, set()
+        self._refused, self._not_admitted, self._woken = 0, set(), None
         return report
 
     def take_first_report(self) -> RankReport:

@@ -1,0 +1,131 @@
+"""vLLM's sleep mode: notices it in versions that tell a connector nothing of it, and whether the weights survived it.
+
+An engine that sleeps unmaps its KV cache, and gives the same addresses other memory when it wakes. Until the daemon has
+unmapped it, too, none of it is free; and copies to a mapping of before would move no KV of the engine's. Imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+KV_CACHE: Final = "kv_cache"
+"""vLLM's tag of the memory of the KV cache."""
+CHUNK: Final = 1 << 20
+"""Words of a parameter that are summed at once: 8 MiB, and twice as much beside it."""
+
+
+def watch(allocator: Any, before_sleep: Callable[[], object], after_wake: Callable[[], object]) -> None:
+    """Have vLLM's allocator of a process call these from now on, for versions before 0.33, which do not call a
+    connector. The later watch of one allocator replaces the earlier.
+
+    Args:
+        allocator: vLLM's ``CuMemAllocator``.
+        before_sleep: called before the memory of the KV cache is unmapped.
+        after_wake: called when it is mapped again.
+    """
+
+    def first(name: str) -> Callable[..., Any] | None:
+        method = getattr(allocator, name, None)
+        return None if method is None else getattr(method, "__wrapped__", method)
+
+    def asleep(tags: Iterable[str] | str | None = None) -> bool:
+        return tags is None or KV_CACHE in ([tags] if isinstance(tags, str) else tags)
+
+    if (sleep := first("sleep")) is not None:
+        # It unmaps everything; its argument says what is saved before.
+        allocator.sleep = _around(sleep, before=lambda *_, **__: before_sleep())
+    if (discard := first("discard")) is not None:
+        allocator.discard = _around(discard, before=lambda tags, **_: before_sleep() if asleep(tags) else None)
+    if (wake_up := first("wake_up")) is not None:
+        allocator.wake_up = _around(wake_up, after=lambda tags=None, **_: after_wake() if asleep(tags) else None)
+
+
+def _around(
+    original: Callable[..., Any],
+    before: Callable[..., object] | None = None,
+    after: Callable[..., object] | None = None,
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
+        return result
+
+    return call
+
+
+class Weights:
+    """The weights that this rank had at its start.
+
+    Args:
+        model: the rank's part of it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._at_start = _digest(model)
+
+    @classmethod
+    def of_caller(cls) -> Weights | None:
+        """Of the model runner that calls this function, directly or not; None if no caller has a model."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            model = getattr(frame.f_locals.get("self"), "model", None)
+            if isinstance(model, torch.nn.Module):
+                return cls(model)
+            frame = frame.f_back
+        return None
+
+    def unchanged(self) -> bool:
+        """Whether they have the content that they had at the start. False if that cannot be found out."""
+        try:
+            return self._at_start == _digest(self._model)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            _log.warning("kvsidecar: it cannot be seen whether the weights are those of before: %s", error)
+            return False
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """Of the names, shapes and content of all parameters: two sums of each, one of them by position. It reads the
+    weights where they are, in some ten milliseconds for 16 GB on a GPU. It tells changes, not forgeries."""
+    digest = hashlib.sha256()
+    sums: list[torch.Tensor] = []
+    factors: dict[torch.device, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        content = parameter.detach().reshape(-1).view(torch.uint8)
+        whole = content.numel() // 8 * 8
+        rest = content[whole:]
+        sums.append(torch.nn.functional.pad(rest, (0, 8 - len(rest))).view(torch.int64)[0])
+        words = content[:whole]
+        if words.data_ptr() % 8:
+            words = words.clone()
+        words = words.view(torch.int64)
+        if words.device not in factors:
+            factors[words.device] = _factors(words.device)
+        factor = factors[words.device]
+        for index, chunk in enumerate(words.split(CHUNK)):
+            sums.append(chunk.sum())
+            sums.append((chunk * factor[: len(chunk)]).sum() * (2 * index + 1))
+    for device in {each.device for each in sums}:
+        digest.update(torch.stack([each for each in sums if each.device == device]).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _factors(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    factors = torch.randint(-(1 << 62), 1 << 62, (CHUNK,), dtype=torch.int64, generator=generator)
+    return (factors | 1).to(device)
