@@ -235,6 +235,13 @@ class Engine:
         """Load the weights of another model of the same shape in place."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
 
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+
+    def wake(self, *tags: str) -> None:
+        """Wake up what has these tags; everything without one."""
+        self.llm.wake_up(list(tags) or None)
+
     def counters(self) -> dict[str, float]:
         """vLLM's own metrics, by name, summed over labels."""
         found: dict[str, float] = {}
@@ -452,6 +459,12 @@ class EngineProcess:
 
     def update(self, model: str) -> None:
         self._call("update", model)
+
+    def sleep(self, level: int) -> None:
+        self._call("sleep", level)
+
+    def wake(self, *tags: str) -> None:
+        self._call("wake", *tags)
 
     def counters(self) -> dict[str, float]:
         return dict(self._call("counters"))

@@ -1,5 +1,4 @@
-"""What vLLM for the CPU cannot run: an FP8 KV cache, MLA with prefix caching, pipeline parallel ranks, memory of the
-sleep mode.
+"""What vLLM for the CPU cannot run: an FP8 KV cache, MLA with prefix caching, pipeline parallel ranks.
 
 TEST_DEVICE=cuda python -m pytest tests/vllm
 
@@ -111,14 +110,3 @@ def test_tensor_parallel_ranks_survive_a_daemon_that_is_killed_while_they_load(
             until(engine.reset, "no block is held")
             with DaemonProcess(short_dir, *POOL) as next_one:
                 stores_and_hits(engine, next_one.wait_ready(), truth)
-
-
-def test_memory_of_the_sleep_mode_is_refused_and_the_engine_serves(
-    model: str, daemon: DaemonProcess, truth: Truth, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with EngineProcess(model, kvsidecar(daemon.socket), enable_sleep_mode=True) as engine:
-        engine.wait_started()
-        (answer,) = engine.generate(LONG)
-        assert [answer.tokens] == truth(LONG)
-        assert daemon.get("/status")[1]["ranks"] == []
-    assert "sleep mode" in capfd.readouterr().err
