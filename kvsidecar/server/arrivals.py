@@ -18,8 +18,9 @@ from kvsidecar.types import MAX_DESCRIPTORS
 
 MAX_CONNECTIONS = 1024
 """Limit per user. An engine has three for each rank, and three for its scheduler."""
-MAX_SHARED_FDS = 16384
-"""Limit per user of the descriptors handed over, on all of its connections."""
+MAX_SHARED_FDS = MAX_DESCRIPTORS
+"""Limit per user of the descriptors handed over and still open, on all of its connections: as many as a rank may have.
+Those of GPU memory are closed as soon as it is mapped, so that the next rank's have room."""
 CONNECTION_FDS = 3
 """Descriptors of a connection itself: the socket, the client's pidfd, its fence."""
 TABLE_SHARE = 0.75

@@ -72,7 +72,7 @@ def test_descriptors_handed_over_by_one_user_are_limited(daemon: DaemonProcess) 
         stack.callback(os.close, null)
         replies = [
             welcome(stack.enter_context(hello(daemon, message, [null] * 253)))
-            for _ in range(arrivals.MAX_MEMFDS // 253 + 1)
+            for _ in range(arrivals.MAX_SHARED_FDS // 253 + 1)
         ]
     assert ["4096 descriptors" in reply.error for reply in replies] == [False] * 16 + [True]
     assert limited(daemon) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from kvsidecar.errors import InvalidRequest, LimitExceeded
 from kvsidecar.server.arrivals import CONNECTION_FDS, TABLE_SHARE, Arrival, Arrivals
-from kvsidecar.support.peer import MAX_FDS
+from kvsidecar.types import MAX_DESCRIPTORS
 
 
 @pytest.fixture
@@ -71,12 +71,13 @@ def test_the_oldest_unfinished_one_makes_room_for_the_same_user_only(connection:
     assert len(fill(arrivals, 1, connection)) == 50, "all was given back, once"
 
 
-def test_one_hello_has_no_more_descriptors_than_one_message(connection: socket.socket) -> None:
+def test_one_hello_has_no_more_descriptors_than_a_rank_may_share(connection: socket.socket) -> None:
     arrivals = Arrivals(20_000)
     arrival = arrivals.begin(connection, 1)
-    arrivals.received(arrival, null(MAX_FDS))
+    for _ in range(16):
+        arrivals.received(arrival, null(MAX_DESCRIPTORS // 16))
     one_more = null(1)
-    with pytest.raises(InvalidRequest, match="more than 253"):
+    with pytest.raises(InvalidRequest, match="more than 4096"):
         arrivals.received(arrival, one_more)
     assert not is_open(one_more[0])
     arrivals.complete(arrival)
@@ -84,4 +85,26 @@ def test_one_hello_has_no_more_descriptors_than_one_message(connection: socket.s
     arrivals.end(arrival)
     assert all(map(is_open, fds)), "whoever took them closes them"
     for fd in fds:
+        os.close(fd)
+
+
+def test_descriptors_that_are_closed_early_make_room_for_the_next(connection: socket.socket) -> None:
+    arrivals = Arrivals(20_000)
+    first, second = arrivals.begin(connection, 1), arrivals.begin(connection, 1)
+    arrivals.received(first, null(MAX_DESCRIPTORS - 10))
+    arrivals.complete(first)
+    fds = first.take_fds()
+    with pytest.raises(LimitExceeded):
+        arrivals.received(second, null(11))
+    for fd in fds[:10]:
+        os.close(fd)
+    arrivals.closed(first, 10)
+    arrivals.received(second, null(11))
+    arrivals.end(first)
+    arrivals.closed(first, 5)  # after its end nothing is counted for it
+    arrivals.end(second)
+    third = arrivals.begin(connection, 1)
+    arrivals.received(third, null(MAX_DESCRIPTORS))
+    arrivals.end(third)
+    for fd in fds[10:]:
         os.close(fd)

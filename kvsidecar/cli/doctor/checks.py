@@ -378,13 +378,13 @@ def _allocator(facts: Facts) -> Iterable[Result]:
     else:
         bad = [f"{name}={value}" for name, value in engine.environ.items() if expandable(value)]
         if bad:
-            text = f"{' and '.join(bad)}: such memory cannot be shared, so the engine runs without offload"
-            yield _PROBLEM, text, "Remove expandable_segments:True and restart the engine."
+            text = f"{' and '.join(bad)}: shared by a descriptor for each 20 MiB, of which a rank has at most 4,096"
+            yield _WARNING, text, "Remove expandable_segments:True if a rank's KV cache is larger than 80 GiB."
         else:
             yield _OK, "no expandable segments in its environment (settings made inside the program are not visible)"
     if "--enable-sleep-mode" in engine.command:
         fix = "Remove --enable-sleep-mode if the engine's log says that its memory cannot be exported."
-        yield _WARNING, "vLLM's sleep mode allocates memory that cannot be shared on some GPUs", fix
+        yield _WARNING, "memory of vLLM's sleep mode cannot be shared on some GPUs", fix
 
 
 def expandable(value: str) -> bool:

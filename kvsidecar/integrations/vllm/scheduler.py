@@ -315,7 +315,8 @@ class SchedulerSide:
             self.counters.unnamed_resets += 1
             _log.warning(
                 "kvsidecar: reset without a new name for the weights: this engine shares its blocks with no other "
-                "until it gets a name (weights_version_file) or is restarted"
+                "until it gets a name (weights_version_file), is restarted, or wakes from sleep with the weights that "
+                "it had at its start"
             )
         self._other_keys()
 

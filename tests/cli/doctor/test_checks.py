@@ -245,11 +245,11 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     (
         "allocator",
         engine(environ={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}),
-        PROBLEM,
+        WARNING,
         "PYTORCH_CUDA_ALLOC_CONF",
         "Remove",
     ),
-    ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": f"a:1,{EXPANDABLE}"}), PROBLEM, "PYTORCH_ALLOC_CONF", "Remove"),
+    ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": f"a:1,{EXPANDABLE}"}), WARNING, "PYTORCH_ALLOC_CONF", "Remove"),
     ("allocator", engine(environ={"PYTORCH_ALLOC_CONF": "a:1"}), OK, "no expandable", ""),
     ("engine isolation", engine(isolation=None), NOT_CHECKED, "may not read", "root"),
     (
