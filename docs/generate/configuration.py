@@ -1,4 +1,4 @@
-"""docs/configuration.md, from `kvsidecar.daemon.config.Settings`."""
+"""docs/configuration.md, from `kvsidecar.daemon.settings.Settings`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 import click
 
 from docs.generate.markdown import code, prose, table
-from kvsidecar.daemon.config import CONFIG_VARIABLE, DEFAULT_FILE, Settings, click_options, flag_of, variable_of
+from kvsidecar.daemon.config import CONFIG_VARIABLE, DEFAULT_FILE, click_options, flag_of, variable_of
 from kvsidecar.daemon.reload import RELOADABLE
+from kvsidecar.daemon.settings import Settings
 
 HEAD = f"""\
-<!-- Made by `make docs` from kvsidecar/daemon/config.py: change that. -->
+<!-- Made by `make docs` from kvsidecar/daemon/settings.py: change that. -->
 # Configuration
 
 Most installations set only these options, in `{DEFAULT_FILE}`; the rest have defaults that rarely need a change:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from docs.generate.markdown import code, table
-from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.settings import Settings
 
 VALUES = Path(__file__).parents[2] / "deploy" / "helm" / "kvsidecar" / "values.yaml"
 OPEN = {"nodeSelector", "podLabels", "podAnnotations", "affinity", "volume"}

@@ -6,7 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import NotifySocket, given_descriptors
 from kvsidecar.errors import KeptRefused, SocketInUse
 from kvsidecar.pool.kept_files import FILES, Carrier, DescriptorStore, PoolDirectory

@@ -36,11 +36,11 @@ from kvsidecar.core.sessions import ID_BITS, Instances, Peer
 from kvsidecar.core.shares import resolve, resolve_disk
 from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.core.zeroing import Zeroing
-from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.pool_start import PoolStart
 from kvsidecar.daemon.reload import Reloader
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import DeviceError, KVSidecarError, PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool.host_pool import HostPool
 from kvsidecar.server.attach_socket import AttachSocket

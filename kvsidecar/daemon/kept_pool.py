@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvsidecar.cache.arrays import Words
     from kvsidecar.cache.block_cache import BlockCache
     from kvsidecar.cache.records import Records, TakeRoom
-    from kvsidecar.daemon.config import Settings
+    from kvsidecar.daemon.settings import Settings
     from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.pool.kept_files import Carrier, KeptFiles
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from kvsidecar import __version__
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
-from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.http import Probes
 from kvsidecar.server.socket_files import SocketFiles

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.option_types import PAGE_BYTES
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import memory_limits
 from kvsidecar.support.units import MiB, format_size

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import log
 

@@ -26,9 +26,10 @@ import uvloop
 
 from kvsidecar import copier
 from kvsidecar.core.readiness import Snapshot
-from kvsidecar.daemon.config import Settings, load_settings
+from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
 from kvsidecar.support import failpoints, kernel_calls, log, memory_limits, terminal

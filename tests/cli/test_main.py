@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.daemon.config import Settings, flag_of, variable_of
+from kvsidecar.daemon.config import flag_of, variable_of
+from kvsidecar.daemon.settings import Settings
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
 
 

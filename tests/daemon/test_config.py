@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 
 from kvsidecar.core.access import Policy, Rule
 from kvsidecar.core.shares import ShareRule
-from kvsidecar.daemon.config import (
-    Settings,
-    click_options,
-    flag_of,
-    load_settings,
-    variable_of,
-)
+from kvsidecar.daemon.config import click_options, flag_of, load_settings, variable_of
 from kvsidecar.daemon.pool_geometry import auto_slab_bytes, pool_geometry
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import ConfigError
 from kvsidecar.pool.host_pool import HostPool, PoolSpec

@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from kvsidecar.client import State
-from kvsidecar.daemon.config import Settings, load_settings
+from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.pool_geometry import pool_geometry
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.pool.record_table import RecordTable, TableFacts
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits

@@ -9,8 +9,8 @@ import importlib
 import re
 from functools import cache
 
-from kvsidecar.daemon.config import Settings
 from kvsidecar.daemon.option_types import Size
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.support.units import parse_size
 from tests.docs.pages import ROOT
 

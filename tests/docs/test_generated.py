@@ -13,7 +13,8 @@ pytest.importorskip("grpc_tools", reason="the extra docs is not installed")
 from docs.generate import DOCS, PAGES, configuration, messages
 from docs.generate.markdown import attribute_docs, prose
 from kvsidecar import errors
-from kvsidecar.daemon.config import Settings, click_options, load_settings
+from kvsidecar.daemon.config import click_options, load_settings
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 TCP = {

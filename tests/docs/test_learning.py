@@ -16,7 +16,7 @@ pytest.importorskip("grpc_tools", reason="the extra docs is not installed")
 
 import kvsidecar.client
 from docs.generate import api
-from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.settings import Settings
 from tests.docs.pages import ROOT, text
 
 COMMAND = Path(sys.executable).with_name("kvsidecar")

@@ -9,7 +9,8 @@ import click
 import pytest
 
 from kvsidecar.cli.main import main
-from kvsidecar.daemon.config import RESERVED, Settings, click_options, variable_of
+from kvsidecar.daemon.config import RESERVED, click_options, variable_of
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.integrations.sglang.counters import HELP
 from kvsidecar.integrations.vllm.counters import COUNTED
 from tests.docs.pages import PAGES, commands, spans, text

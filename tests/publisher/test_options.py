@@ -8,7 +8,8 @@ import click
 import pytest
 
 from kvsidecar.cli.main import main
-from kvsidecar.daemon.config import PUBLISH_VARIABLES, Settings, load_settings, variable_of
+from kvsidecar.daemon.config import PUBLISH_VARIABLES, load_settings, variable_of
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.publisher.options import TOPIC, Options
 

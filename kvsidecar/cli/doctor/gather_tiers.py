@@ -18,7 +18,7 @@ from typing import Final
 
 from kvsidecar.cache.slots import SLOT_ALIGN
 from kvsidecar.cli.doctor.facts import Cluster, DiskTier
-from kvsidecar.daemon.config import Settings
+from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import memory_limits
 from kvsidecar.support.file_lock import try_lock
