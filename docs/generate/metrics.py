@@ -13,8 +13,9 @@ from docs.generate.markdown import attribute_docs, code, prose, table
 from kvsidecar import errors
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
-from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
+from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.readiness import Snapshot
+from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.errors import Refusal
 from kvsidecar.publisher import metrics as publisher
 from kvsidecar.support.units import format_duration, format_size

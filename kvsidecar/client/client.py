@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.inbox import Inbox
@@ -17,21 +16,12 @@ from kvsidecar.client.messages import MAX_TTL_SECONDS, LookupQuery, Registration
 from kvsidecar.client.operator import Operator, OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.supervisor import Dialling, Supervisor
-from kvsidecar.client.types import Blocks, JobDone, LookupResult, Readiness, ResidencyChange
+from kvsidecar.client.types import DEFAULT, Blocks, Default, JobDone, LookupResult, Readiness, ResidencyChange
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.types import MAX_IDLE_SECONDS, Direction, GroupLayout, LookupMode, Namespace, Priority, State
-
-
-class Default(Enum):
-    """Stands for the client's own default, where None already means something."""
-
-    DEFAULT = "default"
-
-
-DEFAULT: Final = Default.DEFAULT
 
 
 class Client(OperatorCalls):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, Final
 
 from kvsidecar.types import Outcome, Residency, State
 
@@ -26,6 +27,15 @@ NO_ANSWER = "no_answer"
 """The lookup was not answered within its time budget."""
 BREAKER_OPEN = "breaker_open"
 """The lookup was not sent: the ones before were not answered in time. A background probe ends this."""
+
+
+class Default(Enum):
+    """Stands for the client's own default, where None already means something."""
+
+    DEFAULT = "default"
+
+
+DEFAULT: Final = Default.DEFAULT
 
 
 @dataclass(frozen=True, slots=True)

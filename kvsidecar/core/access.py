@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from kvsidecar.errors import NotPermitted, UnknownPeer
 from kvsidecar.support.patterns import EVERYTHING, covers
-from kvsidecar.types import Namespace
+from kvsidecar.types import TOKEN_METADATA, Namespace
 
 OVERFLOW_ID = 65534
 """The id that the kernel shows for every user and group without an id in this user namespace (user_namespaces(7))."""
@@ -119,6 +120,27 @@ class Access:
         if self.policy is not None:
             return Caller(None, Grant())
         return Caller(None, Grant((EVERYTHING,), admin=self.private))
+
+
+def permit(caller: Caller, namespace: Namespace) -> None:
+    """Refuse a namespace that is not the caller's, whether or not it has blocks.
+
+    Raises:
+        NotPermitted, UnknownPeer
+    """
+    if caller.grant.may_use(namespace):
+        return
+    if caller.identity is None:
+        raise unidentified()
+    raise NotPermitted(f"the policy grants {caller.identity} no namespace {str(namespace)!r}")
+
+
+def unidentified() -> UnknownPeer:
+    """The refusal of a client without a token by a daemon with a policy."""
+    return UnknownPeer(
+        "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
+        f"answered in the metadata {TOKEN_METADATA}"
+    )
 
 
 # -- reading it --------------------------------------------------------------------------------------------------

@@ -27,12 +27,11 @@ from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.labels import DeviceCounts, ModelCounts
 from kvsidecar.core.process_metrics import ProcessMetrics
 from kvsidecar.core.readiness import Snapshot, WarmStart
-from kvsidecar.core.shares import REST
+from kvsidecar.core.share_metrics import share_metrics
+from kvsidecar.core.tier_metrics import TierGauges, tier_metrics
 from kvsidecar.errors import Refusal
 from kvsidecar.support import log
 from kvsidecar.support.tasks import in_one
-from kvsidecar.tiers.engine import EngineStats
-from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import Direction, Outcome, Residency, State
 
 COPY_SECONDS_BUCKETS = (
@@ -43,10 +42,6 @@ COPY_SECONDS_BUCKETS = (
 
 COPY_BYTES_BUCKETS = tuple(float(4**k) for k in range(7, 18))
 """16 KiB to 16 GiB."""
-
-
-SHARES_SHOWN = 32
-"""Shares with a label of their own in the metrics: those with the most bytes."""
 
 
 class SpanFate(StrEnum):
@@ -68,23 +63,6 @@ class ResetReason(StrEnum):
     """It did not read what it was sent."""
     FLOOD = "flood"
     """More has changed at once than is kept to be sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierGauges:
-    """What a slower tier has, and what it has done since the daemon started."""
-
-    name: str
-    off: str
-    """Why it is not used at present; empty while it is."""
-    stats: EngineStats | None
-    """As its process last said; None if it has never worked."""
-    counts: TierCounts
-    reading_bytes: int = 0
-    writing_bytes: int = 0
-    write_budget_bytes: int | None = None
-    """None for no limit."""
-    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +342,8 @@ class Metrics:
         for device, nbytes in now.imported_bytes.items():
             imported.add_metric([device], nbytes)
         yield imported
-        yield from _tier_metrics(now.tiers)
-        yield from _share_metrics(now.shares)
+        yield from tier_metrics(now.tiers)
+        yield from share_metrics(now.shares)
         yield from self.devices.metrics()
         if now.used_by_model is not None:
             yield from self.models.metrics(now.used_by_model())
@@ -379,128 +357,3 @@ class _OneFamily(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return (self._family,)
-
-
-def _share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:
-    """Nothing without shares. Only the largest have a label of their own."""
-    if len(shares) < 2:
-        return
-    ordered = sorted(shares, key=lambda share: -share.used)
-    labels = [(share.name, [share]) for share in ordered[:SHARES_SHOWN]]
-    if rest := ordered[SHARES_SHOWN:]:
-        labels.append((REST, rest))
-    values: tuple[tuple[str, str, Callable[[Share], float]], ...] = (
-        (
-            "used_bytes",
-            "Bytes of the pool that the share uses.",
-            lambda share: share.used,
-        ),
-        ("pinned_bytes", "Used bytes that cannot be evicted now.", lambda share: share.busy),
-        ("guaranteed_bytes", "Bytes that no other share can take.", lambda share: share.guaranteed),
-        ("borrowed_bytes", "Used bytes beyond the guarantee.", lambda share: max(0, share.used - share.guaranteed)),
-    )
-    for name, text, value in values:
-        family = GaugeMetricFamily(f"kvsidecar_share_{name}", text, labels=["share"])
-        for label, members in labels:
-            family.add_metric([label], sum(map(value, members)))
-        yield family
-    most = GaugeMetricFamily(
-        "kvsidecar_share_max_bytes",
-        "The most bytes that the share may have. Absent for the whole pool.",
-        labels=["share"],
-    )
-    for share in ordered[:SHARES_SHOWN]:
-        if share.most is not None:
-            most.add_metric([share.name], share.most)
-    yield most
-    evicted = CounterMetricFamily(
-        "kvsidecar_share_evicted_bytes", "Bytes of the share's blocks that were evicted.", labels=["share"]
-    )
-    for label, members in labels:
-        evicted.add_metric([label], sum([share.evicted for share in members]))
-    yield evicted
-
-
-def _tier_share_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
-    """Of tiers of which shares have a part; as `_share_metrics`."""
-    used = GaugeMetricFamily(
-        "kvsidecar_tier_share_used_bytes", "Bytes of the tier that the share uses.", labels=["tier", "share"]
-    )
-    guaranteed = GaugeMetricFamily(
-        "kvsidecar_tier_share_guaranteed_bytes",
-        "Bytes of the tier that no other share can take.",
-        labels=["tier", "share"],
-    )
-    for tier in tiers:
-        ordered = sorted(() if tier.stats is None else tier.stats.shares, key=lambda share: -share.used)
-        labels = [(share.name, [share]) for share in ordered[:SHARES_SHOWN]]
-        if rest := ordered[SHARES_SHOWN:]:
-            labels.append((REST, rest))
-        for label, members in labels:
-            used.add_metric([tier.name, label], sum([share.used for share in members]))
-            guaranteed.add_metric([tier.name, label], sum([share.guaranteed for share in members]))
-    yield used
-    yield guaranteed
-
-
-def _tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
-    """Nothing without a tier."""
-    if not tiers:
-        return
-
-    def stat(name: str) -> Callable[[TierGauges], float]:
-        return lambda tier: getattr(tier.stats, name, 0)
-
-    gauges: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
-        ("up", "1 if the tier is used, 0 if it has failed or is late.", lambda tier: not tier.off),
-        ("capacity_bytes", "Bytes that the tier can hold.", stat("capacity_bytes")),
-        ("used_bytes", "Bytes that it holds.", stat("used_bytes")),
-        ("blocks", "Shards of blocks that it holds.", stat("blocks")),
-        ("reading_bytes", "Bytes that are being read from the tier.", lambda tier: tier.reading_bytes),
-        ("writing_bytes", "Bytes that wait to be written, or are being written.", lambda tier: tier.writing_bytes),
-    )
-    for name, text, value in gauges:
-        family = GaugeMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
-        for tier in tiers:
-            family.add_metric([tier.name], value(tier))
-        yield family
-    budget = GaugeMetricFamily(
-        "kvsidecar_tier_write_budget_bytes",
-        "Bytes of the day's budget that may be written now. Absent without a limit.",
-        labels=["tier"],
-    )
-    for tier in tiers:
-        if tier.write_budget_bytes is not None:
-            budget.add_metric([tier.name], tier.write_budget_bytes)
-    yield budget
-    counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
-        ("failures", "Calls to the tier that failed or were late.", lambda tier: tier.counts.failures),
-        ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.deaths),
-        (
-            "corrupt_blocks",
-            "Shards whose bytes differ from those written, by their checksums. They are misses.",
-            lambda tier: tier.counts.corrupt_blocks,
-        ),
-        ("evicted_blocks", "Shards evicted to make room for others.", stat("evicted_blocks")),
-        (
-            "quota_blocks",
-            "Shards that were not read or written for the sake of what other shares are guaranteed.",
-            stat("quota_blocks"),
-        ),
-    )
-    for name, text, value in counters:
-        counted = CounterMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
-        for tier in tiers:
-            counted.add_metric([tier.name], value(tier))
-        yield counted
-    yield from _tier_share_metrics(tiers)
-    for unit, text in (
-        ("blocks", "Shards of blocks that were copied between the pool and the tier."),
-        ("bytes", "Bytes that were copied between the pool and the tier."),
-        ("seconds", "Time spent in calls to the tier; several run at a time."),
-    ):
-        copied = CounterMetricFamily(f"kvsidecar_tier_copied_{unit}", text, labels=["tier", "direction"])
-        for tier in tiers:
-            for direction in ("read", "write"):
-                copied.add_metric([tier.name, direction], tier.counts.copied[direction, unit])
-        yield copied

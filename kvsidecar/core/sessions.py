@@ -16,7 +16,7 @@ from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.copier.link import Imported, Opened
-from kvsidecar.core.access import Access, Caller, Identity
+from kvsidecar.core.access import Access, Caller, Identity, permit
 from kvsidecar.core.job import Job
 from kvsidecar.core.namespace_options import NamespaceOptions
 from kvsidecar.core.quota import Quota
@@ -28,14 +28,13 @@ from kvsidecar.errors import (
     DeviceLost,
     ImportRefused,
     InvalidRequest,
-    NotPermitted,
     Refusal,
     Unavailable,
     UnknownPeer,
 )
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.tasks import RoundRobin, TaskSet
-from kvsidecar.types import TOKEN_METADATA, Direction, GroupLayout, Namespace
+from kvsidecar.types import Direction, GroupLayout, Namespace
 
 _log = log.get("instances")
 
@@ -496,27 +495,6 @@ class Instances:
             except DeviceError as error:
                 # The rest must be given back all the same.
                 _log.error("engine memory was not unmapped", device=copier.uuid, error=str(error))
-
-
-def permit(caller: Caller, namespace: Namespace) -> None:
-    """Refuse a namespace that is not the caller's, whether or not it has blocks.
-
-    Raises:
-        NotPermitted, UnknownPeer
-    """
-    if caller.grant.may_use(namespace):
-        return
-    if caller.identity is None:
-        raise unidentified()
-    raise NotPermitted(f"the policy grants {caller.identity} no namespace {str(namespace)!r}")
-
-
-def unidentified() -> UnknownPeer:
-    """The refusal of a client without a token by a daemon with a policy."""
-    return UnknownPeer(
-        "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
-        f"answered in the metadata {TOKEN_METADATA}"
-    )
 
 
 def _source(allocation: Allocation, peer: Peer) -> MemorySource:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held, shard_space
-from kvsidecar.core.metrics import Metrics, TierGauges
+from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.core.writes import Writes, queue_share
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.tiers.engine import ShardSpace

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsidecar import __version__
 from kvsidecar.copier.copiers import Copier
-from kvsidecar.core.access import Access, Caller
+from kvsidecar.core.access import Access, Caller, permit, unidentified
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
@@ -17,7 +17,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import MAX_GROUPS
 from kvsidecar.core.residency import Watches
-from kvsidecar.core.sessions import Instances, Peer, RankSession, permit, unidentified
+from kvsidecar.core.sessions import Instances, Peer, RankSession
 from kvsidecar.errors import (
     InvalidRequest,
     KVSidecarError,

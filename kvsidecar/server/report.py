@@ -18,11 +18,12 @@ from kvsidecar.cache.shares import Share
 from kvsidecar.copier.copiers import Copiers
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.metrics import Gauges, Metrics, TierGauges
+from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.pins import Pin
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
+from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.core.tiering import Tiering
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate

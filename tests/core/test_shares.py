@@ -8,8 +8,10 @@ import pytest
 
 from kvsidecar.cache.shares import Share
 from kvsidecar.core import access, shares
-from kvsidecar.core.metrics import SHARES_SHOWN, Gauges, Metrics, TierGauges
+from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.readiness import Snapshot
+from kvsidecar.core.share_metrics import SHARES_SHOWN
+from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.errors import ConfigError
 from kvsidecar.tiers.engine import EngineStats, ShareUse, TierShare
 from kvsidecar.tiers.tier import TierCounts

@@ -1,0 +1,115 @@
+"""The metrics of the slower tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvsidecar.core.share_metrics import SHARES_SHOWN
+from kvsidecar.core.shares import REST
+from kvsidecar.tiers.engine import EngineStats
+from kvsidecar.tiers.tier import TierCounts
+
+
+@dataclass(frozen=True, slots=True)
+class TierGauges:
+    """What a slower tier has, and what it has done since the daemon started."""
+
+    name: str
+    off: str
+    """Why it is not used at present; empty while it is."""
+    stats: EngineStats | None
+    """As its process last said; None if it has never worked."""
+    counts: TierCounts
+    reading_bytes: int = 0
+    writing_bytes: int = 0
+    write_budget_bytes: int | None = None
+    """None for no limit."""
+    deaths: int = 0
+
+
+def _tier_share_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
+    """Of tiers of which shares have a part; as `_share_metrics`."""
+    used = GaugeMetricFamily(
+        "kvsidecar_tier_share_used_bytes", "Bytes of the tier that the share uses.", labels=["tier", "share"]
+    )
+    guaranteed = GaugeMetricFamily(
+        "kvsidecar_tier_share_guaranteed_bytes",
+        "Bytes of the tier that no other share can take.",
+        labels=["tier", "share"],
+    )
+    for tier in tiers:
+        ordered = sorted(() if tier.stats is None else tier.stats.shares, key=lambda share: -share.used)
+        labels = [(share.name, [share]) for share in ordered[:SHARES_SHOWN]]
+        if rest := ordered[SHARES_SHOWN:]:
+            labels.append((REST, rest))
+        for label, members in labels:
+            used.add_metric([tier.name, label], sum([share.used for share in members]))
+            guaranteed.add_metric([tier.name, label], sum([share.guaranteed for share in members]))
+    yield used
+    yield guaranteed
+
+
+def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
+    """Nothing without a tier."""
+    if not tiers:
+        return
+
+    def stat(name: str) -> Callable[[TierGauges], float]:
+        return lambda tier: getattr(tier.stats, name, 0)
+
+    gauges: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
+        ("up", "1 if the tier is used, 0 if it has failed or is late.", lambda tier: not tier.off),
+        ("capacity_bytes", "Bytes that the tier can hold.", stat("capacity_bytes")),
+        ("used_bytes", "Bytes that it holds.", stat("used_bytes")),
+        ("blocks", "Shards of blocks that it holds.", stat("blocks")),
+        ("reading_bytes", "Bytes that are being read from the tier.", lambda tier: tier.reading_bytes),
+        ("writing_bytes", "Bytes that wait to be written, or are being written.", lambda tier: tier.writing_bytes),
+    )
+    for name, text, value in gauges:
+        family = GaugeMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            family.add_metric([tier.name], value(tier))
+        yield family
+    budget = GaugeMetricFamily(
+        "kvsidecar_tier_write_budget_bytes",
+        "Bytes of the day's budget that may be written now. Absent without a limit.",
+        labels=["tier"],
+    )
+    for tier in tiers:
+        if tier.write_budget_bytes is not None:
+            budget.add_metric([tier.name], tier.write_budget_bytes)
+    yield budget
+    counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
+        ("failures", "Calls to the tier that failed or were late.", lambda tier: tier.counts.failures),
+        ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.deaths),
+        (
+            "corrupt_blocks",
+            "Shards whose bytes differ from those written, by their checksums. They are misses.",
+            lambda tier: tier.counts.corrupt_blocks,
+        ),
+        ("evicted_blocks", "Shards evicted to make room for others.", stat("evicted_blocks")),
+        (
+            "quota_blocks",
+            "Shards that were not read or written for the sake of what other shares are guaranteed.",
+            stat("quota_blocks"),
+        ),
+    )
+    for name, text, value in counters:
+        counted = CounterMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            counted.add_metric([tier.name], value(tier))
+        yield counted
+    yield from _tier_share_metrics(tiers)
+    for unit, text in (
+        ("blocks", "Shards of blocks that were copied between the pool and the tier."),
+        ("bytes", "Bytes that were copied between the pool and the tier."),
+        ("seconds", "Time spent in calls to the tier; several run at a time."),
+    ):
+        copied = CounterMetricFamily(f"kvsidecar_tier_copied_{unit}", text, labels=["tier", "direction"])
+        for tier in tiers:
+            for direction in ("read", "write"):
+                copied.add_metric([tier.name, direction], tier.counts.copied[direction, unit])
+        yield copied
