@@ -5,38 +5,33 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
-from kvsidecar.cache.arrays import Bools, Ints, all_true, first_of_each
-from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
-from kvsidecar.cache.block_index import Keys
+from kvsidecar.cache.arrays import Ints, all_true, first_of_each
+from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.heirs import Heirs
 from kvsidecar.cache.leases import LeaseTable
+from kvsidecar.cache.reader import Hashes, Reader
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.room import SWEEP, Room
 from kvsidecar.cache.shares import Share, ShareLimits, Shares
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.stats import CacheStats, gather
+from kvsidecar.cache.tier_copies import TierCopies
 from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.types import Eviction, LookupMode, Namespace, Priority
 
-Hashes = Sequence[bytes] | bytes
-"""Block hashes, or all of them concatenated, as they arrive over the wire: splitting and joining 4096 of them takes as
-long as looking them up."""
 Part = tuple[Space, Hashes]
 """Block hashes of one group, in prefix order. A request has one part per group."""
 ShardPart = tuple[Space, int, Hashes]
 """The same, with the shard to store or load."""
-PROBE = 512
-"""Number of hashes of a prefix to look up before the others: often the first one is a miss."""
 
 
 class BlockCache:
@@ -72,16 +67,24 @@ class BlockCache:
         self._leases = LeaseTable(next_id)
         self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()
-        self._writes: set[WriteGrant] = set()
         self._tick = self.adopted.last_tick
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
-        self.readable_below: int | None = None
-        """Only blocks whose slots all lie below this offset can be looked up and loaded; None: all."""
+        self._reader = Reader(self._expiry)
+        self.tiers = TierCopies(self._table, self._room, self._next_tick)
 
     @property
     def freed(self) -> Freed | None:
         """What is to be zeroed; None: nothing is."""
         return self._table.slots.freed
+
+    @property
+    def readable_below(self) -> int | None:
+        """Only blocks whose slots all lie below this offset can be looked up and loaded; None: all."""
+        return self._reader.below
+
+    @readable_below.setter
+    def readable_below(self, below: int | None) -> None:
+        self._reader.below = below
 
     # -- shares ------------------------------------------------------------------------------------------------
 
@@ -135,7 +138,7 @@ class BlockCache:
 
         Counts hits and misses. A lookup does not count as a use of the blocks; a lease, a load or a store does.
         """
-        answer: list[bool] = self._find(space, hashes, mode)[1].tolist()
+        answer: list[bool] = self._reader.find(space, hashes, mode)[1].tolist()
         return answer
 
     def touch(self, parts: Sequence[Part]) -> list[list[bool]]:
@@ -146,7 +149,7 @@ class BlockCache:
         for space, hashes in parts:
             rows = space.blocks.index.find(space.blocks.index.keys(hashes))
             self._table.touch_rows(space.blocks, rows, tick)
-            answers.append(self._readable(space, rows).tolist())
+            answers.append(self._reader.readable(space, rows).tolist())
         return answers
 
     def lookup_and_lease(
@@ -161,7 +164,7 @@ class BlockCache:
         """
         chains, answers, found = [], [], []
         for space, hashes in parts:
-            rows, hits, keys = self._find(space, hashes, mode)
+            rows, hits, keys = self._reader.find(space, hashes, mode)
             chains.append(_chain(space, rows[hits]))
             answers.append(hits.tolist())
             found.append((space.blocks, keys, rows, hits))
@@ -341,8 +344,8 @@ class BlockCache:
             return Refusal.STALE_LEASE
         found = []
         for space, _, hashes in parts:
-            rows = self._find_leased(space, hashes, lease)
-            if not all_true(self._readable(space, rows, leased=True)):
+            rows = self._reader.find_leased(space, hashes, lease)
+            if not all_true(self._reader.readable(space, rows, leased=True)):
                 return Refusal.NOT_FOUND
             found.append(rows)
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
@@ -384,102 +387,16 @@ class BlockCache:
         sums, known = self._table.records.checksums(self._table.slots.places(slots))
         return [value if is_known else None for value, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 
-    # -- slower tiers ------------------------------------------------------------------------------------------
-
-    def unwritten(self, chain: Chain, tier: int) -> Ints:
-        """Rows of the blocks of a chain that are readable, and that a tier does not have, without duplicates.
-
-        Args:
-            chain: of blocks that are pinned, or were sealed in this step.
-            tier: its bit in `SpaceBlocks.tiers`.
-        """
-        blocks, rows = chain.blocks, chain.rows
-        if blocks.cleared:
-            return rows[:0]  # the others may be gone
-        absent: Bools = blocks.tiers[rows] & tier == 0
-        # One that expires stays in the pool: a tier would bring it back.
-        if blocks.next_expiry or blocks.space.share.idle_ttl:
-            absent &= (blocks.expires[rows] == 0) & (blocks.idle[rows] == 0) & (blocks.space.share.idle_ttl is None)
-        rows = rows[absent & (blocks.missing[rows] == 0) & ~blocks.detached[rows]]
-        unwritten: Ints = rows[first_of_each(rows)] if len(rows) > 1 else rows
-        return unwritten
-
     def chain(self, space: Space, hashes: Hashes) -> Chain:
         """Those of these blocks that there are. Valid in this step only."""
         index = space.blocks.index
         rows = index.find(index.keys(hashes))
         return _chain(space, rows[rows >= 0])
 
-    @property
-    def evicted_unkept(self) -> int:
-        """Readable blocks that stores have evicted and that no tier had."""
-        return self._room.evicted_unkept
-
-    def evict_ahead(self, needs: Mapping[int, int], tier: int, space: Space) -> list[Chain]:
-        """Of the blocks that a store with these needs would evict now: evict those that a tier has.
-
-        Args:
-            needs: slots needed per size class.
-            space: of the store.
-
-        Returns:
-            The others. Valid in this step only.
-        """
-        others = []
-        for chain in self._room.victims(needs, space.share):
-            kept: Bools = chain.blocks.tiers[chain.rows] & tier != 0
-            others.append(Chain(chain.blocks, chain.rows[~kept]))
-            if kept.any():
-                self._table.evict(Chain(chain.blocks, chain.rows[kept]))
-        return others
-
-    def begin_write(self, chain: Chain, tier: int) -> WriteGrant:
-        """Pin blocks from `unwritten` until `end_write`: a tier is given them."""
-        blocks, rows = chain.blocks, chain.rows
-        blocks.tiers[rows] |= tier
-        self._table.pin([chain])
-        grant = WriteGrant(chain, blocks.index.hashes_of(rows), blocks.slots[:, rows], tier, blocks.last_used[rows])
-        self._writes.add(grant)
-        return grant
-
-    def end_write(self, grant: WriteGrant, kept: Bools, *, evict: bool = False) -> None:
-        """End a write: nothing reads the slots any more.
-
-        Args:
-            kept: which blocks the tier has.
-            evict: evict those that nobody has used since the write began. False: it counts as a use.
-        """
-        require(grant.open, "the write has already ended")
-        grant.open = False
-        self._writes.remove(grant)
-        chain, blocks, rows = grant.chain, grant.chain.blocks, grant.chain.rows
-        blocks.tiers[rows[~kept]] &= ~np.uint8(grant.tier)
-        unused = rows[(blocks.pins[rows] == 1) & (blocks.last_used[rows] == grant.last_used) & ~blocks.detached[rows]]
-        self._table.unpin([chain], self._next_tick())
-        if evict and len(unused) and not blocks.cleared:
-            self._table.evict(Chain(blocks, unused))
-
-    def mark_tier(self, grant: StoreGrant, tier: int) -> None:
-        """A tier has the blocks of this store, which has just been sealed: they came from there."""
-        for part in grant.parts:
-            if not part.blocks.cleared:
-                part.blocks.tiers[part.rows] |= tier
-
     def find_place(self, below: int) -> tuple[int, int] | None:
         """Offset and bytes of a place below this offset that holds no block. Nothing is reserved: a store may take it.
         If there is none, the oldest block with a slot there is evicted. None: all of them are in use."""
-        table, to_sweep = self._table, True
-        while (place := table.slots.find_free(below)) is None and to_sweep:
-            to_sweep = table.sweep(SWEEP)
-        if place is not None:
-            return place
-        candidates = [
-            oldest for blocks in table.tables.values() if (oldest := _oldest_below(blocks, below)) is not None
-        ]
-        if not candidates:
-            return None
-        table.evict(min(candidates, key=lambda chain: int(chain.blocks.last_used[chain.rows[0]])))
-        return table.slots.find_free(below)
+        return self._room.place_below(below)
 
     # -- residency ---------------------------------------------------------------------------------------------
 
@@ -545,68 +462,9 @@ class BlockCache:
             self._table.unpin(lease.chains, self._next_tick())
         return leases
 
-    def _find(self, space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools, Keys]:
-        """The row of each hash, whether it is a hit in this mode, and the hashes. Counts hits and misses."""
-        index = space.blocks.index
-        keys = index.keys(hashes)
-        if mode is LookupMode.BITMAP or len(keys) <= PROBE:
-            rows = index.find(keys)
-            hits = self._readable(space, rows)
-            if mode is LookupMode.PREFIX and not all_true(hits):
-                hits = np.logical_and.accumulate(hits)
-        else:
-            rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
-            for piece in (slice(PROBE), slice(PROBE, None)):
-                rows[piece] = index.find(keys.take(piece))
-                hits[piece] = np.logical_and.accumulate(self._readable(space, rows[piece]))
-                if not all_true(hits[piece]):
-                    break
-        num_hits = int(np.count_nonzero(hits))
-        space.hits += num_hits
-        space.misses += len(hits) - num_hits
-        return rows, hits, keys
-
-    def _find_leased(self, space: Space, hashes: Hashes, lease: Lease | None) -> Ints:
-        """The row of each hash, or -1: what the lease holds, where it has expired and was stored again."""
-        blocks = space.blocks
-        keys = blocks.index.keys(hashes)
-        rows = blocks.index.find(keys)
-        if lease is not None and blocks.superseded:
-            held = {row for chain in lease.chains if chain.blocks is blocks for row in chain.rows.tolist()}
-            old = {bytes(blocks.index.words_of(np.array([row]))): row for row in held & blocks.superseded}
-            for i, words in enumerate(keys.words if old else ()):
-                rows[i] = old.get(bytes(words), rows[i])
-        return rows
-
-    def _readable(self, space: Space, rows: Ints, *, leased: bool = False) -> Bools:
-        """Whether these blocks are readable, have not expired, and lie below `readable_below`; row -1 is not.
-
-        Args:
-            leased: whether those that are pinned are readable though they have expired: a lease is a promise.
-        """
-        blocks, below = space.blocks, self.readable_below
-        readable: Bools = (rows >= 0) & (blocks.missing[rows] == 0)
-        if below is not None:
-            ends = blocks.slots[:, rows] + np.array(space.slot_sizes)[:, np.newaxis]
-            readable &= (ends <= below).all(axis=0)
-        if blocks.expiring:
-            gone = self._expiry.expired(blocks, rows)
-            readable &= ~(gone & (blocks.pins[rows] == 0)) if leased else ~gone
-        return readable
-
     def _next_tick(self) -> int:
         self._tick += 1
         return self._tick
-
-
-def _oldest_below(blocks: SpaceBlocks, below: int) -> Chain | None:
-    """The evictable block of this table that was used least recently, of those with a slot below this offset."""
-    for rows in () if blocks.cleared else itertools.chain.from_iterable(map(blocks.candidates, blocks.priorities)):
-        slots = blocks.slots[:, rows]
-        there = rows[((slots >= 0) & (slots < below)).any(axis=0)]
-        if len(there):
-            return Chain(blocks, there[:1])
-    return None
 
 
 def _chain(space: Space, rows: Ints) -> Chain:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvsidecar.cache.arrays import all_true
-from kvsidecar.cache.block import NEVER, Chain, StoreGrant
+from kvsidecar.cache.block import NEVER, Chain, SpaceBlocks, StoreGrant
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.eviction import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.cache.expiry import Expiry
@@ -109,6 +110,22 @@ class Room:
         self._evict(victims)
         return any(len(chain.rows) for chain in victims)
 
+    def place_below(self, below: int) -> tuple[int, int] | None:
+        """Offset and bytes of a place below this offset that holds no block. Nothing is reserved: a store may take it.
+        If there is none, the oldest block with a slot there is evicted. None: all of them are in use."""
+        table, to_sweep = self._table, True
+        while (place := table.slots.find_free(below)) is None and to_sweep:
+            to_sweep = table.sweep(SWEEP)
+        if place is not None:
+            return place
+        candidates = [
+            oldest for blocks in table.tables.values() if (oldest := _oldest_below(blocks, below)) is not None
+        ]
+        if not candidates:
+            return None
+        table.evict(min(candidates, key=lambda chain: int(chain.blocks.last_used[chain.rows[0]])))
+        return table.slots.find_free(below)
+
     def pin_room(self, share: Share) -> int:
         """Bytes that a share may still pin or fill."""
         return self._table.shares.pin_room(share, self._table.slots.usable_bytes)
@@ -180,3 +197,13 @@ class Room:
             if self._table.slots.can_allocate(needs):
                 return True
         return False
+
+
+def _oldest_below(blocks: SpaceBlocks, below: int) -> Chain | None:
+    """The evictable block of this table that was used least recently, of those with a slot below this offset."""
+    for rows in () if blocks.cleared else itertools.chain.from_iterable(map(blocks.candidates, blocks.priorities)):
+        slots = blocks.slots[:, rows]
+        there = rows[((slots >= 0) & (slots < below)).any(axis=0)]
+        if len(there):
+            return Chain(blocks, there[:1])
+    return None

@@ -439,7 +439,7 @@ class Fetches:
             self._end(fetch, FetchRefusal.FAILED)
             return
         self._cache.seal_all(chunk.grant)
-        self._cache.mark_tier(chunk.grant, self._bit)
+        self._cache.tiers.mark(chunk.grant, self._bit)
         if not fetch.waiting and not fetch.chunks:
             self._end(fetch)
 

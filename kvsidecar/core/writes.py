@@ -96,7 +96,7 @@ class Writes:
         self._num_names = 0
         self._ahead: tuple[Space, ...] = ()
         """Those of the last use, which the next stores are expected to need room for."""
-        self._evicted_unkept = cache.evicted_unkept
+        self._evicted_unkept = cache.tiers.evicted_unkept
         """That have been counted."""
         self.writing_bytes = 0
 
@@ -143,7 +143,7 @@ class Writes:
             self._then_forget.setdefault(namespace, set()).update(writes)
 
     def _write(self, chain: Chain) -> None:
-        rows = self._cache.unwritten(chain, self._bit)
+        rows = self._cache.tiers.unwritten(chain, self._bit)
         space = chain.blocks.space
         if not len(rows) or None in space.shard_bytes:
             return
@@ -162,7 +162,7 @@ class Writes:
         """Write what the next stores to these spaces would evict, so that they find room whose blocks are kept."""
         self._ahead = spaces
         left = self.budget_left
-        if lost := self._cache.evicted_unkept - self._evicted_unkept:
+        if lost := self._cache.tiers.evicted_unkept - self._evicted_unkept:
             self._evicted_unkept += lost
             spent = left is not None and left < max([space.block_bytes for space in spaces], default=0)
             reason = WriteRefusal.BUDGET if spent else WriteRefusal.QUEUE
@@ -173,9 +173,9 @@ class Writes:
         wanted = min(AHEAD_BYTES, self._most_bytes // 2) - self.writing_bytes
         needs = {size: count for size in sizes if (count := wanted // len(sizes) // size) > 0}
         room = min(wanted, self._chunk_bytes * AHEAD_CHUNKS, wanted if left is None else left)
-        for chain in self._cache.evict_ahead(needs, self._bit, spaces[0]) if needs else ():
+        for chain in self._cache.tiers.evict_ahead(needs, self._bit, spaces[0]) if needs else ():
             space = chain.blocks.space
-            rows = self._cache.unwritten(chain, self._bit)[
+            rows = self._cache.tiers.unwritten(chain, self._bit)[
                 : min(room, self._cache.pin_room(space)) // space.block_bytes
             ]
             if len(rows) and None not in space.shard_bytes:
@@ -191,7 +191,7 @@ class Writes:
             piece = rows[start : start + count]
             affordable = self._budget.take(len(piece), space.block_bytes, self._clock())
             if affordable:
-                grant = self._cache.begin_write(Chain(blocks, piece[:affordable]), self._bit)
+                grant = self._cache.tiers.begin_write(Chain(blocks, piece[:affordable]), self._bit)
                 self._begin(grant, affordable * space.block_bytes)
             if affordable < len(piece):
                 self._refused(WriteRefusal.BUDGET, len(rows) - start - affordable)
@@ -279,7 +279,7 @@ class Writes:
         if write.failed is not None:
             self._refused(write.failed, int(np.count_nonzero(~write.kept)))
         self.writing_bytes -= write.nbytes
-        self._cache.end_write(write.grant, write.kept, evict=self._admission is Admission.ON_EVICT)
+        self._cache.tiers.end_write(write.grant, write.kept, evict=self._admission is Admission.ON_EVICT)
         self._under_way.remove(write)
         for namespace, writes in tuple(self._then_forget.items()):
             writes.discard(write)

@@ -160,7 +160,7 @@ def _pins(cache: BlockCache) -> Counter[Row]:
     """Pins by leases, loads and writes to a slower tier."""
     chains = [chain for lease in cache._leases._leases.values() for chain in lease.chains]
     chains += [chain for load in cache._loads for chain in load.chains]
-    chains += [write.chain for write in cache._writes]
+    chains += [write.chain for write in cache.tiers._writes]
     return Counter((chain.blocks.number, row) for chain in chains for row in chain.rows.tolist())
 
 

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
-from kvsidecar.cache.block_cache import PROBE, BlockCache
+from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.reader import PROBE
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import Refusal
 from kvsidecar.types import LookupMode

@@ -331,11 +331,11 @@ def test_a_block_that_expires_is_not_given_to_a_slower_tier() -> None:
     space = open_space(cache)
     store_for(cache, space, 5, "a")
     store(cache, space, "b")
-    assert len(cache.unwritten(cache.chain(space, keys("a", "b")), 1)) == 1
+    assert len(cache.tiers.unwritten(cache.chain(space, keys("a", "b")), 1)) == 1
     store_for(cache, space, 0, "c", idle=5)
-    assert len(cache.unwritten(cache.chain(space, keys("a", "b", "c")), 1)) == 1
+    assert len(cache.tiers.unwritten(cache.chain(space, keys("a", "b", "c")), 1)) == 1
     cache.set_shares(limits(idle_ttl=5))
-    assert len(cache.unwritten(cache.chain(space, keys("a", "b")), 1)) == 0
+    assert len(cache.tiers.unwritten(cache.chain(space, keys("a", "b")), 1)) == 0
 
 
 def test_times_outlive_the_daemon() -> None:

@@ -1,0 +1,80 @@
+"""Finds the blocks that a request names, and says which of them can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvsidecar.cache.arrays import Bools, Ints, all_true
+from kvsidecar.cache.block import Lease, Space
+from kvsidecar.cache.block_index import Keys
+from kvsidecar.cache.expiry import Expiry
+from kvsidecar.types import LookupMode
+
+Hashes = Sequence[bytes] | bytes
+"""Block hashes, or all of them concatenated, as they arrive over the wire: splitting and joining 4096 of them takes as
+long as looking them up."""
+PROBE = 512
+"""Number of hashes of a prefix to look up before the others: often the first one is a miss."""
+
+
+class Reader:
+    """Reads a table for lookups and loads.
+
+    Attributes:
+        below: only blocks whose slots all lie below this offset can be read; None: all.
+    """
+
+    def __init__(self, expiry: Expiry) -> None:
+        self._expiry = expiry
+        self.below: int | None = None
+
+    def find(self, space: Space, hashes: Hashes, mode: LookupMode) -> tuple[Ints, Bools, Keys]:
+        """The row of each hash, whether it is a hit in this mode, and the hashes. Counts hits and misses."""
+        index = space.blocks.index
+        keys = index.keys(hashes)
+        if mode is LookupMode.BITMAP or len(keys) <= PROBE:
+            rows = index.find(keys)
+            hits = self.readable(space, rows)
+            if mode is LookupMode.PREFIX and not all_true(hits):
+                hits = np.logical_and.accumulate(hits)
+        else:
+            rows, hits = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.bool_)
+            for piece in (slice(PROBE), slice(PROBE, None)):
+                rows[piece] = index.find(keys.take(piece))
+                hits[piece] = np.logical_and.accumulate(self.readable(space, rows[piece]))
+                if not all_true(hits[piece]):
+                    break
+        num_hits = int(np.count_nonzero(hits))
+        space.hits += num_hits
+        space.misses += len(hits) - num_hits
+        return rows, hits, keys
+
+    def find_leased(self, space: Space, hashes: Hashes, lease: Lease | None) -> Ints:
+        """The row of each hash, or -1: what the lease holds, where it has expired and was stored again."""
+        blocks = space.blocks
+        keys = blocks.index.keys(hashes)
+        rows = blocks.index.find(keys)
+        if lease is not None and blocks.superseded:
+            held = {row for chain in lease.chains if chain.blocks is blocks for row in chain.rows.tolist()}
+            old = {bytes(blocks.index.words_of(np.array([row]))): row for row in held & blocks.superseded}
+            for i, words in enumerate(keys.words if old else ()):
+                rows[i] = old.get(bytes(words), rows[i])
+        return rows
+
+    def readable(self, space: Space, rows: Ints, *, leased: bool = False) -> Bools:
+        """Whether these blocks are readable, have not expired, and lie below `below`; row -1 is not.
+
+        Args:
+            leased: whether those that are pinned are readable though they have expired: a lease is a promise.
+        """
+        blocks, below = space.blocks, self.below
+        readable: Bools = (rows >= 0) & (blocks.missing[rows] == 0)
+        if below is not None:
+            ends = blocks.slots[:, rows] + np.array(space.slot_sizes)[:, np.newaxis]
+            readable &= (ends <= below).all(axis=0)
+        if blocks.expiring:
+            gone = self._expiry.expired(blocks, rows)
+            readable &= ~(gone & (blocks.pins[rows] == 0)) if leased else ~gone
+        return readable

@@ -1,0 +1,97 @@
+"""Which blocks of the pool slower tiers have a copy of, and what is written to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from kvsidecar.cache.arrays import Bools, Ints, first_of_each
+from kvsidecar.cache.block import Chain, Space, StoreGrant, WriteGrant
+from kvsidecar.cache.block_table import BlockTable, require
+from kvsidecar.cache.room import Room
+
+
+class TierCopies:
+    """The marks of the tiers on blocks of a table, and the pins of those that are being written.
+
+    Args:
+        next_tick: of a use.
+    """
+
+    def __init__(self, table: BlockTable, room: Room, next_tick: Callable[[], int]) -> None:
+        self._table, self._room, self._next_tick = table, room, next_tick
+        self._writes: set[WriteGrant] = set()
+
+    def unwritten(self, chain: Chain, tier: int) -> Ints:
+        """Rows of the blocks of a chain that are readable, and that a tier does not have, without duplicates.
+
+        Args:
+            chain: of blocks that are pinned, or were sealed in this step.
+            tier: its bit in `SpaceBlocks.tiers`.
+        """
+        blocks, rows = chain.blocks, chain.rows
+        if blocks.cleared:
+            return rows[:0]  # the others may be gone
+        absent: Bools = blocks.tiers[rows] & tier == 0
+        # One that expires stays in the pool: a tier would bring it back.
+        if blocks.next_expiry or blocks.space.share.idle_ttl:
+            absent &= (blocks.expires[rows] == 0) & (blocks.idle[rows] == 0) & (blocks.space.share.idle_ttl is None)
+        rows = rows[absent & (blocks.missing[rows] == 0) & ~blocks.detached[rows]]
+        unwritten: Ints = rows[first_of_each(rows)] if len(rows) > 1 else rows
+        return unwritten
+
+    @property
+    def evicted_unkept(self) -> int:
+        """Readable blocks that stores have evicted and that no tier had."""
+        return self._room.evicted_unkept
+
+    def evict_ahead(self, needs: Mapping[int, int], tier: int, space: Space) -> list[Chain]:
+        """Of the blocks that a store with these needs would evict now: evict those that a tier has.
+
+        Args:
+            needs: slots needed per size class.
+            space: of the store.
+
+        Returns:
+            The others. Valid in this step only.
+        """
+        others = []
+        for chain in self._room.victims(needs, space.share):
+            kept: Bools = chain.blocks.tiers[chain.rows] & tier != 0
+            others.append(Chain(chain.blocks, chain.rows[~kept]))
+            if kept.any():
+                self._table.evict(Chain(chain.blocks, chain.rows[kept]))
+        return others
+
+    def begin_write(self, chain: Chain, tier: int) -> WriteGrant:
+        """Pin blocks from `unwritten` until `end_write`: a tier is given them."""
+        blocks, rows = chain.blocks, chain.rows
+        blocks.tiers[rows] |= tier
+        self._table.pin([chain])
+        grant = WriteGrant(chain, blocks.index.hashes_of(rows), blocks.slots[:, rows], tier, blocks.last_used[rows])
+        self._writes.add(grant)
+        return grant
+
+    def end_write(self, grant: WriteGrant, kept: Bools, *, evict: bool = False) -> None:
+        """End a write: nothing reads the slots any more.
+
+        Args:
+            kept: which blocks the tier has.
+            evict: evict those that nobody has used since the write began. False: it counts as a use.
+        """
+        require(grant.open, "the write has already ended")
+        grant.open = False
+        self._writes.remove(grant)
+        chain, blocks, rows = grant.chain, grant.chain.blocks, grant.chain.rows
+        blocks.tiers[rows[~kept]] &= ~np.uint8(grant.tier)
+        unused = rows[(blocks.pins[rows] == 1) & (blocks.last_used[rows] == grant.last_used) & ~blocks.detached[rows]]
+        self._table.unpin([chain], self._next_tick())
+        if evict and len(unused) and not blocks.cleared:
+            self._table.evict(Chain(blocks, unused))
+
+    def mark(self, grant: StoreGrant, tier: int) -> None:
+        """A tier has the blocks of this store, which has just been sealed: they came from there."""
+        for part in grant.parts:
+            if not part.blocks.cleared:
+                part.blocks.tiers[part.rows] |= tier
