@@ -19,9 +19,10 @@ from kvsidecar.cache.slabs import Grid, Part, Shape, Slabs
 
 GAPS_AIM = 0.01
 """Part of the pool that is lost. Every byte beyond costs as much as to evict one of the oldest."""
-GAPS_LIMIT = 0.02
-"""The same, beside one slot of the smallest size. Every byte beyond costs `OVER_LIMIT` times as much."""
-OVER_LIMIT = 20
+GAPS_LIMIT = 0.025
+"""The same, beside one slot of the smallest size. Every byte beyond costs `OVER_LIMIT` times as much: a place beyond it
+is taken only where there is no other. So 3 % are never reached, and up to here age counts as much as gaps do."""
+OVER_LIMIT = 1000
 LONGER = 4
 """A large slot's place ends at one of so many slabs: the first where it is long enough, or a later one, to join the gap
 behind that."""
