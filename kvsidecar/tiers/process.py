@@ -227,4 +227,6 @@ def _serve(control: Control) -> None:
 
 
 if __name__ == "__main__":
+    # No engine's step waits for it, whatever the daemon's own priority is: it must not take the cores of engines.
+    os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
     run("tier", _serve)
