@@ -10,7 +10,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.harness import DaemonProcess, Gate
+# Before they are imported: an assertion that fails in a helper says what it compared, as in a test.
+for _package in sorted(path.name for path in Path(__file__).parent.iterdir() if (path / "__init__.py").exists()):
+    pytest.register_assert_rewrite(f"tests.{_package}")
+
+from tests.harness import DaemonProcess, Gate  # noqa: E402
 
 # A busy machine makes any example slow once.
 hypothesis.settings.register_profile("kvsidecar", deadline=None)

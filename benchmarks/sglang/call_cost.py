@@ -31,7 +31,7 @@ from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankMemory, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess, eventually
-from tests.linker.test_events import Watch, wire
+from tests.linker.events import Watch, wire
 
 ROW = 64
 SIZES = (8, 64, 512, 2048)

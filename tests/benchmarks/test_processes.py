@@ -1,24 +1,15 @@
-import os
 import sys
 
 import pytest
 
 from benchmarks.peers.processes import Child, PeerFailedError, free_port, library_path, listens
 from benchmarks.peers.timing import poll_until
+from tests.benchmarks.alive import is_alive
 from tests.harness import SECONDS
 
 
 def python(code):
     return [sys.executable, "-c", code]
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] != "Z"  # an orphan that its new parent has not reaped yet
 
 
 LAUNCHER = """

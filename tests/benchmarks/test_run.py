@@ -14,7 +14,7 @@ from benchmarks.peers.report import Problem, to_line
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.timing import poll_until
 from benchmarks.peers.worker import Settings, arguments_of, settings_from
-from tests.benchmarks.test_processes import is_alive
+from tests.benchmarks.alive import is_alive
 from tests.benchmarks.workers import ROW
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,6 @@ Two caches live the same life, one of them with no request small enough for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,29 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.cache import arrays, block, block_index, block_table, eviction, eviction_policy, slots
 from kvsidecar.cache.arrays import FEW
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.errors import Refusal
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
+from tests.cache.loops import loops_up_to
 from tests.cache.support import eviction_order, key, new_cache, open_space
 
 pytestmark = pytest.mark.timeout(600)
-
-MODULES = (arrays, block, block_index, eviction_policy, slots)
-
-
-@contextmanager
-def loops_up_to(few: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in MODULES:
-            patch.setattr(module, "FEW", few)
-        if not few:
-            patch.setattr(eviction._EvictionPlan, "only_table", lambda _: None)  # a shortcut of another kind
-        patch.setattr(block_table, "SPARE_ROWS", 32)  # there is less to compare
-        yield
 
 
 def columns(of: object) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from kvsidecar.cache.freed import PAGE_BYTES, Freed
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from tests.cache.cuts import NUM_SPACES, recorded_cache, words_for
+from tests.cache.slots_machine import NODES, SlotsMachine
 from tests.cache.support import PAGE, keys, namespace, open_space, store
-from tests.cache.test_slots_machine import NODES, SlotsMachine
 
 pytestmark = pytest.mark.timeout(600)
 

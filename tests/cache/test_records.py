@@ -20,6 +20,7 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.types import Namespace
 from tests.cache.cuts import NUM_SPACES, recorded_cache, words_for
 from tests.cache.integrity import check_integrity
+from tests.cache.loops import loops_up_to
 from tests.cache.support import (
     PAGE,
     begin,
@@ -33,7 +34,6 @@ from tests.cache.support import (
     open_space,
     slot_of,
 )
-from tests.cache.test_few import loops_up_to
 
 PAGES, SLAB = 26, 8
 """Of the pool: the last slab is short."""

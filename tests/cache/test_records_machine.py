@@ -22,10 +22,10 @@ from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.records import Records
+from tests.cache.cache_machine import NAMES, POOLS, SPACES, CacheMachine, Key, Token
 from tests.cache.cuts import CutMemory, OrderAlone, recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.support import key, namespace, open_space
-from tests.cache.test_cache_machine import NAMES, POOLS, SPACES, CacheMachine, Key, Token
 
 pytestmark = pytest.mark.timeout(600)
 

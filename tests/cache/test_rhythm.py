@@ -20,8 +20,8 @@ from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
+from tests.cache.limits import limits
 from tests.cache.support import find, keys, names_readable, new_cache, open_space, store
-from tests.cache.test_shares import limits
 
 
 def rhythmic(pool: int, slab: int | None = None) -> BlockCache:

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.errors import Refusal
 from kvsidecar.types import UNASSIGNED, Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
+from tests.cache.limits import Limits, limits
 from tests.cache.support import (
     PAGE,
     begin,
@@ -28,19 +28,6 @@ from tests.cache.support import (
     readable,
     store,
 )
-
-Limits = tuple[int, int | None]
-"""Pages that are guaranteed, and the most pages."""
-
-
-def limits(**shares: Limits) -> list[ShareLimits]:
-    """One share per model."""
-    return [
-        ShareLimits(
-            name, lambda space, name=name: space.model == name, low * PAGE, None if most is None else most * PAGE
-        )  # type: ignore[misc]
-        for name, (low, most) in shares.items()
-    ]
 
 
 def two_teams(pool: int = 8, **shares: Limits) -> tuple[BlockCache, Space, Space]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import DaemonProcess
 from tests.service_manager import ServiceManager
 

@@ -12,12 +12,8 @@ import pytest
 
 from kvsidecar.daemon.config import flag_of, variable_of
 from kvsidecar.daemon.settings import Settings
+from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
-
-
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvsidecar", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment(**variables))
 
 
 def test_help_shows_every_option_with_its_default_and_variable() -> None:

@@ -25,7 +25,7 @@ from kvsidecar.client.lookup_parts import PART_HASHES
 from kvsidecar.support.breaker import CircuitBreaker
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
-from tests.e2e.test_daemon_death import pause
+from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, eventually, hashes
 
 

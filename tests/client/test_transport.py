@@ -21,7 +21,7 @@ from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.test_daemon_death import pause
+from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes, layout
 
 

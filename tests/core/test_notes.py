@@ -12,7 +12,7 @@ from kvsidecar.core.changes import Change
 from kvsidecar.core.notes import LOOKS, STEP_NOTES, Notes
 from kvsidecar.types import Namespace, Residency
 from tests.cache.support import key, keys, namespace, open_space, store
-from tests.core.test_residency import Daemon, Reader
+from tests.core.watched import Daemon, Reader
 
 
 def looks(daemon: Daemon, rounds: float) -> None:

@@ -21,19 +21,9 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
 from kvsidecar.support.units import MiB, parse_size
 from tests.deploy import test_kubernetes as kubernetes
+from tests.deploy.manifests import FIRST_VERSION, Manifest, bases, daemons, documents, latest, pods, settings, validate
 from tests.deploy.support import DEPLOY, ROOT
-from tests.deploy.test_kubernetes import (
-    FIRST_VERSION,
-    Manifest,
-    bases,
-    daemons,
-    documents,
-    latest,
-    pods,
-    settings,
-    validate,
-)
-from tests.support.test_memory_limits import in_pod
+from tests.support.pods import in_pod
 
 helm = pytest.importorskip("helm_python", reason="the extra dev is not installed, or has no Helm for this processor")
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.docs.pages import fences, text
 from tests.harness import NAMESPACE, DaemonProcess, Rank, layout
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvsidecar.server.arrivals import TABLE_SHARE
 from tests.attacks.support import attack
-from tests.e2e.test_unfinished import open_fds
+from tests.e2e.ports import port_of
+from tests.e2e.unfinished import open_fds
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
 
 TABLE = 4096
@@ -35,10 +36,6 @@ def test_descriptors_of_unfinished_hellos_leave_room_for_honest_ones(short_dir: 
             assert len([line for line in daemon.read_so_far() if line["event"] == "attach connection refused"]) < 200
         eventually(lambda: open_fds(daemon) <= before + 1)
         assert daemon.terminate() == 0
-
-
-def port_of(daemon: DaemonProcess) -> int:
-    return int(daemon.http.rpartition(":")[2])
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])

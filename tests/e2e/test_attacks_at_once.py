@@ -22,9 +22,9 @@ from kvsidecar.core.notes import MAX_NOTES_BYTES
 from kvsidecar.server.grpc_front import USER_BYTES
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from tests.attacks.support import attack, behind_all
-from tests.e2e.test_attacks import port_of
-from tests.e2e.test_limits import rss_mib
-from tests.e2e.test_unfinished import open_fds
+from tests.e2e.memory import rss_mib
+from tests.e2e.ports import port_of
+from tests.e2e.unfinished import open_fds
 from tests.harness import DaemonProcess, Rank, done, eventually
 from tests.publisher.process import PublisherProcess
 

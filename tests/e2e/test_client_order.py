@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import DEVICE, Blocks, Outcome
-from tests.e2e.test_daemon_death import until_declined
+from tests.e2e.endings import until_declined
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, hashes
 from tests.marks import both_protocols
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_disk import POOL_BLOCKS, fetched, tier_metric
+from tests.e2e.disks import POOL_BLOCKS, fetched, tier_metric
 from tests.harness import SHARD_BYTES, DaemonProcess, Rank, done, eventually
 from tests.mooncake_cluster import Cluster, missing
 

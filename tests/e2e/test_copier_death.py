@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Outcome
-from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, until_queued, works
-from tests.e2e.test_faults import nothing_is_left_of
+from tests.e2e.copiers import attached_again, deaths
+from tests.e2e.endings import job_ends, no_leaks, quick, until_queued, works
+from tests.e2e.leftovers import nothing_is_left_of
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols
 
@@ -25,17 +26,6 @@ CAUSES = {
     "the kernel": (f"load.in_flight@{FIRST}=kill", "SIGKILL"),
 }
 """Of a load after one store: the failpoint, and what the daemon says."""
-
-
-def deaths(daemon: DaemonProcess) -> float:
-    return daemon.metric('kvsidecar_copier_deaths_total{device="host"}')
-
-
-def attached_again(rank: Rank, daemon: DaemonProcess) -> None:
-    daemon.wait_log("the copier works")
-    daemon.wait_log("rank attached")  # its client has left the session before
-    assert rank.client.wait_attached(SECONDS)
-    assert rank.client.wait_ready(SECONDS).ready
 
 
 def alive(pid: int) -> bool:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,11 +16,10 @@ from kvsidecar.client import (
     Blocks,
     BreakerState,
     CircuitBreaker,
-    Client,
     DaemonUnreachable,
-    JobDone,
     Outcome,
 )
+from tests.e2e.endings import job_ends, no_leaks, pause, quick, until_declined, until_queued, works
 from tests.harness import NAMESPACE, NO_WAIT, SECONDS, DaemonProcess, Gate, Rank, Relay, done, eventually, hashes
 from tests.marks import both_protocols
 
@@ -40,72 +34,6 @@ def second(point: str) -> str:
 def kill(daemon: DaemonProcess) -> None:
     daemon.process.kill()
     daemon.process.wait(SECONDS)
-
-
-def pause(daemon: DaemonProcess) -> None:
-    """Returns when the process is stopped: SIGSTOP takes effect at some later time."""
-    daemon.process.send_signal(signal.SIGSTOP)
-    status = Path(f"/proc/{daemon.process.pid}/status")
-    eventually(lambda: "State:\tT" in status.read_text())
-
-
-def quick(socket_path: str, local: bool, **options: Any) -> Client:
-    """A client whose retries are as quick as the tests'."""
-    defaults: dict[str, Any] = {"timeout": SECONDS, "step_budget": SECONDS, "reconnect": Backoff(0.01, 0.05)}
-    return Client(socket_path, local_protocol=local, **{**defaults, **options})
-
-
-@contextlib.contextmanager
-def no_leaks() -> Iterator[None]:
-    """Neither threads nor descriptors of the client are left; gRPC's own go away on their own time."""
-
-    def ours() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name.startswith("kvsidecar-")}
-
-    def descriptors() -> list[str]:
-        links = []
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(f"/proc/self/fd/{name}"))
-        return sorted(link for link in links if "pidfd" in link or "eventfd" in link)
-
-    threads, before = ours(), descriptors()
-    yield
-    assert ours() <= threads
-    eventually(lambda: len(descriptors()) <= len(before), lambda: (before, descriptors()))
-
-
-def job_ends(client: Client, count: int) -> list[JobDone]:
-    """The next ends of jobs, all that `poll` gives until there are so many."""
-    ends: list[JobDone] = []
-    with client._changed:
-        client._changed.wait_for(lambda: ends.extend(client.poll()) or len(ends) >= count, SECONDS)
-    return ends
-
-
-def works(rank: Rank, *names: object) -> None:
-    """Store and load, byte for byte."""
-    done(rank.store(*names))
-    assert rank.hits(*names) == len(names)
-    targets = list(range(7, 7 - len(names), -1))
-    done(rank.load(*names, at=targets))
-    for target, name in zip(targets, names, strict=True):
-        assert rank.holds(target, name)
-
-
-def until_queued(daemon: DaemonProcess, direction: str, count: int) -> None:
-    """A copy is held in flight, and so many wait behind it."""
-    daemon.wait_log("failpoint")
-    _until(daemon, f'kvsidecar_jobs_queued{{direction="{direction}"}}', count)
-
-
-def until_declined(daemon: DaemonProcess, direction: str, count: int) -> None:
-    """Jobs that were cancelled before they started: the daemon knows of the end of their stream."""
-    _until(daemon, f'kvsidecar_jobs_total{{direction="{direction}",outcome="declined"}}', count)
-
-
-def _until(daemon: DaemonProcess, metric: str, count: int) -> None:
-    eventually(lambda: daemon.metric(metric) == count, lambda: f"{metric} is {daemon.metric(metric)}, not {count}")
 
 
 # -- death ---------------------------------------------------------------------------------------------------------

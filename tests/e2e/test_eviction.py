@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_priorities import names, store
+from tests.e2e.priorities import names, store
 from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, hashes
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.types import MAX_IDLE_SECONDS
-from tests.e2e.test_pins import pin_blocks, seconds_left
+from tests.e2e.pinned import pin_blocks, seconds_left
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes
 
 SECRET = dataclasses.replace(NAMESPACE, model="secret/llama")

@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,39 +16,9 @@ import pytest
 from kvsidecar.client import Blocks, ClientError, GroupLayout, HostBuffer, Outcome, Region
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.test_wire import framed, hello, register, stub, welcome
+from tests.e2e.leftovers import engine, nothing_is_left_of
+from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-
-ENGINE = """
-import sys
-from tests import harness
-daemon = object.__new__(harness.DaemonProcess)
-daemon.socket = sys.argv[1]
-print("begun", flush=True)
-rank = harness.Rank(daemon, instance="victim")
-print("attached", flush=True)
-what = sys.argv[2]
-if what == "store":
-    rank.fill(0, "victim")
-    rank.client.store([harness.Blocks(0, harness.hashes("victim"), [0])])
-elif what == "load":
-    rank.client.load([harness.Blocks(0, harness.hashes("shared"), [0])])
-elif what == "lease":
-    print(rank.client.lookup(harness.NAMESPACE, {0: harness.hashes("shared")}, lease_seconds=0.2).lease, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def engine(daemon: DaemonProcess, what: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, daemon.socket, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def read(process: subprocess.Popen[str]) -> str:
@@ -60,18 +28,6 @@ def read(process: subprocess.Popen[str]) -> str:
 
 def wait_for_metric(daemon: DaemonProcess, name: str, value: float) -> None:
     eventually(lambda: daemon.metric(name) == value, lambda: f"{name} is {daemon.metric(name)}, not {value}")
-
-
-def nothing_is_left_of(daemon: DaemonProcess) -> None:
-    """No session, lease, reservation or mapping of the dead engine; a healthy one works byte for byte."""
-    assert daemon.mapped_buffers() == 0
-    for gauge in ("attached_ranks", "leases", "pool_reserved_bytes", "pool_leased_bytes", "pool_quarantined_bytes"):
-        assert daemon.metric(f"kvsidecar_{gauge}") == 0, gauge
-    rank = Rank(daemon)
-    done(rank.store("healthy"))
-    done(rank.load("healthy", at=[5]))
-    assert rank.holds(5, "healthy")
-    rank.close()
 
 
 @pytest.mark.parametrize("point", [f"store.in_flight@{FIRST}", "store.before_copy@0", "store.before_seal@0"])

@@ -19,8 +19,8 @@ from kvsidecar.client import HostBuffer, LookupMode
 from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.test_limits import rss_mib
-from tests.e2e.test_wire import framed, hello, register, stub, welcome
+from tests.e2e.memory import rss_mib
+from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, environment, eventually, hashes
 
 HASHES = 20_000

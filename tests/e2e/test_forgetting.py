@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes
 
 OTHER = dataclasses.replace(NAMESPACE, model="other/model")

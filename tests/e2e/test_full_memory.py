@@ -11,7 +11,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.pool.kept_files import FILES
-from tests.e2e.test_warm_restart import all_there, cold_reason, kill, started
+from tests.e2e.restarts import all_there, cold_reason, kill, started
 from tests.harness import NUM_BLOCKS, DaemonProcess, Rank, done, hashes
 
 PAGE = 4096

@@ -10,20 +10,18 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.server import grpc_front, http2_gate
 from kvsidecar.server.header_block import literal_fields
 from kvsidecar.support.child_process import environment
-from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.attacks.http2_client import DATA, END_HEADERS, HEADERS, Connection, frame, message, request
 from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
-from tests.e2e.test_limits import rss_mib
-from tests.e2e.test_policy import daemon_for_others, needs_root
-from tests.e2e.test_unfinished import refusals
-from tests.e2e.test_wire import stub
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, eventually
+from tests.e2e.grpc_messages import LOOKUP
+from tests.e2e.memory import rss_mib
+from tests.e2e.policies import daemon_for_others, needs_root
+from tests.e2e.unfinished import refusals
+from tests.e2e.wire import stub
+from tests.harness import SECONDS, DaemonProcess, Rank, eventually
 
-LOOKUP = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
 OTHER_UID = 12345
 
 

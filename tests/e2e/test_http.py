@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.test_unfinished import http as connected
-from tests.e2e.test_unfinished import refusals, until_closed
+from tests.e2e.unfinished import http as connected
+from tests.e2e.unfinished import refusals, until_closed
 from tests.harness import SECONDS, DaemonProcess, Rank, done
 
 GETS = ("/health", "/ready", "/metrics", "/status", "/", "/page.json", "/page.css", "/page.js", "/nowhere")

@@ -14,8 +14,8 @@ import pytest
 
 from kvsidecar.client import Blocks, LookupMode, Outcome, State
 from kvsidecar.support import child_process
-from tests.e2e.test_faults import nothing_is_left_of
-from tests.e2e.test_readiness import CHUNKS, grpc_health
+from tests.e2e.leftovers import nothing_is_left_of
+from tests.e2e.readiness import CHUNKS, grpc_health
 from tests.harness import (
     NAMESPACE,
     SECONDS,

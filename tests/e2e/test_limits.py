@@ -22,7 +22,7 @@ from kvsidecar.server.convert import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from tests.e2e.test_wire import framed, hello, register, stub, welcome
+from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes
 
 HELLO = framed(pb.Hello(protocol=PROTOCOL))
@@ -30,11 +30,6 @@ HELLO = framed(pb.Hello(protocol=PROTOCOL))
 
 def limited(daemon: DaemonProcess) -> float:
     return daemon.metric('kvsidecar_refusals_total{reason="limit"}')
-
-
-def rss_mib(daemon: DaemonProcess) -> float:
-    with open(f"/proc/{daemon.process.pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:

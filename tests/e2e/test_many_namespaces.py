@@ -22,8 +22,8 @@ from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.server.report import NAMESPACES_BYTES, RANKS_BYTES
 from kvsidecar.types import MAX_TEXT_BYTES, PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.cli.test_main import run
-from tests.e2e.test_wire import framed, hello, register, stub, welcome
+from tests.cli.command import run
+from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, eventually, hashes
 
 NAMESPACES, RANKS, LARGE = 960, 200, 3

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.support.cuda_driver import CudaContext
-from tests.e2e.test_faults import engine, nothing_is_left_of
-from tests.e2e.test_gpu import ENGINE
+from tests.e2e.gpu_engine import ENGINE
+from tests.e2e.leftovers import engine, nothing_is_left_of
 from tests.harness import FIRST, DaemonProcess, Gate, eventually
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cli.test_main import run
-from tests.e2e.test_readiness import CHUNKS
+from tests.cli.command import run
+from tests.e2e.pinned import pin_blocks, seconds_left
+from tests.e2e.readiness import CHUNKS
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
 
@@ -47,17 +48,6 @@ def test_more_than_pin_max_is_refused(short_dir: Path, tmp_path: Path) -> None:
         assert refused.returncode == 69
         assert "24 KiB more would be pinned; others have 0 B of the 16 KiB" in refused.stderr
         rank.close()
-
-
-def pin_blocks(daemon: DaemonProcess, file: Path, name: str, *blocks: str, seconds: int = 600) -> None:
-    file.write_text("\n".join(each.hex() for each in hashes(*blocks)))
-    where = ("--namespace", NAMESPACE.model, "--hashes", str(file), "--socket", daemon.socket)
-    assert run("pin", name, *where, "--seconds", str(seconds)).returncode == 0
-
-
-def seconds_left(daemon: DaemonProcess) -> dict[str, float]:
-    with daemon.client() as client:
-        return {pin.name: pin.seconds_left for pin in client.status().pins}
 
 
 def test_pins_outlive_kills_and_stops_with_the_cache(short_dir: Path, pool_dir: Path, tmp_path: Path) -> None:

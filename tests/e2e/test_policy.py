@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import grp
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,8 @@ import pytest
 from kvsidecar.types import TOKEN_METADATA, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from tests.cli.test_main import run
+from tests.cli.command import run
+from tests.e2e.policies import daemon_for_others, needs_root
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment
 from tests.marks import both_protocols
 
@@ -36,8 +36,6 @@ namespaces = ["alice/*"]
 uids = [{BOB}]
 namespaces = ["bob/*"]
 """
-
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to be other users")
 
 
 class User:
@@ -64,17 +62,6 @@ def user(daemon: DaemonProcess, uid: int, *groups: int, carrier: str = "local") 
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(SECONDS) == 0
-
-
-@contextmanager
-def daemon_for_others(directory: Path, *flags: str) -> Iterator[DaemonProcess]:
-    """Everybody may connect: what the mode of the socket forbids is not what is tested here."""
-    directory.chmod(0o711)
-    with DaemonProcess(directory, "--socket-mode", "0660", "--log-level", "debug", *flags) as daemon:
-        daemon.wait_ready()
-        for path in (daemon.socket, daemon.socket + ".attach"):
-            os.chmod(path, 0o666)
-        yield daemon
 
 
 @pytest.fixture

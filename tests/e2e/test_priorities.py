@@ -8,18 +8,9 @@ import pytest
 
 from kvsidecar.client import Blocks, Outcome, Priority, pack_ids
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.test_jobs import raw_rank
-from tests.harness import NUM_BLOCKS, DaemonProcess, Rank, done, hashes
-
-IDS = list(range(NUM_BLOCKS))
-
-
-def names(kind: object) -> list[str]:
-    return [f"{kind} {number}" for number in IDS]
-
-
-def store(rank: Rank, kind: object, priority: Priority = Priority.NORMAL) -> None:
-    done(rank.finish(rank.client.store([Blocks(0, hashes(*names(kind)), IDS)], priority=priority)))
+from tests.e2e.priorities import names, store
+from tests.e2e.raw_rank import raw_rank
+from tests.harness import NUM_BLOCKS, DaemonProcess, Rank, hashes
 
 
 def test_high_blocks_stay_and_low_ones_go_also_after_a_restart(short_dir: Path, pool_dir: Path, local: bool) -> None:

@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, State
 from kvsidecar.support.file_lock import STAYS_SECONDS, try_lock
+from tests.e2e.readiness import CHUNKS, grpc_health
 from tests.harness import (
     FIRST,
     LAYERS,
@@ -34,14 +34,6 @@ from tests.harness import (
 from tests.marks import both_protocols
 
 WAITING = "waiting for another daemon to exit"
-CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
-
-
-def grpc_health(daemon: DaemonProcess, service: str = "kvsidecar.v1.Sidecar") -> int:
-    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=SECONDS).status
-        return status
 
 
 def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir: Path, gate: Gate) -> None:

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 from kvsidecar.client import Residency
-from tests.e2e.test_disk import disk_daemon, evict_all, fetched, keep_on_disk, tier_metric, tier_pid
-from tests.e2e.test_residency import Watcher
+from tests.e2e.disks import disk_daemon, evict_all, fetched, keep_on_disk, tier_metric, tier_pid
+from tests.e2e.watcher import Watcher
 from tests.harness import NAMESPACE, SECONDS, Rank, done, eventually, hashes
 from tests.marks import both_protocols
 

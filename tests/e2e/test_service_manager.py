@@ -10,7 +10,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.daemon.systemd import EXTEND_SECONDS
-from tests.e2e.test_readiness import CHUNKS
+from tests.e2e.readiness import CHUNKS
 from tests.harness import FIRST, DaemonProcess, Gate, Rank, done, hashes
 from tests.service_manager import ServiceManager
 

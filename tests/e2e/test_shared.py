@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.e2e.test_disk import POOL_BLOCKS, TIER, evict_all, fetched, tier_metric
+from tests.e2e.disks import POOL_BLOCKS, TIER, evict_all, fetched, tier_metric
 from tests.harness import SHARD_BYTES, DaemonProcess, Rank, done, eventually
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes, layout
 
 CHAT = dataclasses.replace(NAMESPACE, model="chat/llama")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import DaemonProcess, Rank, done
 
 

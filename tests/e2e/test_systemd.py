@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Client
+from tests.e2e.readiness import CHUNKS
 from tests.e2e.systemd_manager import Systemd, unusable
-from tests.e2e.test_readiness import CHUNKS
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, hashes, wait_until_ready
 
 under_systemd = pytest.mark.skipif(unusable() is not None, reason=unusable() or "")

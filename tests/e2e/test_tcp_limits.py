@@ -20,10 +20,10 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.attacks import headers_bomb
 from tests.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, Connection, frame, message, request
 from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
-from tests.e2e.test_grpc_front import LOOKUP
-from tests.e2e.test_limits import rss_mib
-from tests.e2e.test_tcp import Pki, Remote, pki, remote, stub
-from tests.e2e.test_unfinished import open_fds, refusals
+from tests.e2e.grpc_messages import LOOKUP
+from tests.e2e.memory import rss_mib
+from tests.e2e.remote import Pki, Remote, pki, remote, stub
+from tests.e2e.unfinished import open_fds, refusals
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 
 trustme = pytest.importorskip("trustme")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -18,9 +15,10 @@ from kvsidecar.server import http_connection
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.test_limits import rss_mib
-from tests.e2e.test_local_protocol import RawClient, raw_client
-from tests.e2e.test_wire import framed, hello, welcome
+from tests.e2e.memory import rss_mib
+from tests.e2e.raw_client import RawClient, raw_client
+from tests.e2e.unfinished import http, open_fds, refusals, until_closed
+from tests.e2e.wire import framed, hello, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
 
 MIB = 1 << 20
@@ -28,16 +26,8 @@ ONE_READ = 256 * 1024
 """The most that the event loop reads from a socket at a time."""
 
 
-def refusals(daemon: DaemonProcess, reason: str) -> float:
-    return daemon.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}')
-
-
 OWN_FDS = 4
 """Of a rank's own connections, which it may still be opening when they are counted: far fewer than a test opens."""
-
-
-def open_fds(daemon: DaemonProcess) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
 def send_what_goes(daemon: DaemonProcess, clients: list[RawClient], data: bytes) -> None:
@@ -148,22 +138,6 @@ def test_a_hello_with_other_descriptors_than_it_says_is_told_so(
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def http(daemon: DaemonProcess, data: bytes = b"") -> Iterator[socket.socket]:
-    host, port = daemon.http.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), SECONDS) as connection:
-        connection.sendall(data)
-        yield connection
-
-
-def until_closed(connection: socket.socket) -> bytes:
-    data = b""
-    with suppress(ConnectionResetError):
-        while chunk := connection.recv(65536):
-            data += chunk
-    return data
 
 
 def test_half_a_request_is_ended_and_a_slow_one_is_answered(daemon: DaemonProcess) -> None:

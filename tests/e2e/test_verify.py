@@ -11,10 +11,10 @@ import pytest
 
 from kvsidecar.client import Blocks, Outcome
 from kvsidecar.pool.kept_files import FILES
-from tests.e2e.test_copier_death import attached_again, deaths
-from tests.e2e.test_daemon_death import job_ends, no_leaks, quick, works
-from tests.e2e.test_faults import nothing_is_left_of
-from tests.e2e.test_warm_restart import kill, started
+from tests.e2e.copiers import attached_again, deaths
+from tests.e2e.endings import job_ends, no_leaks, quick, works
+from tests.e2e.leftovers import nothing_is_left_of
+from tests.e2e.restarts import kill, started
 from tests.harness import DaemonProcess, Gate, Rank, done, hashes
 from tests.marks import both_protocols
 

@@ -11,10 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,6 +25,7 @@ from kvsidecar.support import child_process
 from kvsidecar.support.file_lock import STAYS_SECONDS
 from kvsidecar.support.process_ids import process_id
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces
+from tests.e2e.restarts import all_there, cold_reason, kill, owners_in, started
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, hashes, layout
 from tests.service_manager import ServiceManager
 
@@ -35,34 +35,9 @@ LATEST = 40
 FIRST_TIME = "there is no pool of an earlier daemon"
 
 
-@contextmanager
-def started(short_dir: Path, *flags: str, **variables: Any) -> Iterator[DaemonProcess]:
-    with DaemonProcess(short_dir, *flags, **variables) as daemon:
-        yield daemon.wait_ready()
-
-
-def cold_reason(daemon: DaemonProcess) -> str:
-    """Why it started cold; empty after a warm start."""
-    return str(daemon.get("/ready")[1]["cold_start_reason"])
-
-
-def kill(daemon: DaemonProcess) -> None:
-    daemon.process.kill()
-    daemon.process.wait(SECONDS)
-
-
 def store(daemon: DaemonProcess, *names: str) -> None:
     rank = Rank(daemon)
     done(rank.store(*names))
-    rank.close()
-
-
-def all_there(daemon: DaemonProcess, *names: str) -> None:
-    rank = Rank(daemon)
-    assert rank.hits(*names) == len(names)
-    ids = list(range(1, 1 + len(names)))
-    done(rank.load(*names, at=ids))
-    assert all(rank.holds(block_id, name) for block_id, name in zip(ids, names, strict=True))
     rank.close()
 
 
@@ -254,14 +229,6 @@ def test_files_with_which_no_daemon_becomes_ready_are_given_up(short_dir: Path, 
 
 
 # -- the former owner ------------------------------------------------------------------------------------------------
-
-
-def owners_in(pool_dir: Path) -> list[Owner]:
-    fd = os.open(pool_dir / FILES[1], os.O_RDWR)
-    try:
-        return RecordTable.owners(map_table(fd))
-    finally:
-        os.close(fd)
 
 
 def name_owner(pool_dir: Path, pid: int) -> None:

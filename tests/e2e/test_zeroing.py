@@ -11,7 +11,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.pool.kept_files import FILES
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes, layout
 
 UNZEROED = "kvsidecar_pool_unzeroed_bytes"

@@ -30,7 +30,7 @@ from tests.integrations.engine import (
     chain,
     side,
 )
-from tests.integrations.test_scheduler import ATTACHED, attached, run, stored_hashes
+from tests.integrations.scheduling import ATTACHED, attached, run, stored_hashes
 
 IDLE = Step()
 

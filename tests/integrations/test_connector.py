@@ -27,7 +27,7 @@ from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.types import Outcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
-from tests.integrations.test_worker import LateKernels, load, store
+from tests.integrations.workers import LateKernels, load, store
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 BLOCKS = 8

@@ -14,7 +14,7 @@ from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import Priority
 from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyPool, side
-from tests.integrations.test_scheduler import attached, run, stored_hashes
+from tests.integrations.scheduling import attached, run, stored_hashes
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hypothesis import given
-from hypothesis import strategies as st
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range, needed
 from tests.integrations.engine import full, group
+from tests.integrations.hit_cases import cases
 
 
 def brute_force(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], local: int, most: int) -> int:
@@ -33,28 +33,6 @@ def can_go_on(each: Group, flags: Sequence[bool], local: int, hit: int) -> bool:
         blocks.add(tokens // each.block_tokens)
     first = local // each.block_tokens
     return all(block < first or (block - first < len(flags) and flags[block - first]) for block in blocks)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Group], dict[int, list[bool]], int, int]:
-    alignment = draw(st.sampled_from([4, 8]))
-    groups = []
-    for index in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(Kind))
-        block_tokens = draw(st.sampled_from([each for each in (2, 4, 8) if alignment % each == 0]))
-        window = draw(st.integers(1, 20)) if kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL) else 0
-        eagle = kind in (Kind.FULL, Kind.SLIDING_WINDOW) and draw(st.booleans())
-        groups.append(group(index, kind, block_tokens, hash_tokens=2, alignment=alignment, window=window, eagle=eagle))
-    local = draw(st.integers(0, 3)) * alignment
-    num_tokens = local + draw(st.integers(1, 40))
-    most = limit(groups, num_tokens, local)
-    found = {}
-    for each in groups:
-        blocks = lookup_range(each, local, most)
-        # A block has a hash when all of its tokens are known.
-        blocks = range(blocks.start, max(blocks.start, min(blocks.stop, num_tokens // each.block_tokens)))
-        found[each.index] = draw(st.lists(st.integers(0, 4).map(bool), min_size=len(blocks), max_size=len(blocks)))
-    return groups, found, local, most
 
 
 @given(cases())

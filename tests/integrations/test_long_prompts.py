@@ -18,7 +18,7 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.support.breaker import CircuitBreaker
-from tests.e2e.test_daemon_death import pause
+from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, eventually
 from tests.integrations.engine import Clock, Request, Step, full, group
 

@@ -12,7 +12,7 @@ from kvsidecar.integrations.vllm.lookups import UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
 from tests.integrations.engine import Allocated, Clock, Request, Step, TinyPool, side
-from tests.integrations.test_worker import Worker
+from tests.integrations.workers import Worker
 
 
 class Engine:

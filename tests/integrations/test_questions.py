@@ -19,7 +19,7 @@ from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, EARLY_SECONDS,
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import LookupMode
 from tests.integrations.engine import EPOCH, Allocated, Clock, Request, Step, TinyDaemon, TinyPool, full, group, side
-from tests.integrations.test_hits import cases
+from tests.integrations.hit_cases import cases
 
 
 class Waited(TinyDaemon):

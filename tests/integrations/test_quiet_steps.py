@@ -12,8 +12,8 @@ from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport, Step
 from kvsidecar.integrations.vllm.stores import RETRY_SECONDS
 from kvsidecar.integrations.vllm.worker import WorkerSide
 from tests.integrations.engine import Clock, Request, Step, TinyPool, side
-from tests.integrations.test_scheduler import ATTACHED, run, stored_hashes
-from tests.integrations.test_worker import StubClient, load, store, stubbed
+from tests.integrations.scheduling import ATTACHED, run, stored_hashes
+from tests.integrations.workers import StubClient, load, store, stubbed
 
 INTERVAL = 60.0
 

@@ -13,7 +13,7 @@ from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, SHORTEST, Terms, terms_of
 from kvsidecar.types import MAX_IDLE_SECONDS
 from tests.integrations.engine import Clock, Request, Step, TinyPool
-from tests.integrations.test_scheduler import attached, run, stored_hashes
+from tests.integrations.scheduling import attached, run, stored_hashes
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import touches
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyDaemon, TinyPool
-from tests.integrations.test_scheduler import attached, run
+from tests.integrations.scheduling import attached, run
 
 
 def ended(count: int) -> tuple[SchedulerSide, TinyDaemon, Clock, list[Request]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -14,36 +12,10 @@ import pytest
 from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.sglang.events import Events, names_of
 from kvsidecar.integrations.weights_version import WeightsVersion
+from tests.linker.events import Watch, wire
 
 PAGE, GROUP = 4, 2
 TOKENS = list(range(32))
-
-
-class wire:  # noqa: N801 - in place of a module
-    class StorageMedium(StrEnum):
-        GPU = "GPU"
-        CPU = "CPU_PINNED"
-
-    @dataclass
-    class BlockStored:
-        block_hashes: list[int]
-        parent_block_hash: int | None
-        token_ids: list[Any]
-        block_size: int
-        lora_id: int | None = None
-        medium: str | None = None
-        cache_salt: str | None = None
-        session_id: str | None = None
-        lora_name: str | None = None
-
-    @dataclass
-    class BlockRemoved:
-        block_hashes: list[int]
-        medium: str | None = None
-
-    @dataclass
-    class AllBlocksCleared:
-        pass
 
 
 def chain(tokens: Sequence[int] = TOKENS) -> list[bytes]:
@@ -64,20 +36,6 @@ def on_gpu(tokens: Sequence[int] = TOKENS, first: int = 0, **different: Any) -> 
     parent = number(pages[first - 1]) if first else None
     fields = {"token_ids": list(tokens[first * PAGE :]), "block_size": PAGE, "medium": wire.StorageMedium.GPU}
     return wire.BlockStored([number(each) for each in pages[first:]], parent, **{**fields, **different})
-
-
-@dataclass
-class Watch:
-    news: list[ResidencyChange] = field(default_factory=list)
-
-    @property
-    def has_residency(self) -> bool:
-        return bool(self.news)
-
-    def take_residency(self, most_bytes: int) -> list[ResidencyChange]:
-        assert most_bytes > 0
-        taken, self.news = self.news[:2], self.news[2:]
-        return taken
 
 
 class Router:

@@ -22,7 +22,7 @@ from kvsidecar.pool.kept_files import FILES, DescriptorStore, KeptFiles, PoolDir
 from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages
 from kvsidecar.support.units import KiB, MiB
-from tests.pool.test_host_pool import MlockPlatform, ignore, mapped, never, nothing_left, spec, tree
+from tests.pool.host_pools import MlockPlatform, ignore, mapped, never, nothing_left, spec, tree
 
 POOL, TABLE = FILES
 POOL_BYTES, TABLE_BYTES = MiB, 8 * KiB

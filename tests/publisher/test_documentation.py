@@ -8,8 +8,8 @@ from pathlib import Path
 from kvsidecar.support import child_process
 from tests.docs.pages import fences
 from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.publisher.engine import TOPIC, Engine
 from tests.publisher.process import PublisherProcess
-from tests.publisher.test_publisher import TOPIC, Engine
 
 (PROGRAM,) = fences("docs/routers.md", "python")
 

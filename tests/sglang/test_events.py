@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.disaggregation.kv_events import KVEventBatch
 
 from kvsidecar.client import Namespace
-from tests.e2e.test_residency import Watcher
+from tests.e2e.watcher import Watcher
 from tests.harness import DaemonProcess, eventually
 from tests.publisher.process import PublisherProcess
 from tests.router import Subscriber

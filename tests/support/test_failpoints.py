@@ -19,7 +19,7 @@ import kvsidecar
 from kvsidecar.errors import ConfigError, KVSidecarError
 from kvsidecar.support import failpoints
 from kvsidecar.support.failpoints import FailpointError, hit
-from tests.e2e.test_disk import disk_daemon, evict_all, fetched, keep_on_disk
+from tests.e2e.disks import disk_daemon, evict_all, fetched, keep_on_disk
 from tests.failpoints import active
 from tests.harness import Gate, Rank, eventually
 

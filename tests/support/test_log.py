@@ -20,7 +20,7 @@ from kvsidecar.support import log
 from kvsidecar.support.log import Text
 from kvsidecar.support.log_writer import LogWriter, Loss
 from kvsidecar.types import State
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Gate
 from tests.terminal import Terminal
 

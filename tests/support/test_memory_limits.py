@@ -31,12 +31,12 @@ from kvsidecar.support.memory_limits import (
     thp_enabled,
 )
 from kvsidecar.support.units import GiB, KiB, MiB, Size, TiB
+from tests.support.pods import V2_MOUNT, in_pod, machine, tree
 
 SMALL = Pages(PageKind.SMALL, 4 * KiB)
 THP = Pages(PageKind.THP, 2 * MiB)
 HUGETLB = Pages(PageKind.HUGETLB, 2 * MiB)
 
-V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNTS = (
     "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n"
     "34 31 0:31 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset\n"
@@ -44,32 +44,6 @@ V1_MOUNTS = (
     "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
 )
 HUGE = "sys/kernel/mm/hugepages/hugepages-2048kB"
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def machine(root: Path, *, total: int = TiB, available: int = TiB, files: dict[str, str] | None = None) -> Path:
-    info = f"MemTotal:       {total // KiB} kB\nMemAvailable:   {available // KiB} kB\nHugePages_Total:       0\n"
-    return tree(root, {"proc/meminfo": info, **(files or {})})
-
-
-def in_pod(root: Path, limit: int, used: int = 0, more: dict[str, str] | None = None) -> Path:
-    """A machine of 1 TiB and a cgroup v2 of a Kubernetes container, seen without a cgroup namespace."""
-    own = "sys/fs/cgroup/kubepods/pod7/c1"
-    files = {
-        "proc/self/cgroup": "0::/kubepods/pod7/c1\n",
-        "proc/self/mountinfo": V2_MOUNT,
-        f"{own}/memory.max": f"{limit}\n",
-        f"{own}/memory.current": f"{used}\n",
-        **{f"sys/fs/cgroup/kubepods/{name}": text for name, text in (more or {}).items()},
-    }
-    return machine(root, files=files)
 
 
 # -- cgroups -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.harness import DEVICE, SECONDS, DaemonProcess, Gate
 from tests.vllm import models
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, needs_gpus, rejoin
-from tests.vllm.test_processes import LONG, WHOLE, stores_and_hits, until
+from tests.vllm.hit_runs import LONG, WHOLE, stores_and_hits, until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.test_disk import tier_metric, written
+from tests.e2e.disks import tier_metric, written
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, rejoin, running

@@ -22,16 +22,12 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.support import child_process
-from tests.e2e.test_residency import Watcher
+from tests.e2e.watcher import Watcher
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import POOL
 from tests.vllm.engine import EngineProcess, Prompt, join, kvsidecar, prompt
+from tests.vllm.event_runs import FEW, OWN_PROCESS, whole_blocks
 from tests.vllm.subscriber import Subscriber, events_of
-
-OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""The engine's core sleeps in a process of its own while it has nothing to do."""
-FEW = {"num_gpu_blocks_override": 34}
-"""Blocks of 32 tokens on the GPU: two prompts of 600 tokens evict each other."""
 
 
 @contextmanager
@@ -278,10 +274,6 @@ def test_dynamos_indexer_scores_both_engines_of_a_node(model: str, short_dir: Pa
             eventually(lambda router=router: not router.cpu(), "removed")  # type: ignore[misc]
         storing.generate(prompt("second", 900))  # takes the GPU's blocks
         eventually(lambda: indexer.tokens(first.ids).get("1", (0, 0))[0] < 576, lambda: indexer.tokens(first.ids))
-
-
-def whole_blocks(of: Prompt) -> set[tuple[int, ...]]:
-    return {of.ids[i : i + 32] for i in range(0, len(of.ids) // 32 * 32, 32)}
 
 
 def namespaces(daemon: DaemonProcess) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from tests.publisher.process import PublisherProcess
 from tests.router import Subscriber as Router
 from tests.vllm.conftest import POOL
 from tests.vllm.engine import EngineProcess, join, kvsidecar, prompt
+from tests.vllm.event_runs import FEW, OWN_PROCESS, whole_blocks
 from tests.vllm.subscriber import Subscriber, events_of
-from tests.vllm.test_events import FEW, OWN_PROCESS, whole_blocks
 
 
 def test_the_publisher_names_an_engines_blocks_as_the_engine_does_and_outlives_it(model: str, short_dir: Path) -> None:

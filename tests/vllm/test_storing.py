@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm import stores
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, running

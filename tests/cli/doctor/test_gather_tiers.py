@@ -16,7 +16,7 @@ from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.support.file_lock import try_lock
 from kvsidecar.support.units import MiB
-from tests.e2e.test_disk import disk_daemon, tier_metric
+from tests.e2e.disks import disk_daemon, tier_metric
 from tests.harness import eventually
 
 

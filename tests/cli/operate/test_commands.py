@@ -20,7 +20,7 @@ from kvsidecar.cli.operate.commands import cancel_drain, find_namespace, open_jo
 from kvsidecar.client import Blocks, Namespace
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.cli.test_main import run
+from tests.cli.command import run
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, environment, hashes, wait_until_ready
 from tests.terminal import Terminal
 

@@ -18,8 +18,8 @@ from kvsidecar.tiers.tier import FAILURES
 from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually_in_loop
 from tests.mooncake_cluster import Cluster, OwnMemory, missing
+from tests.tiers.bench import NEVER, SHARD, SPACE, Bench, bench, name, names
 from tests.tiers.support import key, read, space, there, write
-from tests.tiers.test_tier import NEVER, SHARD, SPACE, Bench, bench, name, names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
 

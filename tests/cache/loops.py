@@ -1,0 +1,23 @@
+"""Chooses between the two forms of the steps of small jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvsidecar.cache import arrays, block, block_index, block_table, eviction, eviction_policy, slots
+
+MODULES = (arrays, block, block_index, eviction_policy, slots)
+
+
+@contextmanager
+def loops_up_to(few: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES:
+            patch.setattr(module, "FEW", few)
+        if not few:
+            patch.setattr(eviction._EvictionPlan, "only_table", lambda _: None)  # a shortcut of another kind
+        patch.setattr(block_table, "SPARE_ROWS", 32)  # there is less to compare
+        yield

@@ -1,0 +1,84 @@
+"""What must hold of jobs whatever ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.client import (
+    Backoff,
+    Client,
+    JobDone,
+)
+from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
+
+
+def pause(daemon: DaemonProcess) -> None:
+    """Returns when the process is stopped: SIGSTOP takes effect at some later time."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    status = Path(f"/proc/{daemon.process.pid}/status")
+    eventually(lambda: "State:\tT" in status.read_text())
+
+
+def quick(socket_path: str, local: bool, **options: Any) -> Client:
+    """A client whose retries are as quick as the tests'."""
+    defaults: dict[str, Any] = {"timeout": SECONDS, "step_budget": SECONDS, "reconnect": Backoff(0.01, 0.05)}
+    return Client(socket_path, local_protocol=local, **{**defaults, **options})
+
+
+@contextlib.contextmanager
+def no_leaks() -> Iterator[None]:
+    """Neither threads nor descriptors of the client are left; gRPC's own go away on their own time."""
+
+    def ours() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("kvsidecar-")}
+
+    def descriptors() -> list[str]:
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+        return sorted(link for link in links if "pidfd" in link or "eventfd" in link)
+
+    threads, before = ours(), descriptors()
+    yield
+    assert ours() <= threads
+    eventually(lambda: len(descriptors()) <= len(before), lambda: (before, descriptors()))
+
+
+def job_ends(client: Client, count: int) -> list[JobDone]:
+    """The next ends of jobs, all that `poll` gives until there are so many."""
+    ends: list[JobDone] = []
+    with client._changed:
+        client._changed.wait_for(lambda: ends.extend(client.poll()) or len(ends) >= count, SECONDS)
+    return ends
+
+
+def works(rank: Rank, *names: object) -> None:
+    """Store and load, byte for byte."""
+    done(rank.store(*names))
+    assert rank.hits(*names) == len(names)
+    targets = list(range(7, 7 - len(names), -1))
+    done(rank.load(*names, at=targets))
+    for target, name in zip(targets, names, strict=True):
+        assert rank.holds(target, name)
+
+
+def until_queued(daemon: DaemonProcess, direction: str, count: int) -> None:
+    """A copy is held in flight, and so many wait behind it."""
+    daemon.wait_log("failpoint")
+    _until(daemon, f'kvsidecar_jobs_queued{{direction="{direction}"}}', count)
+
+
+def until_declined(daemon: DaemonProcess, direction: str, count: int) -> None:
+    """Jobs that were cancelled before they started: the daemon knows of the end of their stream."""
+    _until(daemon, f'kvsidecar_jobs_total{{direction="{direction}",outcome="declined"}}', count)
+
+
+def _until(daemon: DaemonProcess, metric: str, count: int) -> None:
+    eventually(lambda: daemon.metric(metric) == count, lambda: f"{metric} is {daemon.metric(metric)}, not {count}")

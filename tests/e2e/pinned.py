@@ -1,0 +1,19 @@
+"""What operators pin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.command import run
+from tests.harness import NAMESPACE, DaemonProcess, hashes
+
+
+def pin_blocks(daemon: DaemonProcess, file: Path, name: str, *blocks: str, seconds: int = 600) -> None:
+    file.write_text("\n".join(each.hex() for each in hashes(*blocks)))
+    where = ("--namespace", NAMESPACE.model, "--hashes", str(file), "--socket", daemon.socket)
+    assert run("pin", name, *where, "--seconds", str(seconds)).returncode == 0
+
+
+def seconds_left(daemon: DaemonProcess) -> dict[str, float]:
+    with daemon.client() as client:
+        return {pin.name: pin.seconds_left for pin in client.status().pins}
