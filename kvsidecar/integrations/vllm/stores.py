@@ -14,6 +14,7 @@ from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
+from kvsidecar.integrations.vllm.running_stores import GIVE_UP_SECONDS, HUNG_SECONDS, SOON_SECONDS, RunningStores
 from kvsidecar.integrations.vllm.selection import (
     Candidates,
     Chosen,
@@ -32,16 +33,6 @@ from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
-SOON_SECONDS = 0.1
-"""If no store has ended for longer, none ends soon."""
-HUNG_SECONDS = 1.0
-"""If no store has ended for longer, the daemon hangs: none is planned, it would hold those blocks as well. If one runs
-for longer while others end, the daemon is slow: the engine gets the room that a hung one would leave it."""
-GIVE_UP_SECONDS = 2.0
-"""If no store has ended for longer, and the stores hold more than a hung daemon may, the engine gives it up."""
-REPORT_STEPS = 4
-"""Steps until the scheduler side knows the end of even the shortest store: the ranks see it one step later, and their
-report may arrive after two more steps were planned."""
 BACKLOG_BLOCKS = 512
 """Most blocks that one step takes from the backlog: to find them in the GPU's cache takes longest."""
 RETRY_SECONDS = 1.0
@@ -62,21 +53,6 @@ class RequestProgress:
 
     def table(self, group: int) -> Sequence[Any]:
         return self.tables[group] if group < len(self.tables) else ()
-
-
-@dataclass(slots=True)
-class _Store:
-    selection: Selection
-    blocks: tuple[GroupBlocks, ...]
-    ranks: int
-    """Ranks that have not reported yet."""
-    begun: tuple[float, int]
-    """Monotonic seconds and step number when it was sent to the ranks."""
-    failed: bool = False
-    retry: bool = True
-    """Whether to store its blocks later if it fails."""
-    admitted: bool = True
-    """False: the daemon keeps other blocks instead."""
 
 
 class Stores:
@@ -122,15 +98,13 @@ class Stores:
         self._allocated = self._watermark
         """Lower bound of the blocks that vLLM has taken from the free queue since the last walk of it."""
         self._longest = engine.longest_blocks
-        self._now, self._step = 0.0, 0
-        """Monotonic seconds and number of the last step."""
+        self._now = 0.0
+        """Monotonic seconds of the last step."""
         self._pool: Pool | None = None
         self._keys_of: KeysOf
         self._most_held = 0
         self._most_hung = 0
         """Most blocks that stores hold of a daemon that hangs or is slow."""
-        self._ended = (0.0, 0)
-        """Monotonic seconds and step number when a store last ended, or the daemon was given up."""
         self._held = 0
         self._holds: npt.NDArray[np.bool_]
         """By GPU block: whether it is among the held ones. A job with a block twice would be declined as invalid."""
@@ -141,7 +115,7 @@ class Stores:
         """By request id: the terms of its blocks, if they are not the default."""
         self._planned: dict[Terms, Selection] = {}
         """By terms: the blocks of the next job."""
-        self._running: dict[int, _Store] = {}
+        self._running = RunningStores()
         self._backlog = Backlog(0)
         self._most_held_backlog = 0
         self._pause = RETRY_SECONDS
@@ -192,9 +166,9 @@ class Stores:
         Args:
             now: monotonic seconds.
         """
-        if self._silent_for(SOON_SECONDS, now):
+        if self._running.silent_for(SOON_SECONDS, now):
             return False
-        selections = (*self._planned.values(), *(store.selection for store in self._running.values()))
+        selections = (*self._planned.values(), *(store.selection for store in self._running))
         return any(block.ref_cnt == 1 for each in selections for block in each)
 
     # -- planning --------------------------------------------------------------------------------------------------
@@ -208,14 +182,15 @@ class Stores:
         Returns:
             Whether `step` may find blocks to store. It also may if vLLM has preempted a request.
         """
-        self._now, self._step = now, self._step + 1
+        self._now = now
+        self._running.new_step()
         return now >= self._next or self._backlog.count > 0
 
     def gives_up(self) -> bool:
         """Whether the ranks must give up the daemon in this step, so that the engine gets its blocks back."""
-        if self._held <= self._most_hung or not self._silent_for(GIVE_UP_SECONDS, self._now):
+        if self._held <= self._most_hung or not self._running.silent_for(GIVE_UP_SECONDS, self._now):
             return False
-        self._ended = self._now, self._step
+        self._running.wait_anew(self._now)
         self._counters.given_up_daemons += 1
         return True
 
@@ -278,7 +253,7 @@ class Stores:
     def new_run(self) -> None:
         """All ranks are attached to another daemon run. Running jobs count as failed: it is unknown which run ended
         them."""
-        for store in self._running.values():
+        for store in self._running:
             store.failed = True
         self._retry, self._pause = 0.0, RETRY_SECONDS
 
@@ -369,7 +344,7 @@ class Stores:
             self._events.not_stored(group, hashes)
 
     def _plan_backlog(self) -> None:
-        if self._silent_for(HUNG_SECONDS, self._now):
+        if self._running.silent_for(HUNG_SECONDS, self._now):
             return
         room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._held)
         hashes_of: dict[Terms, dict[int, dict[bytes, None]]] = {}
@@ -389,26 +364,13 @@ class Stores:
 
     def _room(self) -> int:
         """Number of further blocks that this step may consider."""
-        if self._silent_for(HUNG_SECONDS, self._now):
+        if self._running.silent_for(HUNG_SECONDS, self._now):
             self._counters.held_back_stores += 1
             return 0
-        is_slow = self._running and self._is_longer(self._oldest_begun, HUNG_SECONDS, self._now)
-        most = self._most_hung if is_slow else self._most_held
+        most = self._most_hung if self._running.one_takes(HUNG_SECONDS, self._now) else self._most_held
         if self._held >= most:
             self._counters.held_back_stores += 1
         return min(STEP_BLOCKS - self._num_planned, most - self._held) - self._considered
-
-    @property
-    def _oldest_begun(self) -> tuple[float, int]:
-        return next(iter(self._running.values())).begun
-
-    def _silent_for(self, seconds: float, now: float) -> bool:
-        """Whether a store runs, and none has ended for at least ``seconds``."""
-        return bool(self._running) and self._is_longer(max(self._ended, self._oldest_begun), seconds, now)
-
-    def _is_longer(self, since: tuple[float, int], seconds: float, now: float) -> bool:
-        """Whether it is at least ``seconds`` ago, and as many steps as the report of a store's end may take."""
-        return now - since[0] >= seconds and self._step - since[1] >= REPORT_STEPS
 
     @property
     def _num_planned(self) -> int:
@@ -485,31 +447,22 @@ class Stores:
         if self._noted and self._events is not None:
             events = self._events
             blocks = tuple(replace(each, notes=events.notes(each.group, each.split())) for each in blocks)
-        self._running[number] = _Store(planned, blocks, self._world_size, (self._now, self._step))
+        self._running.add(number, planned, blocks, self._world_size, self._now)
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
         return StoreJob(number, blocks, planned.traceparent, planned.terms)
 
     def take_report(self, report: RankReport) -> None:
-        for number, count in report.stored.items():
-            store = self._running.get(number)
-            if store is None:
-                continue
-            store.failed |= number in report.not_stored
-            store.admitted &= number not in report.not_admitted
-            store.ranks -= count
-            if store.ranks <= 0:
-                self._ended = self._now, self._step
-                del self._running[number]
-                retry = store.retry and store.admitted
-                self._end(store.selection, store.blocks, store.failed, retry, admitted=store.admitted)
+        for store in self._running.ended(report, self._now):
+            retry = store.retry and store.admitted
+            self._end(store.selection, store.blocks, store.failed, retry, admitted=store.admitted)
 
     def reset(self) -> None:
         """Drop the planned blocks and the backlog, and do not retry the running stores."""
         planned, self._planned = self._planned, {}
         for each in planned.values():
             self._end(each, each.packed(), failed=True, retry=False)
-        for store in self._running.values():
+        for store in self._running:
             store.retry = False
         for part in self._backlog.take(self._backlog.count):
             if self._events is not None:
