@@ -1,4 +1,4 @@
-"""Peers (processes on the attach socket) and sessions (ranks with registered memory).
+"""Peers (processes on the attach socket, see `kvsidecar.core.peer`) and sessions (ranks with registered memory).
 
 The identity of a peer comes from the kernel (SO_PEERCRED), never from the client. A session is one rank's
 registration. A session ends in one order only: no new jobs, running copies drained, memory unmapped, leases dropped.
@@ -7,7 +7,6 @@ registration. A session ends in one order only: no new jobs, running copies drai
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +18,9 @@ from kvsidecar.copier.link import Imported, Opened
 from kvsidecar.core.access import Access, Caller, Identity, permit
 from kvsidecar.core.job import Job
 from kvsidecar.core.namespace_options import NamespaceOptions
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
-from kvsidecar.core.registration import Allocation, CudaAllocation, FdAllocation, RangesAllocation, RankRegistration
-from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource, RangesSource
+from kvsidecar.core.registration import RankRegistration
 from kvsidecar.errors import (
     AccessDenied,
     DeviceError,
@@ -47,59 +46,6 @@ MAX_RANKS = 256
 """Ranks that one user may attach."""
 MAX_WATCHES = 256
 """Streams on which one user may watch what the pool holds. An engine has one."""
-
-
-@dataclass(slots=True)
-class Peer:
-    """One process connected to the attach socket."""
-
-    token: bytes
-    pid: int
-    """In the daemon's PID namespace; 0 if the kernel cannot name it there."""
-    uid: int
-    gid: int
-    client: str
-    """Free text of the client, for logs."""
-    fds: tuple[int | None, ...]
-    """Descriptors of memory that it sent; owned by this peer. None: closed."""
-    caller: Caller
-    """Its identity and grant. The grant is decided when it connects, and again when the policy changes."""
-    copiers: frozenset[int] = frozenset()
-    """Processes whose death its client can see. Ranks may attach to these only."""
-    fence: int | None = None
-    """Descriptor of its `kvsidecar.support.fence`, if it asked for one; owned by this peer."""
-    on_closed: Callable[[int], None] = lambda _: None
-    """Called with how many of ``fds`` were closed before it has gone."""
-    registering: int = 0
-    """Registrations under way: a driver call in a thread may be using the descriptors."""
-    gone: bool = False
-
-    def close_fds(self) -> None:
-        """Close the descriptors unless a registration uses them: another client's could get the same numbers."""
-        if not self.registering:
-            for fd in self.fds:
-                if fd is not None:
-                    os.close(fd)
-            self.fds = ()
-            if self.fence is not None:
-                os.close(self.fence)
-                self.fence = None
-
-    def close_ranges(self, allocations: Sequence[Allocation]) -> None:
-        """Close the descriptors of physical memory: while one is open, the memory stays allocated although the engine
-        and the copier have unmapped it."""
-        indexes = {
-            index
-            for allocation in allocations
-            if isinstance(allocation, RangesAllocation)
-            for index in allocation.fd_indexes
-            if index < len(self.fds) and self.fds[index] is not None
-        }
-        if indexes:
-            for index in indexes:
-                os.close(self.fds[index])  # type: ignore[arg-type]  # it is not None
-            self.fds = tuple(None if index in indexes else fd for index, fd in enumerate(self.fds))
-            self.on_closed(len(indexes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +303,7 @@ class Instances:
                 peer.close_fds()
 
     async def _register(self, registration: RankRegistration, peer: Peer) -> RankSession:
-        sources = [_source(allocation, peer) for allocation in registration.allocations]
+        sources = [peer.source(allocation) for allocation in registration.allocations]
         copier = self._copiers.copier(registration.device)
         opening = self._opening_spaces(registration)
         try:
@@ -495,24 +441,3 @@ class Instances:
             except DeviceError as error:
                 # The rest must be given back all the same.
                 _log.error("engine memory was not unmapped", device=copier.uuid, error=str(error))
-
-
-def _source(allocation: Allocation, peer: Peer) -> MemorySource:
-    match allocation:
-        case CudaAllocation():
-            return CudaIpcSource(allocation.handle)
-        case FdAllocation():
-            return MemfdSource(_descriptor(allocation.fd_index, peer))
-        case RangesAllocation():
-            fds = [_descriptor(index, peer) for index in allocation.fd_indexes]
-            return RangesSource(tuple(zip(fds, allocation.sizes, strict=True)))
-
-
-def _descriptor(index: int, peer: Peer) -> int:
-    fd = peer.fds[index] if index < len(peer.fds) else None
-    if fd is None:
-        raise InvalidRequest(
-            f"fd_index {index} names none of the {len(peer.fds)} descriptors sent over the attach socket, or one of "
-            "physical memory that a registration has used: connect again"
-        )
-    return fd

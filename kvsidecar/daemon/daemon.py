@@ -29,10 +29,11 @@ from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.pins import Pins
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.residency import Watches
-from kvsidecar.core.sessions import ID_BITS, Instances, Peer
+from kvsidecar.core.sessions import ID_BITS, Instances
 from kvsidecar.core.shares import resolve, resolve_disk
 from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.core.zeroing import Zeroing

@@ -14,7 +14,8 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 
-from kvsidecar.core.sessions import Instances, Peer
+from kvsidecar.core.peer import Peer
+from kvsidecar.core.sessions import Instances
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unfinished
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.arrivals import Arrival, Arrivals, close_all

@@ -14,10 +14,11 @@ from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import MAX_GROUPS
 from kvsidecar.core.residency import Watches
-from kvsidecar.core.sessions import Instances, Peer, RankSession
+from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.errors import (
     InvalidRequest,
     KVSidecarError,

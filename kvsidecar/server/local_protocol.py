@@ -12,7 +12,8 @@ from typing import cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvsidecar.core.sessions import Peer, RankSession
+from kvsidecar.core.peer import Peer
+from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unavailable, UnknownPeer
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.attach_stream import AttachStream

@@ -8,10 +8,11 @@ from typing import ClassVar
 
 from kvsidecar import __version__
 from kvsidecar.core.changes import Change, Update
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.readiness import DaemonReadiness, Snapshot
 from kvsidecar.core.residency import Receiver, Watches
-from kvsidecar.core.sessions import ID_BITS, Peer
+from kvsidecar.core.sessions import ID_BITS
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import Send

@@ -21,9 +21,10 @@ from kvsidecar.core.checksums import SAMPLE, Checksums
 from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.jobs import MANY_JOBS, UNEXPECTED, JobRunner
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import RankRegistration
-from kvsidecar.core.sessions import Peer, RankSession, SessionGroup
+from kvsidecar.core.sessions import RankSession, SessionGroup
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal
 from kvsidecar.support.cpu_sleep import SleepGuard

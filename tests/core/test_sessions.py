@@ -17,8 +17,9 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import HostBuffer
 from kvsidecar.core.access import Access
 from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, RankRegistration
-from kvsidecar.core.sessions import Instances, Peer, RankSession
+from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.device.base import DeviceMemory
 from kvsidecar.errors import AccessDenied, DeviceError, DeviceLost, InvalidRequest, Refusal, Unavailable
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire

@@ -17,18 +17,8 @@ import pytest
 from kvsidecar.support.cuda_driver import CudaContext
 from tests.e2e.gpu_engine import ENGINE
 from tests.e2e.leftovers import engine, nothing_is_left_of
+from tests.e2e.memory_holders import holders
 from tests.harness import FIRST, DaemonProcess, Gate, eventually
-
-
-def holders(daemon: DaemonProcess) -> set[int]:
-    """Processes of the daemon that have an engine's memfd open or mapped: either keeps its memory allocated."""
-    found = set()
-    for pid in (daemon.process.pid, *daemon.copiers()):
-        process = Path("/proc", str(pid))
-        names = [str(each.readlink()) for each in (process / "fd").iterdir() if each.is_symlink()]
-        if any("memfd:kvsidecar-kv" in each for each in (*names, (process / "maps").read_text())):
-            found.add(pid)
-    return found
 
 
 def only_copiers_hold(daemon: DaemonProcess) -> None:

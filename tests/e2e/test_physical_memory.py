@@ -17,7 +17,7 @@ from kvsidecar.client import Allocation, Blocks, Client, GroupLayout, JobDone, K
 from kvsidecar.errors import ClientError
 from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import PageKind, Pages
-from tests.e2e.test_memory_given_back import holders
+from tests.e2e.memory_holders import holders
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 from tests.marks import both_protocols
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvsidecar.core.sessions import Peer
+from kvsidecar.core.peer import Peer
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL, Direction, GroupLayout
 from kvsidecar.v1 import sidecar_pb2 as pb

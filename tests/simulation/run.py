@@ -6,7 +6,7 @@ import hashlib
 import random
 from dataclasses import dataclass, field
 
-from kvsidecar.core.sessions import Peer
+from kvsidecar.core.peer import Peer
 from tests.simulation.copiers import SimWorker
 from tests.simulation.engine import Engine, Rank
 from tests.simulation.loop import SimLoop

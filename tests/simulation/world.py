@@ -26,8 +26,9 @@ from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.core.sessions import Instances, Peer
+from kvsidecar.core.sessions import Instances
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Service
 from kvsidecar.support.tasks import TaskSet

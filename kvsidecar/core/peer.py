@@ -1,0 +1,85 @@
+"""A process connected to the attach socket, and the descriptors of memory that it sent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvsidecar.core.access import Caller
+from kvsidecar.core.registration import Allocation, CudaAllocation, FdAllocation, RangesAllocation
+from kvsidecar.device.base import CudaIpcSource, MemfdSource, MemorySource, RangesSource
+from kvsidecar.errors import InvalidRequest
+
+
+@dataclass(slots=True)
+class Peer:
+    """One process connected to the attach socket."""
+
+    token: bytes
+    pid: int
+    """In the daemon's PID namespace; 0 if the kernel cannot name it there."""
+    uid: int
+    gid: int
+    client: str
+    """Free text of the client, for logs."""
+    fds: tuple[int | None, ...]
+    """Descriptors of memory that it sent; owned by this peer. None: closed."""
+    caller: Caller
+    """Its identity and grant. The grant is decided when it connects, and again when the policy changes."""
+    copiers: frozenset[int] = frozenset()
+    """Processes whose death its client can see. Ranks may attach to these only."""
+    fence: int | None = None
+    """Descriptor of its `kvsidecar.support.fence`, if it asked for one; owned by this peer."""
+    on_closed: Callable[[int], None] = lambda _: None
+    """Called with how many of ``fds`` were closed before it has gone."""
+    registering: int = 0
+    """Registrations under way: a driver call in a thread may be using the descriptors."""
+    gone: bool = False
+
+    def close_fds(self) -> None:
+        """Close the descriptors unless a registration uses them: another client's could get the same numbers."""
+        if not self.registering:
+            for fd in self.fds:
+                if fd is not None:
+                    os.close(fd)
+            self.fds = ()
+            if self.fence is not None:
+                os.close(self.fence)
+                self.fence = None
+
+    def close_ranges(self, allocations: Sequence[Allocation]) -> None:
+        """Close the descriptors of physical memory: while one is open, the memory stays allocated although the engine
+        and the copier have unmapped it."""
+        indexes = {
+            index
+            for allocation in allocations
+            if isinstance(allocation, RangesAllocation)
+            for index in allocation.fd_indexes
+            if index < len(self.fds) and self.fds[index] is not None
+        }
+        if indexes:
+            for index in indexes:
+                os.close(self.fds[index])  # type: ignore[arg-type]  # it is not None
+            self.fds = tuple(None if index in indexes else fd for index, fd in enumerate(self.fds))
+            self.on_closed(len(indexes))
+
+    def source(self, allocation: Allocation) -> MemorySource:
+        """Where an allocation's memory comes from. Raises InvalidRequest: it names a descriptor that is not there."""
+        match allocation:
+            case CudaAllocation():
+                return CudaIpcSource(allocation.handle)
+            case FdAllocation():
+                return MemfdSource(self._descriptor(allocation.fd_index))
+            case RangesAllocation():
+                fds = map(self._descriptor, allocation.fd_indexes)
+                return RangesSource(tuple(zip(fds, allocation.sizes, strict=True)))
+
+    def _descriptor(self, index: int) -> int:
+        fd = self.fds[index] if index < len(self.fds) else None
+        if fd is None:
+            raise InvalidRequest(
+                f"fd_index {index} names none of the {len(self.fds)} descriptors sent over the attach socket, or one "
+                "of physical memory that a registration has used: connect again"
+            )
+        return fd
