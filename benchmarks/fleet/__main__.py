@@ -33,10 +33,10 @@ from typing import Any
 from benchmarks.fleet import report
 from benchmarks.fleet.agentic import WARM_SECONDS, Sessions
 from benchmarks.fleet.cases import ADMISSIONS, HOURS, MODELS, SECTIONS, load, mix_of, plan, run
-from benchmarks.fleet.files import BadFile
 from benchmarks.fleet.fit import fit, statistics
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Log, Prefill, Source, Task, load_uses, run_policy
 from benchmarks.fleet.trace import BLOCK_TOKENS
+from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.support.units import GiB, TiB, parse_size
 
 

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.fleet.files import BadFile, Line, is_count, is_number, read_lines, shown
 from benchmarks.fleet.uses import Runs, Use, Uses, runs_of
+from kvsidecar.cli.size.json_lines import BadFile, Line, is_count, is_number, read_lines, shown
 
 MAX_THINK: Final = 300.0
 """Seconds: longer pauses count as these, as in InferenceX's AgentX."""

@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.fleet.files import BadFile, Line, is_number, parse_line, read_text, shown
 from benchmarks.fleet.uses import Use, Uses, runs_of
+from kvsidecar.cli.size.json_lines import BadFile, Line, is_number, parse_line, read_text, shown
 
 BLOCK_TOKENS: Final = 64
 """Into which prompts of tokens are cut."""

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.fleet.files import read_lines
 from kvsidecar.cache.arrays import Ints
+from kvsidecar.cli.size.json_lines import read_lines
 
 BLOCK_TOKENS: Final = 512
 MAX_TOKENS: Final = 128_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import api, commands, configuration, helm, messages, metrics
+from docs.generate import api, commands, configuration, helm, messages, metrics, sizing
 
 DOCS = Path(__file__).parents[1]
 
@@ -17,5 +17,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "helm.md": helm.page,
     "messages.md": messages.page,
     "metrics.md": metrics.page,
+    "sizing.md": sizing.page,
 }
 """File name -> what makes its text."""

@@ -29,6 +29,7 @@ with gc_disabled():
         socket_option,
     )
     from kvsidecar.cli.operate.cli import COMMANDS
+    from kvsidecar.cli.size.cli import size
     from kvsidecar.daemon.config import click_options
 
 
@@ -128,7 +129,7 @@ class _Serve(click.Command):
 
 
 main.add_command(_Serve("serve", callback=_serve, help=_serve.__doc__, params=[CHECK, *click_options()]))
-for _command in COMMANDS:
+for _command in (*COMMANDS, size):
     main.add_command(_command)
 
 

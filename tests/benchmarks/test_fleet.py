@@ -15,7 +15,6 @@ import pytest
 from benchmarks.fleet import __main__ as command
 from benchmarks.fleet.agentic import Sessions, schedule
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
-from benchmarks.fleet.files import BadFile
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
 from benchmarks.fleet.log import read_log
 from benchmarks.fleet.node import Hardware, Kept
@@ -25,6 +24,7 @@ from benchmarks.fleet.policies import replay as replay_pool
 from benchmarks.fleet.replay import Case, Router, replay
 from benchmarks.fleet.trace import Mix, Request, Trace, generate, read
 from benchmarks.fleet.uses import Uses, runs_of, uses_of
+from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.support.units import GiB, MiB, TiB
 
 SMALL = Mix(hours=0.2, rate=0.42, returns=0.3)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from kvsidecar.cli.main import main
 from kvsidecar.daemon.pool_geometry import pool_geometry
@@ -441,3 +442,15 @@ def _an_engine(given: Manifest, env: dict[str, str], volumes: list[Manifest], po
     (of_node,) = [each["hostPath"] for each in node["spec"]["volumes"] if "hostPath" in each]
     assert [each["hostPath"] for each in volumes if "hostPath" in each] == [of_node]
     assert pod["securityContext"]["supplementalGroups"] == [10001]
+
+
+def test_the_values_that_kvsidecar_size_prints_make_a_daemon_that_fits(tmp_path: Path) -> None:
+    machine = ["--tp", "8", "--host-memory", "256GiB", "--disk", "2TiB"]
+    printed = CliRunner().invoke(main, ["size", "Llama-3.3-70B", "--sessions", "99", *machine, "--json"])
+    body = json.loads(printed.stdout)
+    ((_, template),) = pods(render(yaml.safe_load(body["paste"]["helm"])))
+    (daemon,) = daemons(template)
+    _holds(daemon, template, tmp_path)
+    told = settings(daemon)
+    assert (told.pool_size.nbytes, told.disk_size) == (body["pool_bytes"], body["disk_bytes"])
+    assert daemon["resources"]["limits"]["memory"] == f"{body['memory_limit_bytes'] >> 30}Gi"

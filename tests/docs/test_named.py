@@ -25,6 +25,12 @@ NOT_HERE = {
     "docs/sglang.md": {"adapter_config.json"},  # of an adapter
     "docs/vllm.md": {"adapter_config.json"},
     "docs/packages.md": {"kvsidecar/kvsidecar"},  # of the platform
+    "docs/sizing.md": {
+        "config.json",  # of a model
+        "vllm/v1/kv_cache_interface.py",
+        "vllm/v1/core/kv_cache_utils.py",
+        "vllm/model_executor/layers/mamba/mamba_utils.py",
+    },
 }
 """Page -> paths of others, of what a command writes, or of an earlier commit that the page names."""
 _TREES = "kvsidecar|tests|docs|benchmarks|deploy|examples|proto|client"

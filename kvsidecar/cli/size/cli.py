@@ -1,0 +1,203 @@
+"""``kvsidecar size``. Its modules are imported when it runs, so that help is fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvsidecar.cli.common import EXIT_CONFIG, connected, daemon_options, fail
+from kvsidecar.support.units import Size, format_size, parse_size
+
+if TYPE_CHECKING:
+    from kvsidecar.cli.size.kv import KV
+
+HOST_SHARE = "80%"
+"""Of this machine's memory, for the daemon."""
+
+
+def _parsed(parse: Callable[[str], int], least: int = 1) -> Callable[..., int | None]:
+    def of(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+        if value is None:
+            return None
+        try:
+            number = parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+        if number < least:
+            raise click.BadParameter(f"{value} is less than {least}")
+        return number
+
+    return of
+
+
+def _tokens(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is not a number of tokens, such as 32768, 128k (128,000) or 128Ki (131,072)"
+        ) from None
+
+
+def _retention(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    return None if value == "all" else _parsed(_tokens, 0)(context, parameter, value)
+
+
+@click.command()
+@click.argument("model", required=False, metavar="[MODEL]")
+@click.option(
+    "--context", default="32Ki", show_default=True, metavar="TOKENS", callback=_parsed(_tokens), help="Of a session."
+)
+@click.option("--sessions", default=100, show_default=True, type=click.IntRange(1), metavar="COUNT", help="To keep.")
+@click.option(
+    "--shared-prefix", default="0", metavar="TOKENS", callback=_parsed(_tokens, 0), help="That all sessions begin with."
+)
+@click.option("--gpus", default=None, type=click.IntRange(1), metavar="COUNT", help="Of the node. [default: as --tp]")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), metavar="COUNT", help="Ranks of an engine.")
+@click.option(
+    "--host-memory",
+    metavar="SIZE",
+    callback=_parsed(parse_size),
+    help=f"That the daemon may take, pool included. [default: {HOST_SHARE} of this machine's]",
+)
+@click.option("--disk", metavar="SIZE", callback=_parsed(parse_size), help="Free on a local disk. [default: none]")
+@click.option("--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True, help="As in vLLM.")
+@click.option("--block-size", type=click.IntRange(1), metavar="TOKENS", help="As in vLLM. [default: vLLM's]")
+@click.option(
+    "--retention",
+    default="0",
+    show_default=True,
+    metavar="TOKENS|all",
+    callback=_retention,
+    help="vLLM's --prefix-cache-retention-interval, for windows and states; all: before vLLM 0.32.",
+)
+@click.option("--small-pages", is_flag=True, help="The pool gets no huge pages (--huge-pages none).")
+@click.option("--bench", metavar="FILE", type=click.Path(), help="JSON of kvsidecar bench, for the time to pin.")
+@click.option("--trace", metavar="FILE", type=click.Path(), help="Mooncake's format: replay it, to say what it hits.")
+@click.option("--running", is_flag=True, help="Take the model's figures from what an engine has stored in a daemon.")
+@daemon_options
+@click.option("--json", "as_json", is_flag=True, help="Print all figures, and the lines to paste, as one JSON object.")
+def size(
+    model: str | None,
+    context: int,
+    sessions: int,
+    shared_prefix: int,
+    gpus: int | None,
+    tp: int,
+    host_memory: int | None,
+    disk: int | None,
+    kv_dtype: str,
+    block_size: int | None,
+    retention: int | None,
+    small_pages: bool,
+    bench: str | None,
+    trace: str | None,
+    running: bool,
+    as_json: bool,
+    **where: str | None,
+) -> None:
+    """Say what pool, disk and limits a model and its users need.
+
+    MODEL is the path of a model's config.json or of its folder, or a known name such as Llama-3.3-70B. With --running
+    it is the name of a namespace of the daemon, or may be left out. Prints the size of a token, a block and a session;
+    the pool, disk, memory limit and huge pages; the time to pin; and the lines of the configuration, systemd and Helm.
+    docs/sizing.md has examples.
+
+    Exit codes: 0, 69 no daemon answers (with --running), 78 the model or an option cannot be used.
+    """
+    import json
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from kvsidecar.cli.size import plan as plans
+    from kvsidecar.cli.size import view
+    from kvsidecar.cli.size.json_lines import BadFile
+    from kvsidecar.cli.size.kv import BadModel, kv_of
+    from kvsidecar.cli.size.models import load
+
+    gpus = gpus or tp
+    if gpus % tp:
+        raise click.UsageError(f"--gpus {gpus} is no multiple of --tp {tp}")
+    if shared_prefix > context:
+        raise click.UsageError("--shared-prefix is longer than --context")
+    assumed = []
+    if host_memory is None:
+        host_memory = _memory_of_this_machine()
+        assumed.append(
+            f"the daemon may take {format_size(host_memory)} (--host-memory), {HOST_SHARE} of this machine's memory"
+        )
+    try:
+        if running:
+            kv = _measured(model, where)
+            assumed.append("every block is needed for a hit, as without windows and states")
+        elif model is None:
+            raise click.UsageError("name a MODEL, or use --running")
+        else:
+            kv = kv_of(load(model), tp=tp, fp8=kv_dtype == "fp8", block_tokens=block_size)
+        machine = plans.Machine(gpus, host_memory, disk, not small_pages, _pin_rate(bench))
+        demand = plans.Demand(context, sessions, shared_prefix, retention)
+        found = plans.plan(kv, demand, machine)
+        hits = _hits(Path(trace), kv, found) if trace else {}
+    except (BadModel, BadFile, ValueError) as error:
+        fail(str(error), EXIT_CONFIG)
+    if as_json:
+        click.echo(json.dumps(plans.as_json(kv, found) | ({"hits": hits} if trace else {}), indent=2))
+    else:
+        Console().print(view.render(kv, demand, machine, found, hits, assumed))
+
+
+def _memory_of_this_machine() -> int:
+    from kvsidecar.support.memory_limits import resolve_size
+
+    return resolve_size(Size.parse(HOST_SHARE))
+
+
+def _measured(model: str | None, where: dict[str, str | None]) -> KV:
+    """From what the namespace of this model, or the largest one, has stored: the mean of its blocks."""
+    from kvsidecar.cli.size.kv import KV, BadModel, Group, Kind
+
+    with connected(where, "kvsidecar size") as client:
+        reply = client.status(everything=True)
+    there = [each for each in reply.namespaces if each.blocks and model in (None, each.namespace.model)]
+    if not there:
+        of = "" if model is None else f" of {model!r}"
+        raise BadModel(
+            f"the daemon has no blocks{of} yet: send an engine a prompt first, or name a model's config.json"
+        )
+    largest = max(there, key=lambda each: each.bytes)
+    return KV((Group(Kind.FULL, 1, largest.bytes // largest.blocks, 1, largest.namespace.block_size),))
+
+
+def _pin_rate(file: str | None) -> float | None:
+    """ms/GiB of a result of ``kvsidecar bench``."""
+    import json
+    from pathlib import Path
+
+    if file is None:
+        return None
+    try:
+        result: Any = json.loads(Path(file).read_text())
+        return next(float(row["ms_per_gib"]) for row in result["measurements"]["pin"]["rows"] if "ms_per_gib" in row)
+    except OSError as error:
+        raise ValueError(f"--bench {file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, StopIteration):
+        raise ValueError(f"--bench {file} has no figure of pinning: kvsidecar bench --only pin --json FILE") from None
+
+
+def _hits(path: Any, kv: KV, found: Any) -> dict[str, float]:
+    """Hits with the pool, with pool and disk, and with room for everything."""
+    from kvsidecar.cli.size.hits import BLOCK_TOKENS, hit_rate, read
+
+    prompts = read(path)
+    block_bytes = max(1.0, kv.token_bytes * BLOCK_TOKENS)
+    hits = {f"the pool of {format_size(found.pool_bytes)}": hit_rate(prompts, int(found.pool_bytes / block_bytes))}
+    if found.disk_bytes > found.pool_bytes:
+        most = int(found.disk_bytes / block_bytes)
+        hits[f"the disk of {format_size(found.disk_bytes)}, if it gets every block (disk_admission = all)"] = hit_rate(
+            prompts, most
+        )
+    hits["room for everything"] = hit_rate(prompts, sum(len(prompt.hashes) for prompt in prompts) // 16 + 1)
+    return hits
