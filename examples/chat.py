@@ -88,8 +88,11 @@ def main() -> None:
         parts = urllib.parse.urlsplit(options.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.netloc, timeout=options.timeout)
-        connection.request("GET", parts.path.rstrip("/") + "/v1/models")
-        model = json.load(connection.getresponse())["data"][0]["id"]
+        try:
+            connection.request("GET", parts.path.rstrip("/") + "/v1/models")
+            model = json.load(connection.getresponse())["data"][0]["id"]
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            raise SystemExit(f"{options.url} does not tell its models ({error}): is a server running there?") from None
         connection.close()
     seconds: dict[int, list[float]] = defaultdict(list)
     failed: list[str] = []

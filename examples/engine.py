@@ -2,7 +2,7 @@
 
 import hashlib
 
-from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, Namespace, Region
+from kvsidecar.client import Blocks, Client, ClientError, GroupLayout, HostBuffer, Namespace, Region
 
 LAYERS, BLOCKS, ROW = 4, 64, 4096  # one layer's K and V of one block: 4096 bytes
 kv = HostBuffer(LAYERS * BLOCKS * ROW)  # an engine on a GPU uses kvsidecar.client.torch instead
@@ -18,12 +18,11 @@ namespace = Namespace(  # what must be equal to share blocks
 rows = Region(allocation=0, offset=0, row_stride=BLOCKS * ROW, block_stride=ROW, row_bytes=ROW, num_rows=LAYERS)
 
 client = Client()
-client.attach(
-    instance="my-engine",
-    namespace=namespace,
-    buffers=kv.kv_buffers(),
-    groups=[GroupLayout(group=0, num_blocks=BLOCKS, shard=0, num_shards=1, regions=(rows,))],
-)
+layout = GroupLayout(group=0, num_blocks=BLOCKS, shard=0, num_shards=1, regions=(rows,))
+try:
+    client.attach(instance="my-engine", namespace=namespace, buffers=kv.kv_buffers(), groups=[layout])
+except ClientError as error:
+    raise SystemExit(str(error)) from None  # no daemon runs, or it refuses: the text says what to do
 print(client.wait_ready(timeout=60))
 
 hashes = [hashlib.sha256(b"block %d" % i).digest() for i in range(3)]

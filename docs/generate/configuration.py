@@ -7,7 +7,7 @@ import re
 import click
 
 from docs.generate.markdown import code, prose, table
-from kvsidecar.daemon.config import CONFIG_VARIABLE, DEFAULT_FILE, click_options, flag_of, variable_of
+from kvsidecar.daemon.config import CONFIG_VARIABLE, DEFAULT_FILE, SECTIONS, click_options, flag_of, variable_of
 from kvsidecar.daemon.reload import RELOADABLE
 from kvsidecar.daemon.settings import Settings
 
@@ -52,22 +52,6 @@ for the admin commands ([operating.md](operating.md#from-another-host)); `KVSIDE
 tests ([faults.md](faults.md)); and the variables that Kubernetes creates for a Service whose name begins with
 `kvsidecar`, which are ignored.
 """
-
-SECTIONS = {
-    "socket": "Sockets",
-    "tcp_listen": "TCP",
-    "http_host": "HTTP",
-    "device": "Device",
-    "pool_size": "Pool",
-    "disk_dir": "Disk",
-    "cluster_master": "Cluster",
-    "shared_dir": "Shared directory",
-    "store_chunk": "Copies",
-    "lease_max": "Leases",
-    "drain_timeout": "Start, stop and threads",
-    "log_format": "Log",
-}
-"""First option of each section -> the section's title. The others follow in the order of the model."""
 
 EXAMPLES = {
     "socket": "/run/kvsidecar/kvsidecar.sock",

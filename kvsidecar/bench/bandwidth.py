@@ -23,8 +23,9 @@ MOST_ROUNDS = 300
 
 
 def measure(setting: Setting, out: Measurement) -> None:
-    for layout in setting.layouts():
-        setting.say(layout.name)
+    layouts = setting.layouts()
+    for number, layout in enumerate(layouts, 1):
+        setting.say(f"{layout.name}, layout {number} of {len(layouts)}")
         try:
             sized = setting.sized(layout)
         except Skipped as reason:
@@ -53,6 +54,7 @@ class _Layout:
         for in_flight in IN_FLIGHT:
             for blocks in BLOCK_COUNTS:
                 if self._fits(blocks, in_flight):
+                    self._setting.say(f"{self._layout.name}, {blocks} blocks a job, {in_flight} in flight")
                     self._cell(Direction.STORE, UNPACED, blocks, in_flight)
                     self._cell(Direction.LOAD, UNPACED, blocks, in_flight)
         if self._fits(BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT):

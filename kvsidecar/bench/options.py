@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +24,22 @@ MEASUREMENTS = {
     "pin": "an engine's steps while a daemon pins its pool, and how fast it pins",
 }
 """Name and subject, in the order in which they run."""
+
+USUAL_SECONDS: Mapping[tuple[str, bool], Mapping[str, float]] = {
+    ("cuda", False): {  # benchmarks/results: H200 of 2026-11-21; scaling with two of them of 2026-11-22
+        "limit": 1, "verify": 8, "bandwidth": 87, "lookup": 3, "submit": 3, "jobs": 26, "scaling": 37, "token": 12,
+        "pin": 21,
+    },
+    ("host", False): {  # two cores, busy with other work
+        "limit": 10, "verify": 21, "bandwidth": 151, "lookup": 26, "submit": 24, "jobs": 42, "scaling": 69,
+        "token": 12, "pin": 12,
+    },
+    ("host", True): {
+        "limit": 1, "verify": 6, "bandwidth": 43, "lookup": 1, "submit": 1, "jobs": 16, "scaling": 15, "token": 7,
+        "pin": 7,
+    },
+}  # fmt: skip
+"""By device and whether it is ``--quick``: what each measurement took, to say before a run how long it may take."""
 
 MIN_POOL = 4 * MiB
 

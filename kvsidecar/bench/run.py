@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +27,7 @@ from kvsidecar.bench import (
     verify,
 )
 from kvsidecar.bench.errors import Skipped
-from kvsidecar.bench.options import Options
+from kvsidecar.bench.options import MEASUREMENTS, USUAL_SECONDS, Options
 from kvsidecar.bench.report import Measurement, Report
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.tables import TABLES, WIDTH, Tables, print_report
@@ -34,6 +35,8 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.support.units import format_duration
 
 EXIT_INTERRUPTED = 130
+SAID_EVERY_SECONDS = 5.0
+"""Where progress is not a terminal."""
 
 Measure = Callable[[Setting, Measurement], None]
 MEASURE: Mapping[str, Measure] = {
@@ -62,6 +65,7 @@ def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapp
     # The limit belongs to everything that is compared with it.
     chosen = {name: each for name, each in measure.items() if not options.only or name in (*options.only, "limit")}
     progress = Progress(Console(stderr=True))
+    progress.say("finding out what there is to measure")
     # SIGTERM ends a run as Ctrl-C does: in order, and with what there is.
     with _terminable(), tempfile.TemporaryDirectory(prefix="kvs-bench-") as directory, progress:
         setting = Setting(options, Path(directory), progress.detail)
@@ -74,19 +78,29 @@ def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapp
         )
         if setting.divisor > 1:
             report.machine["rows_divided_by"] = setting.divisor
+        progress.say(plan_text(list(chosen), setting.device, quick=options.quick))
         interrupted = _measure_all(setting, chosen, report, progress)
     _show(report, options, tables)
     failed = any(each.status == "failed" for each in report.measurements.values())
     return EXIT_INTERRUPTED if interrupted else int(failed)
 
 
+def plan_text(names: Sequence[str], device: str, *, quick: bool) -> str:
+    """What is measured, and how long that took elsewhere."""
+    usual = USUAL_SECONDS.get((device, quick), {})
+    known = [usual[name] for name in names if name in usual]
+    took = f", about {format_duration(max(60, round(sum(known) / 60) * 60))}" if len(known) == len(names) else ""
+    less = "" if quick else "; --quick takes less, --only NAME measures one"
+    return f"measuring {', '.join(names)} on the {device} device{took}{less}"
+
+
 def _measure_all(setting: Setting, chosen: Mapping[str, Measure], report: Report, progress: Progress) -> bool:
     """Returns whether it was interrupted."""
     interrupted = False
     try:
-        for name, measure in chosen.items():
+        for number, (name, measure) in enumerate(chosen.items(), 1):
             measurement = report.measurements[name] = Measurement(name)
-            progress.begin(name)
+            progress.begin(name, f"{number} of {len(chosen)}, {MEASUREMENTS.get(name, '')}")
             _measure(measure, setting, measurement)
             progress.end(measurement)
             _write(report, setting.options)  # so that a machine that goes away takes one measurement with it, not all
@@ -135,12 +149,19 @@ def _write(report: Report, options: Options) -> None:
 
 
 class Progress:
-    """Progress on standard error: one line per measurement, and on a terminal the current step."""
+    """Progress on standard error: what is to come, a line for each measurement, and its steps: on a terminal in place,
+    elsewhere one every few seconds, if there is a new one.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._status = console.status("starting") if console.is_terminal else None
         self._name = ""
+        self._clock = clock
+        self._told = clock()
 
     def __enter__(self) -> Progress:
         if self._status is not None:
@@ -151,19 +172,28 @@ class Progress:
         if self._status is not None:
             self._status.stop()
 
-    def begin(self, name: str) -> None:
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._told = self._clock()
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def begin(self, name: str, what: str = "") -> None:
         self._name = name
-        self.detail("")
+        self._told = -math.inf  # its first step is said
+        self.detail(what)
 
     def detail(self, text: str) -> None:
+        line = f"{self._name}: {text}" if text else self._name
         if self._status is not None:
-            self._status.update(f"{self._name}: {text}" if text else self._name)
+            self._status.update(line)
+        elif text and self._clock() >= self._told + SAID_EVERY_SECONDS:
+            self.say(line)
 
     def end(self, measurement: Measurement) -> None:
         text = f"{measurement.name}: {measurement.status}, {format_duration(measurement.seconds)}"
         if measurement.reason:
             text += f": {measurement.reason}"
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.say(text)
 
 
 @contextlib.contextmanager

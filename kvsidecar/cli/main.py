@@ -5,6 +5,7 @@ Each command imports what it needs when it runs, so that help is fast.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -30,7 +31,7 @@ with gc_disabled():
     )
     from kvsidecar.cli.operate.cli import COMMANDS
     from kvsidecar.cli.size.cli import size
-    from kvsidecar.daemon.config import click_options
+    from kvsidecar.daemon.config import SECTIONS, click_options, unknown_variable
 
 
 class _Commands(click.Group):
@@ -57,6 +58,15 @@ def main() -> None:
     """A per-node daemon that keeps LLM engines' KV cache in pinned host memory."""
     standard_files.open_missing()
     terminal.never_fail_to_encode()
+    if click.get_current_context().invoked_subcommand not in ("serve", "doctor"):  # these refuse it themselves
+        _warn_of_variable()
+
+
+def _warn_of_variable() -> None:
+    """A mistyped variable would be ignored, and the default used."""
+    if said := unknown_variable(os.environ):
+        with contextlib.suppress(OSError):
+            click.echo(f"kvsidecar: warning: {said}", err=True)
 
 
 def _serve(check: bool, **flags: str | None) -> None:
@@ -115,6 +125,18 @@ CHECK = click.Option(["--check"], is_flag=True, help="Check the settings, and st
 
 
 class _Serve(click.Command):
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """In the sections of docs/configuration.md."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        title = "Options"
+        for param in self.get_params(ctx):
+            title = "Options" if param.name == "help" else SECTIONS.get(str(param.name), title)
+            if (row := param.get_help_record(ctx)) is not None:
+                sections.setdefault(title, []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         starts = "--check" not in args  # click takes them out
         try:
@@ -300,7 +322,8 @@ def bench(list_names: bool, **given: Any) -> None:
 
     Starts a daemon for this run or uses a running one, attaches as an engine does, and measures through the public
     client: bandwidth relative to the limit of the link, latencies, job rates, pinning, and the impact on an engine's
-    own work. Takes two to four minutes on a GPU. Options after -- are passed to the daemon that is started.
+    own work. It says first how long that takes: two to four minutes on a GPU. Options after -- are passed to the daemon
+    that is started.
 
     Exit codes: 1 a measurement failed (the others are reported), 69 no driver or no daemon, 78 an invalid option, 130
     interrupted (completed measurements are reported).

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 import click
 from pydantic import ValidationError
@@ -88,7 +88,7 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
 
     options = Settings.model_fields
     _refuse_unknown(map(flag_of, given), map(flag_of, options))
-    _refuse_unknown(variables, map(variable_of, options))
+    _refuse_unknown(variables, [*map(variable_of, options), *RESERVED])
     _refuse_unknown(from_file, options, f" in {file}")
 
     from_variables = {option: variables[name] for option in options if (name := variable_of(option)) in variables}
@@ -113,6 +113,18 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
     raise ConfigError(f"{shown} {_problem(first['type'], first['msg'], value)}")
 
 
+def unknown_variable(environ: Mapping[str, str]) -> str:
+    """One sentence about a variable with our prefix that nothing reads; empty if there is none."""
+    try:
+        _refuse_unknown(
+            [name for name, value in environ.items() if _is_ours(name, value)],
+            [*map(variable_of, Settings.model_fields), *RESERVED],
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def _is_ours(name: str, value: str) -> bool:
     """Whether an environment variable is meant for the settings."""
     if not name.startswith(PREFIX) or name in RESERVED:
@@ -122,8 +134,10 @@ def _is_ours(name: str, value: str) -> bool:
 
 
 def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
+    text = ""
     try:
-        return tomllib.loads(config_files.read(file).decode())
+        text = config_files.read(file).decode()
+        return tomllib.loads(text)
     except FileNotFoundError:
         if not required:
             return {}
@@ -131,7 +145,7 @@ def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is not a TOML file: {error}") from error
+        raise ConfigError(f"{file} is not a TOML file: {config_files.toml_hint(text, error) or error}") from error
     except RecursionError:
         raise ConfigError(f"{file} is not a TOML file that can be read: it is nested too deeply") from None
 
@@ -163,6 +177,23 @@ def _problem(kind: str, message: str, value: object) -> str:
 def _short(text: str) -> str:
     """A sentence, not a page: the service manager takes no message of many kilobytes."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+SECTIONS: Final = {
+    "socket": "Sockets",
+    "tcp_listen": "TCP",
+    "http_host": "HTTP",
+    "device": "Device",
+    "pool_size": "Pool",
+    "disk_dir": "Disk",
+    "cluster_master": "Cluster",
+    "shared_dir": "Shared directory",
+    "store_chunk": "Copies",
+    "lease_max": "Leases",
+    "drain_timeout": "Start, stop and threads",
+    "log_format": "Log",
+}
+"""First option of each section -> the section's title. The others follow in the order of the model."""
 
 
 # -- flags -------------------------------------------------------------------------------------------------------

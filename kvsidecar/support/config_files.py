@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -34,3 +35,26 @@ def read(path: Path, check: Callable[[os.stat_result], None] = lambda found: Non
     if len(content) > MAX_BYTES:
         raise OSError(0, f"it has more than {format_size(MAX_BYTES)}")
     return content
+
+
+MAX_LINE: Final = 300
+"""Characters of a line that are looked at."""
+_UNQUOTED = re.compile(r"\s*([\w-]+)\s*=\s*([^\s\"'\[{#][^\"'#]*?)\s*(?:#.*)?")
+_BARE = re.compile(
+    r"true|false|[+-]?(?:inf|nan|[\d_]+(?:\.[\d_]+)?(?:e[+-]?\d+)?|0[xob][\da-f_]+)|\d{4}-.*|\d\d:.*", re.IGNORECASE
+)
+"""What TOML takes without quotes: no size, percentage, word, address or path is among it."""
+
+
+def toml_hint(text: str, error: ValueError) -> str:
+    """What to change in a text that is no TOML, if the error is at a value that needs quotes and has none; or empty.
+
+    Args:
+        error: of `tomllib`, which names the line.
+    """
+    at = re.search(r"at line (\d+)", str(error))
+    line = text.splitlines()[int(at[1]) - 1][:MAX_LINE] if at else ""
+    found = _UNQUOTED.fullmatch(line)
+    if found is None or _BARE.fullmatch(found[2]):
+        return ""
+    return f'quote the value in line {at[1] if at else 0}: {found[1]} = "{found[2]}"'

@@ -108,6 +108,22 @@ def memlock_limit(root: Path = ROOT) -> int | None:
     return int(found[1])
 
 
+def memlock_remedy(nbytes: int, limit: int, root: Path = ROOT) -> str:
+    """What to do where ``nbytes`` are to be locked and only ``limit`` may be: commands to type as they are."""
+    found = re.search(r"^Max locked memory\s+\S+\s+(\S+)", _read(root / "proc/self/limits"), re.MULTILINE)
+    hard = found[1] if found else "0"
+    kilobytes = -(-nbytes // 1024)
+    if hard == "unlimited" or int(hard) >= nbytes:
+        raised = f"ulimit -l {kilobytes}"
+    else:
+        raised = "sudo prlimit --memlock=unlimited --pid $$"  # a user may not raise a hard limit
+    smaller = f"use --pool-size {limit // MiB}MiB, or " if limit >= MiB else ""
+    return (
+        f"{smaller}raise the limit: in a shell with {raised}, for systemd with LimitMEMLOCK=infinity, for Docker with "
+        "--ulimit memlock=-1"
+    )
+
+
 def memory_cgroups(root: Path = ROOT) -> tuple[CgroupLimit, ...]:
     """All memory limits, v1 and v2, from this process's cgroup up to the topmost visible cgroup."""
     limits = []
@@ -340,7 +356,7 @@ def check_fits(
     if pin_limit is not None and nbytes > pin_limit:
         raise PoolRefused(
             f"the pool needs {_apart(nbytes, pin_limit)} but this process may lock {format_size(pin_limit)} "
-            f"(RLIMIT_MEMLOCK): set LimitMEMLOCK=infinity or --ulimit memlock=-1, or lower --pool-size",
+            f"(RLIMIT_MEMLOCK): {memlock_remedy(nbytes, pin_limit, root)}",
             lasting=True,
         )
     if present:

@@ -126,7 +126,14 @@ def test_tables_show_every_layout(ran: Ran) -> None:
 
 
 def test_progress_is_on_standard_error(ran: Ran) -> None:
-    assert [line.partition(":")[0] for line in ran.progress.splitlines()] == list(ran.json["measurements"])
+    lines = ran.progress.splitlines()
+    assert lines[1].startswith(f"measuring {', '.join(MEASUREMENTS)} on the host device, about ")
+    assert [line.partition(":")[0] for line in lines if ": ok, " in line] == list(ran.json["measurements"])
+
+
+def test_progress_tells_each_step(ran: Ran) -> None:
+    for number, (name, what) in enumerate(MEASUREMENTS.items(), 1):
+        assert f"{name}: {number} of {len(MEASUREMENTS)}, {what}" in ran.progress
 
 
 def test_nothing_is_left_behind(ran: Ran) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.daemon.config import flag_of, variable_of
+from kvsidecar.daemon.config import SECTIONS, flag_of, variable_of
 from kvsidecar.daemon.settings import Settings
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
@@ -22,6 +22,25 @@ def test_help_shows_every_option_with_its_default_and_variable() -> None:
         assert flag_of(option) in text
         assert variable_of(option) in text.replace("\n", "").replace(" ", "")
     assert text.count("[default:") == len(Settings.model_fields) + 1
+
+
+def test_the_help_of_serve_is_in_the_sections_of_its_page() -> None:
+    text = run("serve", "--help", COLUMNS="200").stdout
+    titles = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options", *SECTIONS.values()]
+    pool = text.partition("\nPool:\n")[2].partition("\nDisk:\n")[0]
+    assert "--pool-size" in pool
+    assert "--table-dir" in pool
+    assert "--disk-dir" not in pool
+
+
+@pytest.mark.parametrize("command", ["status", "top", "engines", "drain", "pins", "size"])
+def test_every_command_notices_a_mistyped_variable(command: str, short_dir: Path) -> None:
+    where = () if command == "size" else ("--socket", str(short_dir / "none.sock"))
+    mistyped = run(command, *where, KVSIDECAR_SOKET="/x")
+    assert "kvsidecar: warning: KVSIDECAR_SOKET is not a setting: did you mean KVSIDECAR_SOCKET?" in mistyped.stderr
+    ours = {"KVSIDECAR_CONNECT_CA": "/x", "KVSIDECAR_POOL_SIZE": "x", "KVSIDECAR_SERVICE_HOST": "10.0.0.1"}
+    assert "warning" not in run(command, *where, **ours).stderr
 
 
 @pytest.mark.parametrize("module", ["torch", "grpc", "aiohttp", "numpy", "cuda", "uvloop", "rich", "matplotlib"])

@@ -68,6 +68,40 @@ def test_made_up_conversations_hit_what_they_have_stored(short_dir: Path) -> Non
         assert wanted / 2 < hits <= wanted
 
 
+def test_made_up_conversations_fill_the_pool_and_read_from_the_disk(short_dir: Path) -> None:
+    """Without options, at the smallest size of a pool: what one turn reads another one has pushed out."""
+    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB", "--disk-admission", "all")
+    with DaemonProcess(short_dir, "--pool-size", "8MiB", *disk) as daemon:
+        daemon.wait_ready()
+        daemon.wait_log("tier on")
+        command = [sys.executable, str(EXAMPLES / "load.py"), "--turns-per-second", "1000"]
+        env = environment(KVSIDECAR_SOCKET=daemon.socket)
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as load:
+            try:
+                eventually(lambda: daemon.metric('kvsidecar_tier_copied_bytes_total{direction="read",tier="disk"}') > 0)
+                eventually(lambda: daemon.get("/status")[1]["pool"]["used_bytes"] > 0.8 * (8 << 20))
+            finally:
+                load.terminate()
+            assert load.stdout is not None
+            assert load.stdout.readline() == "5 conversations, blocks of 64 KiB\n", "half as much again as the pool"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("engine.py",), "no kvsidecar answers at "),
+        (("chat.py", "--url", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not tell its models ("),
+    ],
+)
+def test_an_example_that_finds_nobody_says_so_in_a_sentence(words: tuple[str, ...], said: str, short_dir: Path) -> None:
+    env = environment(KVSIDECAR_SOCKET=str(short_dir / "none.sock"))
+    command = [sys.executable, str(EXAMPLES / words[0]), *words[1:]]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(said)
+    assert ran.stderr.count("\n") == 1
+
+
 # -- another language ------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """docs/getting-started.md: its commands run as they stand, beside a clone of the repository.
 
-Only what two runs on one machine cannot share is replaced: the ports, the socket, and 1 GiB by the 4 MiB that the page
+Only what two runs on one machine cannot share is replaced: the ports, the socket, and 1 GiB by the 8 MiB that the page
 offers for an ordinary user.
 """
 
@@ -74,7 +74,7 @@ class Terminals:
     def typed(self, block: str) -> list[str]:
         for name, port in self.ports.items():
             block = block.replace(f"localhost:{name}", f"localhost:{port}")
-        block = block.replace("1GiB", "4MiB").replace("--seconds 60", "--seconds 1")
+        block = block.replace("1GiB", "8MiB").replace("--seconds 60", "--seconds 1")
         active = ". .venv/bin/activate; " if (self.directory / ".venv").exists() else ""
         return ["bash", "-euo", "pipefail", "-c", active + block]
 

@@ -23,6 +23,7 @@ from kvsidecar.support.memory_limits import (
     hugetlb_problem,
     meminfo,
     memlock_limit,
+    memlock_remedy,
     memory_cgroups,
     numa_nodes,
     page_candidates,
@@ -361,8 +362,25 @@ def test_bookkeeping_is_24_bytes_for_each_pinned_4_kib(tmp_path: Path) -> None:
 
 def test_a_platform_that_may_lock_less_refuses_and_says_how_to_raise_it(tmp_path: Path) -> None:
     check_fits(8 * MiB, pages=SMALL, pin_limit=8 * MiB, root=tmp_path)
-    with pytest.raises(PoolRefused, match=r"this process may lock 8 MiB \(RLIMIT_MEMLOCK\): set LimitMEMLOCK"):
+    with pytest.raises(PoolRefused, match=r"this process may lock 8 MiB \(RLIMIT_MEMLOCK\): use --pool-size 8MiB, or"):
         check_fits(GiB, pages=SMALL, pin_limit=8 * MiB, root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hard", "words"),
+    [
+        ("8388608", "in a shell with sudo prlimit --memlock=unlimited --pid $$, for systemd"),
+        ("1073741824", "in a shell with ulimit -l 1048576, for systemd"),
+        ("unlimited", "in a shell with ulimit -l 1048576, for systemd"),
+    ],
+)
+def test_what_a_shell_may_do_about_locked_memory_depends_on_its_hard_limit(
+    tmp_path: Path, hard: str, words: str
+) -> None:
+    tree(tmp_path, {"proc/self/limits": f"Max locked memory         8388608              {hard}       bytes\n"})
+    assert words in memlock_remedy(GiB, 8 * MiB, tmp_path)
+    assert "use --pool-size 8MiB, or raise" in memlock_remedy(GiB, 8 * MiB, tmp_path)
+    assert memlock_remedy(GiB, 65536, tmp_path).startswith("raise"), "no pool is that small"
 
 
 def test_a_part_must_fit_the_node_that_it_is_bound_to(tmp_path: Path) -> None:

@@ -216,8 +216,9 @@ def _memlock(facts: Facts) -> Iterable[Result]:
     elif facts.driver.gpus and facts.config.device != "host":
         yield _OK, f"{format_size(limit)}; pinning for a GPU does not count against it"
     elif pool > limit:
-        fix = "Set LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker) or ulimit -l, or lower --pool-size."
-        yield _PROBLEM, f"{facts.user} may lock {format_size(limit)}, less than the pool of {format_size(pool)}", fix
+        fix = memory_limits.memlock_remedy(pool, limit)
+        text = f"{facts.user} may lock {format_size(limit)}, less than the pool of {format_size(pool)}"
+        yield _PROBLEM, text, f"{fix[0].upper()}{fix[1:]}."
     else:
         yield _OK, f"{format_size(limit)}, enough for the pool"
 
