@@ -268,6 +268,8 @@ class JobRunner:
                 session.copied_bytes[job.direction] += result.nbytes
                 self._metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
                 self._metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)
+                if job.direction is Direction.LOAD and session.registration.rank == 0:
+                    self._metrics.loaded_tokens.inc(_tokens(job.parts, session.registration.namespace.block_size))
             job.end(result, self._clock())
             if self._on_ended is not None:
                 # The client is answered in this turn of the loop, and need not wait for the record.
@@ -302,6 +304,12 @@ class JobRunner:
             self._metrics.refuse(result.reason)
         if result.nbytes:
             self._counts[direction].copied(result)
+
+
+def _tokens(parts: Sequence[JobBlocks], block_tokens: int) -> int:
+    """Of the prompts that a load continues: those of the group with most blocks, as others need only the last ones. Of
+    a load by slices, the first slice counts."""
+    return block_tokens * max((len(part.block_ids) for part in parts if part.slice <= 1), default=0)
 
 
 class _Counts:

@@ -103,6 +103,11 @@ class Metrics:
         histogram = partial(Histogram, registry=self.registry)
         self.refusals = counter("kvsidecar_refusals", "Requests and jobs that were refused, by reason.", ["reason"])
         self.copied_bytes = counter("kvsidecar_copied_bytes", "Bytes moved by successful copies.", ["direction"])
+        self.loaded_tokens = counter(
+            "kvsidecar_loaded_tokens",
+            "Tokens of prompts whose KV was loaded, which engines did not have to compute. Of all ranks of an engine, "
+            "those of the first one count.",
+        )
         self.copy_seconds = histogram(
             "kvsidecar_copy_seconds",
             "Time in which the device was moving bytes of a job, as timed by CUDA events (by the host's clock on the "

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvsidecar.support.units import format_size
+from kvsidecar.support.units import format_duration, format_size
 from kvsidecar.types import Eviction
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -26,6 +26,7 @@ class Rates:
 
     stored_bytes: float
     loaded_bytes: float
+    loaded_tokens: float
     hits: float
     misses: float
     evicted_bytes: float
@@ -51,6 +52,7 @@ def rates_between(before: Sample, after: Sample) -> Rates | None:
     return Rates(
         stored_bytes=(new.jobs.stored_bytes - old.jobs.stored_bytes) / seconds,
         loaded_bytes=(new.jobs.loaded_bytes - old.jobs.loaded_bytes) / seconds,
+        loaded_tokens=(new.jobs.loaded_tokens - old.jobs.loaded_tokens) / seconds,
         hits=(new.lookups.hits - old.lookups.hits) / seconds,
         misses=(new.lookups.misses - old.lookups.misses) / seconds,
         evicted_bytes=(new.pool.evicted_bytes - old.pool.evicted_bytes) / seconds,
@@ -138,6 +140,36 @@ def hits_so_far(lookups: pb.LookupsStatus) -> str:
 def copied_so_far(nbytes: int, jobs: int) -> str:
     """What stores or loads have copied since the daemon started."""
     return f"{format_size(nbytes)} in {jobs:,} {'job' if jobs == 1 else 'jobs'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a token that need not be computed is worth.
+
+    Args:
+        prefill_rate: prompt tokens that one engine computes in a second.
+        engine_price: of an hour of one engine, all of its GPUs together, in euros; 0: it is not shown.
+    """
+
+    prefill_rate: float
+    engine_price: float = 0.0
+
+    def of(self, tokens: float) -> str:
+        """``1.5 h of prefill, 12.30 €``"""
+        seconds = tokens / self.prefill_rate
+        price = f", {seconds / 3600 * self.engine_price:,.2f} €" if self.engine_price else ""
+        return f"{format_duration(seconds)} of prefill{price}"
+
+    def hourly(self, tokens: float) -> str:
+        """Of tokens a second: ``2.4 engines' prefill, 28.80 €/h``."""
+        engines = tokens / self.prefill_rate
+        price = f", {engines * self.engine_price:,.2f} €/h" if self.engine_price else ""
+        return f"the prefill of {engines:.2f} engines{price}"
+
+
+def tokens_so_far(jobs: pb.JobsStatus) -> str:
+    """Tokens that engines did not compute since the daemon started."""
+    return f"{jobs.loaded_tokens:,} tokens so far"
 
 
 def jobs_now(jobs: pb.JobsStatus) -> str:

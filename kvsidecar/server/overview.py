@@ -20,6 +20,7 @@ from kvsidecar.protocol.figures import (
     share_details,
     short_device,
     tier_details,
+    tokens_so_far,
     used_of,
 )
 from kvsidecar.support.units import format_duration, format_rate, format_size
@@ -68,7 +69,8 @@ class Overview:
     ) -> None:
         self._read, self._devices, self._clock = read, devices, clock
         self._last: Sample | None = None
-        self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[float, Rates]] = deque(maxlen=HISTORY)
+        """The seconds that the rates are of, and these."""
         self._body = b""
 
     def steps(self) -> Generator[None, None, bytes]:
@@ -82,8 +84,8 @@ class Overview:
         reply, names = yield from self._read()
         self._last = Sample(now, reply)
         rates = None if before is None else rates_between(before, self._last)
-        if rates is not None:
-            self._history.append((rates.stored_bytes, rates.loaded_bytes))
+        if before is not None and rates is not None:
+            self._history.append((now - before.at, rates))
         shown = overview(reply, rates, list(self._history), self._devices(), names=names)
         self._body = json.dumps(shown).encode()
         return self._body
@@ -92,7 +94,7 @@ class Overview:
 def overview(
     reply: pb.StatusReply,
     rates: Rates | None,
-    history: list[tuple[float, float]],
+    history: list[tuple[float, Rates]],
     devices: Iterable[Device],
     *,
     names: bool,
@@ -100,11 +102,14 @@ def overview(
     """What the page shows of a reply. Texts are as `kvsidecar top` has them; shares are between 0 and 1.
 
     Args:
-        history: bytes stored and loaded per second, oldest first.
+        history: rates, oldest first, and the seconds that each is of.
         names: show which engines are attached, not only how many, and the shares.
     """
     state = pb.Readiness.State.Name(reply.readiness.state).partition("_")[2].lower()
     jobs = reply.jobs
+    span = round(sum(seconds for seconds, _ in history))
+    past = [each for _, each in history]
+    stored, loaded = [each.stored_bytes for each in past], [each.loaded_bytes for each in past]
     return {
         "state": state,
         "reason": reply.readiness.reason,
@@ -139,12 +144,19 @@ def overview(
             for each in (reply.shares[:SHARES_SHOWN] if names else ())
         ],
         "flow": [
-            _flow("Store", [each[0] for each in history], rates, copied_so_far(jobs.stored_bytes, jobs.stores_done)),
-            _flow("Load", [each[1] for each in history], rates, copied_so_far(jobs.loaded_bytes, jobs.loads_done)),
+            _flow("Store", stored, span, rates, copied_so_far(jobs.stored_bytes, jobs.stores_done)),
+            _flow("Load", loaded, span, rates, copied_so_far(jobs.loaded_bytes, jobs.loads_done)),
         ],
         "hits": {
             "now": "-" if rates is None or rates.hit_rate is None else f"{rates.hit_rate:.0%}",
             "total": hits_so_far(reply.lookups),
+            "history": [None if each.hit_rate is None else round(each.hit_rate, 3) for each in past],
+            "seconds": span,
+        },
+        "saved": {
+            "text": tokens_so_far(jobs),
+            "tokens": jobs.loaded_tokens,
+            "rate": None if rates is None else round(rates.loaded_tokens, 1),
         },
         "jobs": jobs_now(jobs),
         "evicting": format_rate(rates.evicted_bytes) if rates is not None and rates.evicted_bytes else "",
@@ -167,13 +179,15 @@ def _pin(readiness: pb.Readiness) -> dict[str, Any]:
     return {"share": share, "text": text}
 
 
-def _flow(name: str, history: list[float], rates: Rates | None, total: str) -> dict[str, Any]:
+def _flow(name: str, history: list[float], span: int, rates: Rates | None, total: str) -> dict[str, Any]:
     highest = max(history, default=0.0)
     return {
         "name": name,
         "rate": "-" if rates is None else format_rate(history[-1]),
         "total": total,
         "history": [round(value / highest, 3) if highest else 0.0 for value in history],
+        "seconds": span,
+        "highest": f"at most {format_rate(highest)}" if highest else "",
     }
 
 

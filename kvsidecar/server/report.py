@@ -223,6 +223,7 @@ class Report:
                 loads_done=int(value("kvsidecar_jobs_total", direction="load", outcome="done")),
                 stored_bytes=int(value("kvsidecar_copied_bytes_total", direction="store")),
                 loaded_bytes=int(value("kvsidecar_copied_bytes_total", direction="load")),
+                loaded_tokens=int(value("kvsidecar_loaded_tokens_total")),
             )
         )
         reply.lookups.CopyFrom(

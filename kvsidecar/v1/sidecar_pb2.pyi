@@ -703,7 +703,7 @@ class RankStatus(_message.Message):
     def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., idle: bool = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ...) -> None: ...
 
 class JobsStatus(_message.Message):
-    __slots__ = ("queued", "running", "oldest_inflight_seconds", "stores_done", "loads_done", "stored_bytes", "loaded_bytes")
+    __slots__ = ("queued", "running", "oldest_inflight_seconds", "stores_done", "loads_done", "stored_bytes", "loaded_bytes", "loaded_tokens")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     OLDEST_INFLIGHT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -711,6 +711,7 @@ class JobsStatus(_message.Message):
     LOADS_DONE_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queued: int
     running: int
     oldest_inflight_seconds: float
@@ -718,7 +719,8 @@ class JobsStatus(_message.Message):
     loads_done: int
     stored_bytes: int
     loaded_bytes: int
-    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_inflight_seconds: _Optional[float] = ..., stores_done: _Optional[int] = ..., loads_done: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ...) -> None: ...
+    loaded_tokens: int
+    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_inflight_seconds: _Optional[float] = ..., stores_done: _Optional[int] = ..., loads_done: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class LookupsStatus(_message.Message):
     __slots__ = ("hits", "misses")

@@ -35,7 +35,13 @@ def test_an_alert_says_how_bad_it_is_what_it_is_and_where_to_look(rule: dict[str
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian and Ubuntu: apt install prometheus)")
-@pytest.mark.parametrize("command", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts.test.yaml")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "rules", "alerts.yaml", "savings.yaml"),
+        ("test", "rules", "alerts.test.yaml", "savings.test.yaml"),
+    ],
+)
 def test_promtool_agrees(command: tuple[str, ...]) -> None:
     ran = subprocess.run(
         [str(PROMTOOL), *command], cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60

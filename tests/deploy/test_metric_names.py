@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from kvsidecar.integrations import condition
+from kvsidecar.integrations.vllm import counters as vllm
 from tests.deploy.support import DEPLOY, ROOT, Exported, alerts, exported, problems
 from tests.harness import DaemonProcess, Rank, eventually
 
@@ -51,6 +54,10 @@ NOT_ON_A_PANEL = {
     "kvsidecar_model_copied_bytes": "of models, bytes in the pool and hits are on panels",
     "kvsidecar_spans": "of the tracing, which is off by default",
 }
+
+
+ENGINES = {"vllm": vllm.GAUGES, "sglang": condition.GAUGES}
+"""What the integrations export with the engines' own metrics."""
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +123,22 @@ def test_every_metric_is_on_the_dashboard_or_left_out_for_a_reason(known: Export
 
 
 def test_every_alert_asks_for_what_is_exported(known: Exported) -> None:
+    engines = {f"{engine}:kvsidecar_{name}": dict[str, set[str]]() for engine in ENGINES for name in ENGINES[engine]}
     assert alerts()
-    assert [(rule["alert"], found) for rule in alerts() if (found := problems(rule["expr"], known))] == []
+    found = [(rule["alert"], found) for rule in alerts() if (found := problems(rule["expr"], {**known, **engines}))]
+    assert found == []
+
+
+def test_every_recording_rule_asks_for_what_is_exported(known: Exported) -> None:
+    (group,) = yaml.safe_load((DEPLOY / "prometheus" / "savings.yaml").read_text())["groups"]
+    recorded = {rule["record"]: dict[str, set[str]]() for rule in group["rules"]}
+    for rule in group["rules"]:
+        assert problems(rule["expr"], {**known, **recorded}) == []
 
 
 @pytest.mark.parametrize("page", ["docs/runbook.md", "deploy/kubernetes/README.md"])
 def test_every_metric_that_a_page_names_is_exported(known: Exported, page: str) -> None:
-    named = set(re.findall(r"\bkvsidecar_[a-z_]+", (ROOT / page).read_text()))
+    named = set(re.findall(r"(?<!:)\bkvsidecar_[a-z_]+", (ROOT / page).read_text()))
     assert named - set(known) == set()
 
 

@@ -57,6 +57,7 @@ def test_each_slice_is_loaded_alone(daemon: DaemonProcess) -> None:
     assert np.array_equal(engine.kv[FIRST][:, [4, 5, 7]], stored[FIRST][:, [2, 0, 1]])
     assert not engine.kv[REST].any()
     assert engine.load(2, 0, 1, at=[4, 5, 7], number=2).nbytes == 3 * 3 * ROW
+    assert daemon.metric("kvsidecar_loaded_tokens_total") == 3 * NAMESPACE.block_size, "not once for each slice"
     assert np.array_equal(engine.kv[:, [4, 5, 7]], stored[:, [2, 0, 1]])
     others = [0, 1, 2, 3, 6]
     assert not engine.kv[:, others].any()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SECONDS, DaemonProcess, Gate, Rank, wait_until_ready
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, wait_until_ready
 from tests.page.browser import BROWSER, DRIVER, Browser
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -52,6 +52,8 @@ def test_it_shows_what_the_daemon_does(daemon: DaemonProcess, browser: Browser) 
         assert rank.hits("a", "b", "c", "d") == 2
         browser.until("#flow", "in 1 job")
         browser.until("#hits-total", "50% of 4 so far")
+        browser.until("#legend", "free")
+        browser.until("#flow", "last ")
         used = daemon.get("/status")[1]["pool"]["used_bytes"]
         assert used > 0
         width = browser.run("return document.querySelector('#pool-bar .used').getBoundingClientRect().width")
@@ -59,6 +61,46 @@ def test_it_shows_what_the_daemon_does(daemon: DaemonProcess, browser: Browser) 
         assert width / whole == pytest.approx(used / (1 << 20), abs=0.02)
         rank.close()
     assert browser.complaints() == []
+
+
+@needs_browser
+def test_what_is_saved_is_worth_what_the_reader_says(daemon: DaemonProcess, browser: Browser) -> None:
+    browser.show_as(*DESKTOP)
+    type_in = "const i = document.querySelector('{}'); i.value = '{}'; i.dispatchEvent(new Event('input'));"
+    with daemon.client() as client:
+        rank = Rank(daemon, client=client)
+        done(rank.store("a", "b"))
+        done(rank.load("a", "b", at=[5, 6]))
+        browser.open(daemon.http + "/")
+        browser.until("#saved-total", f"{2 * NAMESPACE.block_size} tokens so far")
+        browser.complaints()  # of the daemon of an earlier test, which has ended under its page
+        assert browser.text("#saved-worth") == ""
+        for where, value in (("#prefill", 0.01), ("#price", 9)):
+            browser.run(type_in.format(where, value))
+        hours = 2 * NAMESPACE.block_size / 0.01 / 3600
+        browser.until("#saved-total", f"of prefill, {9 * hours:.2f} €")
+        browser.until("#saved-worth", "€/h")
+        browser.open(daemon.http + "/")
+        browser.until("#saved-total", f"of prefill, {9 * hours:.2f} €")  # it is kept
+        rank.close()
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_a_phone_has_the_columns_that_fit(daemon: DaemonProcess, browser: Browser) -> None:
+    shown = "return [...document.querySelectorAll('th')].filter((e) => e.offsetWidth).map((e) => e.innerText)"
+    with daemon.client() as client:
+        rank = Rank(daemon, client=client)
+        for size, count in ((PHONE, 4), (DESKTOP, 8)):
+            browser.show_as(*size)
+            browser.open(daemon.http + "/")
+            browser.until("#engines", "0/1")
+            assert len(browser.run(shown)) == count
+            rates = "document.querySelectorAll('td:nth-child(3), td:nth-child(4)')"
+            busy = f"for (const e of {rates}) e.textContent = '999.9 MB/s';"
+            wide = "const s = document.querySelector('.scroll'); return s.scrollWidth <= s.clientWidth"
+            assert browser.run(busy + wide), "a column is out of sight"
+        rank.close()
 
 
 @needs_browser
@@ -124,10 +166,13 @@ def test_it_says_when_the_daemon_is_gone_and_shows_the_next_one(short_dir: Path,
         first.process.wait()
         browser.until("#state", "lost")
         browser.until("#lost", "No answer for")
+        grey = "return getComputedStyle(document.querySelector('main')).filter"
+        assert browser.run(grey) == "grayscale(1)", "rates of a daemon that is gone are not of now"
     with DaemonProcess(short_dir, "--http-port", port) as second:
         second.wait_ready()
         browser.until("#state", "ready")
         assert browser.run("return document.querySelector('#lost').hidden")
+        assert browser.run(grey) == "none"
     browser.complaints()
 
 

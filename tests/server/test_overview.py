@@ -44,7 +44,7 @@ def reply(*, ranks: int = 2, seconds: int = 0, **readiness: Any) -> pb.StatusRep
         ),
         jobs=pb.JobsStatus(
             queued=4, running=2, stores_done=100 + seconds, loads_done=50, stored_bytes=(5 + seconds) * GiB,
-            loaded_bytes=(7 + 2 * seconds) * GiB,
+            loaded_bytes=(7 + 2 * seconds) * GiB, loaded_tokens=1000 * seconds,
         ),
         lookups=pb.LookupsStatus(hits=900 + 30 * seconds, misses=100 + 10 * seconds),
         refusals={"pool_full": 5 + seconds},
@@ -75,11 +75,17 @@ def test_the_page_and_top_show_the_same_figures() -> None:
     before, now = reply(), reply(seconds=2)
     rates = rates_between(Sample(10.0, before), Sample(12.0, now))
     assert rates is not None
-    page = overview(now, rates, [(rates.stored_bytes, rates.loaded_bytes)], [], names=True)
+    page = overview(now, rates, [(2.0, rates)], [], names=True)
     top = shown_by_top(now, before)
     texts = [page["state"], page["version"], page["uptime"], page["pool"]["text"], *page["pool"]["details"]]
     texts += [each[field] for each in page["flow"] for field in ("rate", "total")]
-    texts += [page["hits"]["now"], page["hits"]["total"], page["jobs"], f"evicting {page['evicting']}"]
+    texts += [
+        page["hits"]["now"],
+        page["hits"]["total"],
+        page["saved"]["text"],
+        page["jobs"],
+        f"evicting {page['evicting']}",
+    ]
     texts += [each[field] for each in page["tiers"] for field in ("text", "details")]
     texts += [each[field] for each in page["shares"] for field in ("name", "details")]
     texts += [f"{each['reason']} {each['count']} (+{each['new']})" for each in page["refused"]]
@@ -88,6 +94,9 @@ def test_the_page_and_top_show_the_same_figures() -> None:
     assert [text for text in texts if text not in top] == []
     assert page["hits"]["now"] == "75%"
     assert page["flow"][0]["rate"] == "1.1 GB/s"
+    assert page["flow"][0] | {"history": [1.0], "seconds": 2, "highest": "at most 1.1 GB/s"} == page["flow"][0]
+    assert (page["hits"]["history"], page["hits"]["seconds"]) == ([0.75], 2)
+    assert (page["saved"]["tokens"], page["saved"]["rate"]) == (2000, 1000)
 
 
 def test_the_parts_of_the_bar_are_those_of_the_pool() -> None:
@@ -123,7 +132,9 @@ def test_the_answer_is_bounded() -> None:
         rank.instance, rank.device = "x" * 100_000, "y" * 100_000
     for _ in range(1000):
         many.shares.add(name="z" * 64)
-    shown = overview(many, None, [(1.0, 1.0)] * HISTORY, [], names=True)
+    rates = rates_between(Sample(10.0, reply()), Sample(12.0, reply(seconds=2)))
+    assert rates is not None
+    shown = overview(many, None, [(1.0, rates)] * HISTORY, [], names=True)
     assert len(shown["engines"]) == SHOWN
     assert len(shown["shares"]) == SHARES_SHOWN
     assert shown["attached"] == 500

@@ -47,8 +47,21 @@ def status(as_json: bool, **where: str | None) -> None:
     help="Refresh interval. Rates are averages over one interval.",
 )
 @click.option("--once", is_flag=True, help="Print one screen, with rates over one interval, and exit.")
-def top(interval: float, once: bool, **where: str | None) -> None:
-    """Watch the running daemon: pin progress, pool, rates, hits, engines, the oldest job, refusals.
+@click.option(
+    "--prefill-rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="TOKENS",
+    help="Prompt tokens that an engine computes in a second: also show what loads save in prefill.",
+)
+@click.option(
+    "--engine-price",
+    default=0.0,
+    type=click.FloatRange(0),
+    metavar="EUROS",
+    help="Of an hour of one engine, all its GPUs together: also show what that is worth. Goes with --prefill-rate.",
+)
+def top(interval: float, once: bool, prefill_rate: float | None, engine_price: float, **where: str | None) -> None:
+    """Watch the running daemon: pin progress, pool, rates, hits, what is saved, engines, the oldest job, refusals.
 
     Refreshes until q or Ctrl-C, and keeps trying while no daemon answers. Rates count a job when it ends.
 
@@ -57,14 +70,18 @@ def top(interval: float, once: bool, **where: str | None) -> None:
     from rich.console import Console
 
     from kvsidecar.cli.operate import top as top_command
+    from kvsidecar.protocol.figures import Worth
 
+    if engine_price and prefill_rate is None:
+        raise click.UsageError("--engine-price goes with --prefill-rate")
+    worth = None if prefill_rate is None else Worth(prefill_rate, engine_price)
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
     with connected(where, "kvsidecar top", top_command.ANSWER_SECONDS) as client:
         if once:
-            top_command.once(client, interval, Console())
+            top_command.once(client, interval, Console(), worth)
         else:
-            top_command.live(client, interval, Console())
+            top_command.live(client, interval, Console(), worth)
 
 
 @click.command()

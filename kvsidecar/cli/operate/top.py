@@ -19,7 +19,7 @@ from rich.live import Live
 from kvsidecar.cli.operate.top_view import Screen, render
 from kvsidecar.client import Client, RemoteClient
 from kvsidecar.errors import ClientError
-from kvsidecar.protocol.figures import Rates, Sample, rates_between
+from kvsidecar.protocol.figures import Rates, Sample, Worth, rates_between
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 ANSWER_SECONDS = 1.0
@@ -32,8 +32,9 @@ _QUIT = frozenset("qQ\x03\x04")
 class Watch:
     """The observations of one daemon, which may disappear and come back."""
 
-    def __init__(self, client: Client | RemoteClient) -> None:
+    def __init__(self, client: Client | RemoteClient, worth: Worth | None = None) -> None:
         self._client = client
+        self._worth = worth
         self._last: Sample | None = None
         self._rates: Rates | None = None
         self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)
@@ -56,6 +57,7 @@ class Watch:
             lost_for=None if self._lost_at is None else time.monotonic() - self._lost_at,
             lost_reason=self._lost_reason,
             restarts=self._restarts,
+            worth=self._worth,
         )
 
     def _take(self, reply: pb.StatusReply) -> None:
@@ -70,18 +72,18 @@ class Watch:
         self._lost_at, self._lost_reason = None, ""
 
 
-def once(client: Client | RemoteClient, interval: float, console: Console) -> None:
+def once(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None = None) -> None:
     """Print one screen, with rates over ``interval`` seconds. Raises ClientError if no daemon answers."""
     client.status()
-    watch = Watch(client)
+    watch = Watch(client, worth)
     watch.poll()
     time.sleep(interval)
     console.print(render(watch.poll(), console.width, 10_000))
 
 
-def live(client: Client | RemoteClient, interval: float, console: Console) -> None:
+def live(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None = None) -> None:
     """Refresh the screen until q or Ctrl-C."""
-    watch = Watch(client)
+    watch = Watch(client, worth)
     with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:
         while True:
             next_poll = time.monotonic() + interval

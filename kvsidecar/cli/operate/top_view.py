@@ -12,12 +12,14 @@ from rich.text import Text
 from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
 from kvsidecar.protocol.figures import (
     Rates,
+    Worth,
     busiest,
     copied_so_far,
     hits_so_far,
     jobs_now,
     share_details,
     short_device,
+    tokens_so_far,
 )
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate
@@ -47,10 +49,14 @@ class Screen:
     lost_reason: str = ""
     restarts: int = 0
     """Restarts of the daemon since top started."""
+    worth: Worth | None = None
+    """Of a token that was loaded; None: not said."""
 
 
+SAVED_HEIGHT = 16
+"""Lines that a terminal must have for what is saved."""
 TIERS_HEIGHT = 20
-"""Lines that a terminal must have for those of the tiers."""
+"""And for the lines of the tiers."""
 SHARES_HEIGHT = 24
 """And for those of the shares."""
 SHARES_SHOWN = 4
@@ -74,7 +80,7 @@ def render(screen: Screen, width: int, height: int) -> RenderableType:
     if reply.shares and height >= SHARES_HEIGHT:
         parts += [_cut(line) for line in _shares(reply.shares)]
     parts.append(Text())
-    parts += [_cut(line) for line in _flow(screen, reply, width)]
+    parts += [_cut(line) for line in _flow(screen, reply, width, height)]
     if reply.refusals:
         parts.append(_cut(_refusals(reply, screen.rates)))
     parts.append(Text())
@@ -131,8 +137,8 @@ def _shares(shares: Sequence[pb.ShareStatus]) -> list[Text]:
     return [_label("" if number else "Shares").append(line) for number, line in enumerate(shown)]
 
 
-def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:
-    """One line each for stores, loads, hits and jobs."""
+def _flow(screen: Screen, reply: pb.StatusReply, width: int, height: int) -> list[Text]:
+    """One line each for stores, loads, hits, what they save, and jobs."""
     rates, jobs = screen.rates, reply.jobs
     columns = min(60, width - _LABEL - _RATE_COLUMNS - _TOTAL_COLUMNS)
     lines = []
@@ -146,7 +152,10 @@ def _flow(screen: Screen, reply: pb.StatusReply, width: int) -> list[Text]:
             line.append("  " + _sparkline([each[index] for each in screen.history], columns), style="cyan")
         line.append(f"  {copied_so_far(total, done)}", style="dim")
         lines.append(line)
-    lines += [_hits(reply, rates), _jobs(jobs)]
+    lines.append(_hits(reply, rates))
+    if height >= SAVED_HEIGHT:
+        lines.append(_saved(screen, jobs))
+    lines.append(_jobs(jobs))
     return lines
 
 
@@ -169,6 +178,20 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
     line.append(f"  {hits_so_far(reply.lookups)}", style="dim")
     if rates is not None and rates.evicted_bytes:
         line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
+    return line
+
+
+def _saved(screen: Screen, jobs: pb.JobsStatus) -> Text:
+    """Prompt tokens that were loaded instead of computed."""
+    now = None if screen.rates is None else screen.rates.loaded_tokens
+    line = _label("Saved")
+    line.append(f"{'-' if now is None else f'{now:,.0f}':>{_RATE_COLUMNS}}")
+    line.append("  tokens/s")
+    if screen.worth is not None and now:
+        line.append(f", {screen.worth.hourly(now)}", style="green")
+    line.append(f"  {tokens_so_far(jobs)}", style="dim")
+    if screen.worth is not None and jobs.loaded_tokens:
+        line.append(f", {screen.worth.of(jobs.loaded_tokens)}", style="dim")
     return line
 
 

@@ -3,6 +3,8 @@
 
 const EVERY_MS = 1000;
 const byId = (id) => document.getElementById(id);
+const HIDDEN = "Their names are hidden here, because --socket-mode 0660 or a policy lets only some users see them: \
+kvsidecar engines shows them to these.";
 let lostSince = null;
 
 function text(id, value) {
@@ -29,16 +31,65 @@ function bar(parts) {
   return made;
 }
 
+// Columns of shares, oldest first, and below them the time that they span and what a whole column is.
+function spark(history, seconds, highest) {
+  const made = element("div", "");
+  const columns = element("div", "spark");
+  for (const share of history) {
+    const column = element("i", "");
+    column.style.height = `${100 * (share ?? 0)}%`;
+    columns.append(column);
+  }
+  const span = element("div", "span");
+  if (history.length) span.append(element("span", "", `last ${seconds} s`), element("span", "", highest));
+  made.append(columns, span);
+  return made;
+}
+
 function flow(each) {
   const row = element("div", "row");
-  const spark = element("div", "spark");
-  for (const share of each.history) {
-    const column = element("i", "");
-    column.style.height = `${100 * share}%`;
-    spark.append(column);
-  }
-  row.append(element("span", "", each.name), element("b", "", each.rate), spark, element("span", "quiet", each.total));
+  row.append(element("span", "", each.name), element("b", "", each.rate));
+  row.append(spark(each.history, each.seconds, each.highest), element("span", "quiet", each.total));
   return row;
+}
+
+// The parts of the bar that are there, and what is free.
+function legend(parts) {
+  const free = Math.max(0, 1 - parts.reduce((sum, each) => sum + each.share, 0));
+  return [...parts, { name: "free", share: free }].filter((each) => each.share).map((each) => {
+    const made = element("li", "");
+    const percent = 100 * each.share;
+    made.append(element("i", each.name), `${each.name} ${percent < 1 ? "<1" : Math.round(percent)}%`);
+    return made;
+  });
+}
+
+function seconds(value) {
+  if (value < 90) return `${value.toFixed(1)} s`;
+  if (value < 5400) return `${(value / 60).toFixed(1)} min`;
+  return `${(value / 3600).toFixed(1)} h`;
+}
+
+// What saved tokens are worth, by what the reader has typed; kept in the browser.
+function saved(told) {
+  const prefill = Number(byId("prefill").value);
+  const price = Number(byId("price").value);
+  text("saved-now", told.rate === null ? "-" : Math.round(told.rate).toLocaleString("en"));
+  text("saved-total", told.text);
+  if (!prefill) {
+    text("saved-worth", "");
+    return;
+  }
+  const engines = (told.rate ?? 0) / prefill;
+  const hours = told.tokens / prefill / 3600;
+  let now = `now the prefill of ${engines.toFixed(2)} engines`;
+  let all = `${seconds(told.tokens / prefill)} of prefill`;
+  if (price) {
+    now += `, ${(engines * price).toFixed(2)} €/h`;
+    all += `, ${(hours * price).toFixed(2)} €`;
+  }
+  text("saved-worth", now);
+  text("saved-total", `${told.text}: ${all}`);
 }
 
 function tier(each) {
@@ -68,9 +119,8 @@ function refused(each) {
 
 function engine(each) {
   const row = document.createElement("tr");
-  for (const column of ["engine", "rank", "store", "load", "jobs", "device", "mapped", "attached"]) {
-    row.append(element("td", "", String(each[column])));
-  }
+  for (const column of ["engine", "rank", "store", "load"]) row.append(element("td", "", each[column]));
+  for (const column of ["jobs", "device", "mapped", "attached"]) row.append(element("td", "extra", String(each[column])));
   return row;
 }
 
@@ -85,7 +135,7 @@ function engines(told) {
   const left = told.attached - told.engines.length;
   let note = "";
   if (!told.attached) note = "No engine is attached.";
-  else if (!told.names) note = `${told.attached} attached. Their names are shown to users of the socket: kvsidecar engines`;
+  else if (!told.names) note = `${told.attached} attached. ${HIDDEN}`;
   else if (left) note = `and ${left} less busy: kvsidecar engines lists all`;
   text("engines-note", note);
 }
@@ -102,13 +152,16 @@ function show(told) {
     pin.lastElementChild.textContent = `pinned ${told.pin.text}`;
   }
   byId("pool-bar").replaceChildren(...told.pool.parts.map((each) => part(each.name, each.share)));
+  byId("legend").replaceChildren(...legend(told.pool.parts));
   text("pool-text", told.pool.text);
   text("pool-details", told.pool.details.join("; "));
   byId("flow").replaceChildren(...told.flow.map(flow));
   text("jobs", told.jobs);
   text("evicting", told.evicting && `evicting ${told.evicting}`);
   text("hits-now", told.hits.now);
+  byId("hits-spark").replaceChildren(spark(told.hits.history, told.hits.seconds, "of 100 %"));
   text("hits-total", told.hits.total);
+  saved(told.saved);
   byId("devices").replaceChildren(...told.devices.map(device));
   byId("tiers-section").hidden = !told.tiers.length;
   byId("tiers").replaceChildren(...told.tiers.map(tier));
@@ -125,6 +178,7 @@ async function look() {
     const told = await answer.json();
     lostSince = null;
     byId("lost").hidden = true;
+    document.querySelector("main").classList.remove("lost");
     if (answer.ok) show(told);
     else {
       state("starting");
@@ -134,6 +188,7 @@ async function look() {
   } catch (error) {
     lostSince ??= Date.now();
     state("lost");
+    document.querySelector("main").classList.add("lost");
     byId("lost").hidden = false;
     const seconds = Math.round((Date.now() - lostSince) / 1000);
     text("lost", `No answer for ${seconds} s; the last one is shown below. Trying again.`);
@@ -145,4 +200,9 @@ async function live() {
   setTimeout(live, EVERY_MS);
 }
 
+for (const id of ["prefill", "price"]) {
+  byId(id).value = localStorage.getItem(`kvsidecar ${id}`) ?? "";
+  byId(id).addEventListener("input", () => localStorage.setItem(`kvsidecar ${id}`, byId(id).value));
+}
+byId("worth").addEventListener("submit", (event) => event.preventDefault());
 live();

@@ -21,7 +21,18 @@ from kvsidecar.client import Blocks, Namespace
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cli.command import run
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, environment, hashes, wait_until_ready
+from tests.harness import (
+    NAMESPACE,
+    SECONDS,
+    DaemonProcess,
+    Gate,
+    Rank,
+    done,
+    environment,
+    hashes,
+    layout,
+    wait_until_ready,
+)
 from tests.terminal import Terminal
 
 # -- engines -----------------------------------------------------------------------------------------------------
@@ -40,6 +51,26 @@ def test_engines_lists_every_rank_with_what_it_copied(daemon: DaemonProcess) -> 
     assert (body["stored_bytes"], body["loaded_bytes"]) == (2 * 12288, 12288)
     assert body["namespace"]["model"] == "m"
     rank.close()
+
+
+def test_loaded_tokens_are_counted_once_for_all_ranks_of_an_engine(daemon: DaemonProcess) -> None:
+    shards = [layout(shard=number, num_shards=2) for number in range(2)]
+    ranks = [Rank(daemon, rank=number, world_size=2, groups=shards[number]) for number in range(2)]
+    for rank in ranks:
+        done(rank.store("a", "b", "c"))
+    assert daemon.metric("kvsidecar_loaded_tokens_total") == 0
+    for rank in ranks:
+        done(rank.load("a", "b", at=[5, 6]))
+        assert daemon.metric("kvsidecar_loaded_tokens_total") == 2 * NAMESPACE.block_size
+    with daemon.client() as client:
+        assert client.status().jobs.loaded_tokens == 2 * NAMESPACE.block_size
+    shown = run("top", "--once", "--interval", "0.1", "--prefill-rate", "8", "--socket", daemon.socket, COLUMNS="120")
+    assert f"{2 * NAMESPACE.block_size} tokens so far, {2 * NAMESPACE.block_size / 8:g} s of prefill" in shown.stdout
+    refused = run("top", "--once", "--engine-price", "2", "--socket", daemon.socket)
+    assert refused.returncode == 2
+    assert "--engine-price goes with --prefill-rate" in refused.stderr
+    for rank in ranks:
+        rank.close()
 
 
 def test_status_counts_lookups_and_evictions(daemon: DaemonProcess) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import Screen, render, short_device
-from kvsidecar.protocol.figures import Sample, rates_between
+from kvsidecar.protocol.figures import Sample, Worth, rates_between
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -87,6 +87,16 @@ def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
         "2 running, 5 queued, oldest 250 ms", "pool_full 4 (+4)", "llama", "1/9", "2 GB/s", "GPU-1a2b3c4d", "77",
     ):  # fmt: skip
         assert word in shown, word
+
+
+def test_what_is_saved_is_tokens_and_with_a_rate_and_a_price_prefill_and_euros() -> None:
+    before, now = reply(loaded_tokens=0), reply(loaded_tokens=48_000_000)
+    (line,) = [line for line in text(screen(now, before), width=120) if line.startswith("Saved")]
+    assert line.split() == ["Saved", "24,000,000", "tokens/s", "48,000,000", "tokens", "so", "far"]
+    (line,) = [line for line in text(screen(now, before, worth=Worth(8000, 20)), width=160) if line.startswith("Saved")]
+    assert "the prefill of 3000.00 engines, 60,000.00 €/h" in line
+    assert "1 h 40 min of prefill, 33.33 €" in line
+    assert not [line for line in text(screen(now), height=15) if line.startswith("Saved")]
 
 
 def test_a_disk_is_a_bar_or_why_it_is_off() -> None:
