@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.e2e.disks import (
     written,
 )
 from tests.e2e.restarts import owners_in
-from tests.harness import NAMESPACE, SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
 
 
 def test_a_block_that_was_evicted_comes_back_from_disk(short_dir: Path) -> None:
@@ -208,6 +209,27 @@ def test_the_disk_outlives_the_daemon(short_dir: Path) -> None:
         daemon.process.kill()
         rank.close()
     with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        assert fetched(rank, "a", "b", "c").groups[0].hits == 3
+        done(rank.load("a", "b", "c", at=[3, 4, 5]))
+        assert all(rank.holds(at, name) for at, name in zip((3, 4, 5), ("a", "b", "c"), strict=True))
+        rank.close()
+
+
+def test_a_copy_of_the_disk_serves_another_daemon(short_dir: Path) -> None:
+    """By the command of docs/upgrade.md."""
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a", "b", "c")
+        rank.close()
+        assert daemon.terminate() == 0
+    archive, other = short_dir / "disk.tar", short_dir / "other"
+    other.mkdir()
+    tar = ["tar", "--sparse", "--file", str(archive), "--directory"]
+    subprocess.run([*tar, str(short_dir), "--create", "disk"], check=True, timeout=SECONDS)
+    subprocess.run([*tar, str(other), "--extract", "--preserve-permissions"], check=True, timeout=SECONDS)
+    with disk_daemon(other) as daemon:
         rank = Rank(daemon.wait_ready())
         eventually(lambda: tier_metric(daemon, "up") == 1)
         assert fetched(rank, "a", "b", "c").groups[0].hits == 3

@@ -83,6 +83,9 @@ def _driver(facts: Facts) -> Iterable[Result]:
             return
         text = "no CUDA driver (libcuda.so.1)"
         fix = "If this machine has GPUs, install NVIDIA driver 570 or newer, or expose the GPUs to the container."
+        if driver.amd:
+            text += ", and AMD's (/dev/kfd): AMD GPUs are not supported"
+            fix = "Engines on AMD GPUs serve without offload: do not run the daemon on this node."
         if device == "cuda":
             yield _PROBLEM, f"{text}, but device is cuda", fix
         else:

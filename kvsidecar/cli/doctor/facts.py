@@ -65,6 +65,8 @@ class Driver:
     bindings: str = ""
     """Version of cuda-bindings; empty if it is not installed."""
     mps: bool = False
+    amd: bool = False
+    """AMD's compute driver is there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,8 @@ def _driver() -> Driver:
     for name in ("missing_calls", "missing_optional_calls"):
         found[name] = tuple(found.get(name, ()))
     module_version = _read("/sys/module/nvidia/version")
-    return Driver(**found, module_version=module_version, bindings=bindings, mps=mps_runs(), gpus=gpus)
+    amd = Path("/dev/kfd").exists()
+    return Driver(**found, module_version=module_version, bindings=bindings, mps=mps_runs(), amd=amd, gpus=gpus)
 
 
 class _Limits(HostPlatform):

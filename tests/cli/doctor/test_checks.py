@@ -159,6 +159,13 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("host", changed(host=Host(confidential="Intel TDX")), WARNING, "Intel TDX", "cuMemHostRegister"),
     ("host", changed(**HOST, host=Host(confidential="AMD SEV")), OK, "AMD SEV", ""),
     ("driver", changed(**HOST), WARNING, "no CUDA driver", "570"),
+    (
+        "driver",
+        changed(driver=replace(NO_DRIVER, amd=True), nvidia_nodes=()),
+        WARNING,
+        "AMD GPUs are not supported",
+        "serve without offload",
+    ),
     ("driver", changed(**HOST, config=config(device="cuda")), PROBLEM, "device is cuda", "570"),
     ("driver", changed(driver=NO_DRIVER, config=config(device="host")), NOT_CHECKED, "device is host", ""),
     ("driver", changed(driver=NO_DRIVER), PROBLEM, "libcuda.so.1 is missing", "NVIDIA_DRIVER_CAPABILITIES"),
