@@ -35,7 +35,8 @@ event works. Who scrapes alone gets figures of after the request; when several d
 reading in a second, so that a figure may be up to 1 s old.
 
 [The dashboard](../deploy/grafana/kvsidecar.json) and [the alerts](../deploy/prometheus/alerts.yaml) use these names,
-and `make check` verifies them against a running daemon. [runbook.md](runbook.md) says what to do about each alert.
+and `make check` verifies them against a running daemon. [runbook.md](runbook.md) says what to do about each alert. The
+recording rules of [savings.yaml](../deploy/prometheus/savings.yaml) say [what is saved](operating.md#what-it-saves).
 """
 
 OPEN = {

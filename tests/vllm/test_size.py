@@ -108,6 +108,10 @@ def specs_of(config: dict[str, Any], tp: int) -> dict[str, KVCacheSpec]:
 
 
 def block_bytes(spec: KVCacheSpec, layers: int) -> int:
+    """That the connector stores: without padding."""
+    if isinstance(spec, MambaSpec):
+        assert spec.state_content_size_bytes <= spec.page_size_bytes
+        return spec.state_content_size_bytes * layers
     return spec.page_size_bytes * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else layers)
 
 

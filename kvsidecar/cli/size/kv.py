@@ -42,7 +42,7 @@ class Group:
     kind: Kind
     layers: int
     page_bytes: int
-    """One layer's block on one rank."""
+    """One layer's block on one rank, without the padding of states, which is not stored."""
     shards: int
     """Ranks that store a part of each block of their own: 1 for MLA, which is equal on all ranks."""
     block_tokens: int
@@ -202,7 +202,7 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
     of_group = {
         Kind.FULL: (page, shards, 0),
         Kind.WINDOW: (page, shards, window),
-        Kind.STATE: (page, tp, 0),  # padded to the page of attention
+        Kind.STATE: (state_bytes, tp, 0),
     }
     groups = []
     for kind, layers in zip(counts, _split(list(counts.values())), strict=True):
