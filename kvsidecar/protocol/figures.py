@@ -119,6 +119,15 @@ def tier_details(tier: pb.TierStatus) -> str:
     return ", ".join(details)
 
 
+def namespace_details(each: pb.NamespaceStatus) -> str:
+    """What a namespace has in the pool, its hits, and in what it differs from the largest one of its model."""
+    asked = each.hits + each.misses
+    details = [f"{each.blocks} blocks", format_size(each.bytes)]
+    details += [f"hits {each.hits / asked:.0%} of {asked:,}"] if asked else []
+    details += [f"differs: {', '.join(each.differs)}"] if each.differs else []
+    return ", ".join(details)
+
+
 def share_details(share: pb.ShareStatus) -> str:
     """What a share of the pool has and may have."""
     details = [f"{format_size(share.used_bytes)} used", f"{format_size(share.guaranteed_bytes)} guaranteed"]

@@ -14,6 +14,7 @@ from kvsidecar.protocol.figures import (
     copied_so_far,
     hits_so_far,
     jobs_now,
+    namespace_details,
     pool_details,
     pool_parts,
     rates_between,
@@ -34,6 +35,8 @@ HISTORY = 60
 """How many rates are kept."""
 SHOWN = 32
 """The most engines that are listed, the busiest."""
+NAMESPACES_SHOWN = 8
+"""The most namespaces that are listed, the largest."""
 SHARES_SHOWN = 8
 """The most shares that are listed, the largest."""
 TEXT = 96
@@ -103,7 +106,7 @@ def overview(
 
     Args:
         history: rates, oldest first, and the seconds that each is of.
-        names: show which engines are attached, not only how many, and the shares.
+        names: show which engines are attached, not only how many, the namespaces, and the shares.
     """
     state = pb.Readiness.State.Name(reply.readiness.state).partition("_")[2].lower()
     jobs = reply.jobs
@@ -143,6 +146,7 @@ def overview(
             }
             for each in (reply.shares[:SHARES_SHOWN] if names else ())
         ],
+        "namespaces": [_namespace(each, reply) for each in (reply.namespaces[:NAMESPACES_SHOWN] if names else ())],
         "flow": [
             _flow("Store", stored, span, rates, copied_so_far(jobs.stored_bytes, jobs.stores_done)),
             _flow("Load", loaded, span, rates, copied_so_far(jobs.loaded_bytes, jobs.loads_done)),
@@ -191,11 +195,22 @@ def _flow(name: str, history: list[float], span: int, rates: Rates | None, total
     }
 
 
+def _namespace(each: pb.NamespaceStatus, reply: pb.StatusReply) -> dict[str, Any]:
+    return {
+        "name": _cut(each.namespace.model),
+        "share": _share(each.bytes, reply.pool.total_bytes),
+        "details": _cut(namespace_details(each)),
+    }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT else text[: TEXT - 1] + "…"
+
+
 def _engine(rank: pb.RankStatus, rates: Rates | None) -> dict[str, Any]:
     stored, loaded = (None, None) if rates is None else rates.ranks.get(rank.session, (None, None))
-    name = rank.instance if len(rank.instance) <= TEXT else rank.instance[: TEXT - 1] + "…"
     return {
-        "engine": name + (" (idle)" if rank.idle else ""),
+        "engine": _cut(rank.instance) + (" (idle)" if rank.idle else ""),
         "rank": f"{rank.rank}/{rank.world_size}",
         "store": "-" if stored is None else format_rate(stored),
         "load": "-" if loaded is None else format_rate(loaded),

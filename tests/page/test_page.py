@@ -51,6 +51,7 @@ def test_it_shows_what_the_daemon_does(daemon: DaemonProcess, browser: Browser) 
         rank.store("a", "b")
         assert rank.hits("a", "b", "c", "d") == 2
         browser.until("#flow", "in 1 job")
+        browser.until("#namespaces", "2 blocks")
         browser.until("#hits-total", "50% of 4 so far")
         browser.until("#legend", "free")
         browser.until("#flow", "last ")

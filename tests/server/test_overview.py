@@ -112,6 +112,17 @@ def test_a_share_is_a_part_of_the_pool() -> None:
     ]
 
 
+def test_a_namespace_is_a_part_of_the_pool_with_its_hits() -> None:
+    now = reply()
+    now.namespaces.add(
+        namespace=pb.Namespace(model="m" * 200), blocks=3, bytes=16 * GiB, hits=1, misses=3, differs=["dtype: fp8"]
+    )
+    (shown,) = overview(now, None, [], [], names=True)["namespaces"]
+    assert (len(shown["name"]), shown["share"]) == (TEXT, 0.25)
+    assert shown["details"] == "3 blocks, 16 GiB, hits 25% of 4, differs: dtype: fp8"
+    assert overview(now, None, [], [], names=False)["namespaces"] == []
+
+
 def test_the_pin_is_shown_while_it_goes_on() -> None:
     readiness = {"state": pb.Readiness.STATE_PINNING, "pool_bytes": 64 * GiB, "pinned_bytes": 16 * GiB}
     shown = overview(reply(**readiness, pin_bytes_per_second=2e9, eta_seconds=24.0), None, [], [], names=True)

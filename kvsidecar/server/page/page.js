@@ -165,6 +165,8 @@ function show(told) {
   byId("devices").replaceChildren(...told.devices.map(device));
   byId("tiers-section").hidden = !told.tiers.length;
   byId("tiers").replaceChildren(...told.tiers.map(tier));
+  byId("namespaces-section").hidden = !told.namespaces.length;
+  byId("namespaces").replaceChildren(...told.namespaces.map(share));
   byId("shares-section").hidden = !told.shares.length;
   byId("shares").replaceChildren(...told.shares.map(share));
   byId("refused-section").hidden = !told.refused.length;
