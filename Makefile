@@ -102,6 +102,17 @@ ENGINE_PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 	$(ENGINE_PIP) --editable ./client --editable '.[test]'
 	@touch $@
 
+# The newest vLLM in the environment, on the kernels of the older one, which is beside it.
+OLDER_VLLM := .venv-vllm/older
+.venv-vllm/test.stamp: .venv-vllm/newest.stamp
+.venv-vllm/newest.stamp: .venv-vllm/engine.stamp tests/vllm/newest.txt tests/vllm/older.txt tests/vllm/newest.py
+	rm -rf $(OLDER_VLLM) $(@D)/wheels
+	$(ENGINE_PIP) --no-deps --target $(OLDER_VLLM) -r tests/vllm/older.txt
+	$(@D)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D)/wheels -r tests/vllm/newest.txt
+	$(@D)/bin/python tests/vllm/newest.py $(@D)/wheels/*.whl $(OLDER_VLLM)
+	rm -rf $(@D)/wheels
+	@touch $@
+
 venv-vllm: .venv-vllm/test.stamp
 venv-sglang: .venv-sglang/test.stamp
 
@@ -112,6 +123,7 @@ else
 	.venv-vllm/bin/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST_VLLM)
 	.venv-vllm/bin/python -m pytest $(call marked,alone,$(OF_TEST_VLLM))
 	.venv-vllm/bin/python -m pytest $(call marked,torch,tests)
+	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) .venv-vllm/bin/python -m pytest $(call marked,older,$(OF_TEST_VLLM)) --numprocesses $(JOBS) --dist worksteal
 endif
 
 # The engines of a file are started once, so a file is not split.

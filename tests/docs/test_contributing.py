@@ -69,6 +69,22 @@ def test_what_needs_torch_runs_where_vllm_has_brought_it_and_nowhere_else() -> N
     assert all(any(word.startswith("not ") for word in run) for run in others)
 
 
+def test_the_newest_and_the_older_vllm_are_run() -> None:
+    """The older one lies apart, and is found first."""
+    commands = recipe("test-vllm")
+    (installs,) = [shlex.split(line) for line in commands if line.endswith(" -r tests/vllm/older.txt")]
+    older = installs[installs.index("--target") + 1]
+    (puts,) = [shlex.split(line) for line in commands if " tests/vllm/newest.py " in line]
+    assert puts[-1] == older
+    runs = [shlex.split(line) for line in commands if " -m pytest " in line]
+    assert [run[0] for run in runs if only(run) == "older"] == [f"PYTHONPATH={ROOT / older}"]
+    assert all(run[0] == ".venv-vllm/bin/python" for run in runs if only(run) != "older")
+    marked = {path for path in ROOT.glob("tests/**/test_*.py") if re.search(r"\bmark\.older\b", path.read_text())}
+    assert {path.relative_to(ROOT).as_posix() for path in marked} == {
+        word for run in runs if only(run) == "older" for word in run if word.startswith("tests/")
+    }
+
+
 def test_clean_removes_every_environment_that_a_command_makes() -> None:
     made = {word.partition("/")[0] for line in recipe("venv", "venv-vllm", "venv-sglang") for word in line.split()}
     (removes,) = [line for line in recipe("clean") if line.startswith("rm ")]

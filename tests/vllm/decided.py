@@ -44,13 +44,14 @@ OPTIONS = {
             use_trtllm_attention disable_flashinfer_q_quantization mla_prefill_backend use_prefill_query_quantization
             indexer_kv_dtype indexer_sparse_logits hisparse_config use_non_causal sparse_mla_force_mqa
             sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
-            flex_attn_kv_block_size
+            flex_attn_kv_block_size indexer_tp_shard_min_rows minimax_m3_indexer_cp trtllm_ragged_backend
         """,
         "hisparse_config": "device_buffer_size eager_host_mirror",
         "engram_config": "embedding_across_dp",
         "mamba_config": "backend enable_stochastic_rounding stochastic_rounding_philox_rounds ssu_algorithm",
         "kernel_config": """
             ir_op_priority moe_backend sparse_indexer_topk_backend linear_backend linear_backend_per_quant
+            monokernel
         """,
         "ir_op_priority": "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
         "lora_config": """
@@ -61,7 +62,7 @@ OPTIONS = {
             num_speculative_tokens method draft_tensor_parallel_size tensor_parallel_size quantization moe_backend
             attention_backend kv_cache_dtype max_model_len revision code_revision index_share_for_mtp_iteration
             disable_eagle_block_drop use_heterogeneous_vocab parallel_drafting draft_model_config draft_load_config
-            dspark_draft_topk
+            dspark_draft_topk xpress_topc disable_lookahead_block_hashes
         """,
         "diffusion_config": "canvas_length max_denoising_steps",
         "compilation_config": """
@@ -88,11 +89,11 @@ _VARIABLES = """
     VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_ROCM_USE_AITER
     VLLM_ROCM_USE_AITER_CUSTOM_AR VLLM_ROCM_USE_AITER_LINEAR VLLM_ROCM_USE_AITER_LINEAR_HIPBMM VLLM_ROCM_USE_AITER_MOE
     VLLM_ROCM_USE_AITER_MOE_SITUV2 VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_AITER_MOE_DISPATCH_POLICY
-    VLLM_ROCM_USE_AITER_RMSNORM VLLM_ROCM_USE_AITER_MLA VLLM_ROCM_AITER_MLA_DCP_VERIFY VLLM_ROCM_AITER_MLA_ASM_PADDING
-    VLLM_ROCM_USE_AITER_MHA VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA
+    VLLM_ROCM_USE_AITER_RMSNORM VLLM_ROCM_USE_AITER_MLA VLLM_ROCM_AITER_MLA_ASM_PADDING
+    VLLM_ROCM_USE_AITER_MHA VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA
     VLLM_ROCM_USE_AITER_TRITON_ROPE VLLM_ROCM_USE_AITER_FP8BMM VLLM_ROCM_USE_AITER_FP4BMM
     VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS
-    VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_TRITON_GEMM
+    VLLM_ROCM_USE_AITER_TRITON_GEMM
     VLLM_ROCM_USE_SKINNY_GEMM VLLM_ROCM_FP8_PADDING VLLM_ROCM_MOE_PADDING VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT
     VLLM_ROCM_QUICK_REDUCE_QUANTIZATION VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16
     VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB
@@ -114,5 +115,7 @@ _VARIABLES = """
     VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_USE_V2_MODEL_RUNNER VLLM_LORA_DISABLE_PDL
     VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND VLLM_USE_DIRECT_DCP_A2A VLLM_USE_DIRECT_DCP_Q_GATHER
     VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_LORA_ENABLE_DUAL_STREAM VLLM_ENABLE_HPC_OPS
+    VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE
+    VLLM_STEP5_SHARD_SP_SHARED_EXPERT
 """
 VARIABLES = set(_VARIABLES.split())

@@ -15,6 +15,8 @@ from tests.vllm.conftest import Truth
 from tests.vllm.engine import blocks, join, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
 
+pytestmark = pytest.mark.older
+
 LONG = prompt("long", 700)
 WHOLE = 672
 """Tokens in the full blocks of `LONG`."""

@@ -23,7 +23,7 @@ from tests.vllm import decided, models
 from tests.vllm.engine import defaults, join, kvsidecar, prompt, running
 
 GROUPS = (Group(0, Kind.FULL, ("layer",), 32, 32, 32),)
-TESTED = "0.32.0"
+TESTED = "0.33.0"
 """The vLLM whose options `decided` lists. A later one may have others, which count until somebody decides."""
 
 

@@ -14,7 +14,7 @@ OPTIONS: Mapping[str, frozenset[str]] = {
         "vllm_config": """
             aux_output_config ec_manager_config ec_transfer_config instance_id kv_events_config kv_transfer_config
             logging_config observability_config offload_config performance_mode profiler_config reasoning_config
-            shutdown_timeout structured_outputs_config watermark_config weight_transfer_config
+            shutdown_timeout structured_outputs_config watchdog_config watermark_config weight_transfer_config
             quant_config
         """,
         # The weights count by what they are. What vLLM derives from them and from other options is left out.
@@ -38,7 +38,7 @@ OPTIONS: Mapping[str, frozenset[str]] = {
             cache_hit_alignment_tokens prefix_match_unit enable_prefix_caching prefix_cache_retention_interval
             prefix_caching_hash_algo enable_mamba_shared_prefix_checkpoint is_attention_free gpu_memory_utilization
             kv_cache_memory_bytes num_gpu_blocks num_gpu_blocks_override num_cpu_blocks kv_cache_size_tokens
-            kv_cache_max_concurrency kv_offloading_size kv_offloading_backend
+            kv_cache_max_concurrency kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks
         """,
         "parallel_config": """
             data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
@@ -70,7 +70,8 @@ OPTIONS: Mapping[str, frozenset[str]] = {
         # The draft model counts by its weights.
         "speculative_config": """
             model target_model_config target_parallel_config draft_parallel_config draft_sample_method
-            disable_padded_drafter_batch enable_adaptive_verification enforce_eager
+            disable_padded_drafter_batch draft_lm_head_quantization enable_adaptive_verification enforce_eager
+            fly_entropy_threshold fly_entropy_top_k fly_window_size
             num_speculative_tokens_per_batch_size prompt_lookup_max prompt_lookup_min rejection_sample_method
             suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_max_tree_depth
             suffix_decoding_min_token_prob synthetic_acceptance_length synthetic_acceptance_rates
@@ -126,11 +127,12 @@ VARIABLES = """
     VLLM_USE_RUST_BENCH VLLM_RUST_FRONTEND_PATH VLLM_USE_FASTOKENS VLLM_SKIP_MODEL_NAME_VALIDATION
     VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_RESOLVER_HF_REPO_LIST
     VLLM_MAX_N_SEQUENCES VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_STOP_STRINGS VLLM_MAX_NUM_BAD_WORDS
-    VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_EMBED_DECODE_BYTES
+    VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_MEDIA_REQUEST_* VLLM_MAX_EMBED_DECODE_BYTES
     VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_V1_USE_OUTLINES_CACHE VLLM_XGRAMMAR_CACHE_MB
     VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENABLE_COHERE_API
     VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_SYSTEM_START_DATE VLLM_DBO_COMM_SMS
-    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
+    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_CHAT_TEMPLATE_FUEL
+    VLLM_HTTP_MAX_REQUEST_BODY_SIZE VLLM_REQUEST_BODY_LOG_LEVEL
 """
 """Patterns of environment variables."""
 
