@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.fleet.uses import Runs, Use, Uses, runs_of
+from benchmarks.fleet.uses import NO_RUNS, Runs, Use, Uses, runs_of
 from kvsidecar.cli.size.json_lines import BadFile, Line, is_count, is_number, read_lines, shown
 
 MAX_THINK: Final = 300.0
@@ -27,7 +27,6 @@ MAX_THINK: Final = 300.0
 START_WITHIN: Final = 300.0
 """Seconds in which the first sessions begin."""
 WARM_SECONDS: Final = 1800.0
-NO_RUNS: Final = Runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class Request(NamedTuple):
@@ -85,7 +84,7 @@ def schedule(what: Sessions) -> Uses:
                 uses.append(Use(at, each.tokens, _moved(each.runs, base)))
                 at += each.api
                 if len(each.answer.starts) and at < end:
-                    uses.append(Use(at, 0, _moved(each.answer, base), each.depth))
+                    uses.append(Use(at, 0, _moved(each.answer, base), _moved(each.runs, base)))
             base += session.num_blocks
             if not any(each.think + each.api for each in session.requests):
                 at += 1.0  # else this would go on for ever

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ class Runs(NamedTuple):
         return steps + np.arange(len(steps))
 
 
+NO_RUNS: Final = Runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 def runs_of(numbers: Ints) -> Runs:
     begins = np.flatnonzero(np.append(np.ones(len(numbers[:1]), np.bool_), np.diff(numbers) != 1))
     return Runs(numbers[begins], np.diff(np.append(begins, len(numbers))))
@@ -36,8 +39,13 @@ class Use:
     """Of the prompt, which is looked up; 0: its answer, which is only stored."""
     runs: Runs
     """The same number is the same prefix."""
-    depth: int = 0
-    """Blocks of the prompt before these."""
+    prompt: Runs = NO_RUNS
+    """Of an answer: what is before it."""
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the prompt before these."""
+        return int(self.prompt.lengths.sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.freed import Freed
-from kvsidecar.cache.heirs import Heirs
 from kvsidecar.cache.leases import LeaseTable
+from kvsidecar.cache.prompts import Prompts
 from kvsidecar.cache.reader import Hashes, Reader
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.room import SWEEP, Room
@@ -61,7 +61,7 @@ class BlockCache:
         self._table = BlockTable(allocator, seed, eviction)
         self.adopted = AdoptReport() if records is None else adopt(self._table, records)
         """What was taken over from an earlier run."""
-        self._heirs = Heirs() if eviction is Eviction.RHYTHM else None
+        self._prompts = Prompts() if eviction is Eviction.RHYTHM else None
         self._expiry = Expiry(self._table)
         self._room = Room(self._table, self._expiry)
         self._leases = LeaseTable(next_id)
@@ -147,7 +147,10 @@ class BlockCache:
         tick = self._next_tick()
         answers = []
         for space, hashes in parts:
-            rows = space.blocks.index.find(space.blocks.index.keys(hashes))
+            keys = space.blocks.index.keys(hashes)
+            rows = space.blocks.index.find(keys)
+            if self._prompts is not None:
+                self._prompts.touch(space.blocks, keys, self._expiry.at)
             self._table.touch_rows(space.blocks, rows, tick)
             answers.append(self._reader.readable(space, rows).tolist())
         return answers
@@ -179,9 +182,9 @@ class BlockCache:
                 self._leases.extend(lease, chains, now + ttl)
         elif lease is not None:
             self._leases.renew(lease.id, now, now + ttl)
-        if self._heirs is not None:  # now that the hits count as used
+        if self._prompts is not None:  # now that the hits count as used
             for each in found:
-                self._heirs.leave(*each)
+                self._prompts.look_up(*each, now, again=bool(lease_id))
         return lease, answers
 
     def lease(self, lease_id: int, now: float) -> Lease | None:
@@ -260,14 +263,15 @@ class BlockCache:
             require(space.users > 0, "the space is closed")
             _check_shard(space, shard)
         table = self._table
+        declined = False
         keys = [space.blocks.index.keys(hashes) for space, _, hashes in parts]  # may raise: before anything changes
         for (space, shard, _), part_keys in zip(parts, keys, strict=True):
             self._expiry.drop(space.blocks, part_keys)
             part, present = table.claim(space, shard, part_keys)
             if priority is not Priority.NORMAL:
                 part.blocks.set_priority(part.created, priority)
-            if self._heirs is not None:
-                self._heirs.take(part)
+            if self._prompts is not None:
+                declined |= self._prompts.store(part, self._expiry.at)
             grant.parts.append(part)
             grant.present += present
             grant.in_flight += len(part_keys) - present - len(part.index)
@@ -279,7 +283,11 @@ class BlockCache:
             table.touch(grant.parts, self._next_tick())
             self._stores.add(grant)
             return grant
-        if (refusal := self._room.make(needs, grant)) is not None:
+        refusal = Refusal.NOT_ADMITTED if declined and not grant.wanted else self._room.make(needs, grant)
+        if refusal is not None:
+            if self._prompts is not None and refusal is Refusal.NOT_ADMITTED and not declined:
+                for part in grant.parts:
+                    self._prompts.decline(part)
             for part in reversed(grant.parts):
                 table.unclaim(part)
             return refusal

@@ -53,6 +53,8 @@ class Expiry:
     def __init__(self, table: BlockTable) -> None:
         self._table = table
         self.now = 0
+        self.at = 0.0
+        """The same, not rounded."""
         self._stepped = float("-inf")
         self._due: list[tuple[int, int]] = []
         """Heap of (second, number of a table): not later than the table's next block expires."""
@@ -65,7 +67,7 @@ class Expiry:
 
     def set_time(self, now: float, tick: int) -> None:
         """It is ``now``, and the last request had this tick."""
-        self.now = floor(now)
+        self.now, self.at = floor(now), now
         if now < self._stepped + STEP_SECONDS:
             return
         self._stepped = now

@@ -3,12 +3,18 @@
 Requests that come back in turns, as those of coding agents do, defeat an order by the last use alone (LRU): in a pool
 that does not hold all sessions, what will be used next is just what has waited longest. So a block keeps its *gap*, the
 usual time from the end of one use to the beginning of the next. It moves by at most an octave with each use, so that
-one pause changes little. A block that is new has that of the deepest block that its request has hit.
+one pause changes little. A block that is new has that of its prompt (`kvsidecar.cache.prompts`).
 
-The blocks are in classes by their gaps, two an octave, each a queue of `EvictionQueues` in the order of the last use.
-The victim is the block whose gap, or time without a use if that is longer already, is the longest; of several with the
-same, the one whose last use is the oldest, and the deepest of a prefix. In ticks: a block counts as last used when it
-was, or at `Rhythm.horizons` of its class (now minus the gap) if that is earlier. With one class that is LRU.
+The blocks are in classes by their gaps, one an octave, each a queue of `EvictionQueues` in the order of the last use. A
+class has a *patience*: so long its blocks are waited for, and no matter how long they have waited already, they stand
+behind those of classes with less of it. The victim is the block whose patience, or time without a use if that is longer
+already, is the longest; of several with the same, the one whose last use is the oldest, and the deepest of a prefix. In
+ticks: a block counts as last used when it was, or at `Rhythm.horizons` of its class (now minus the patience) if that is
+earlier. With one class that is LRU.
+
+What is there stays rather than what is new: a block is not stored in the place of one that is of its class or the
+next, and that has not waited for longer than the next class's patience. Otherwise sessions that return equally soon
+would take each other's places for ever, and none would be hit.
 """
 
 from __future__ import annotations
@@ -28,10 +34,13 @@ STEPS = 8
 MOST_SECONDS = 1 << 17
 """36 hours; longer gaps count as this one."""
 MOST_GAP = STEPS * 17
-FIRST_GAP = round(STEPS * log2(30))
-"""Of a block of which nothing is known: half a minute."""
-PER_CLASS = STEPS // 2
+FIRST_GAP = round(STEPS * log2(10))
+"""Of a block of which nothing is known, in seconds: the median of coding agents."""
+PER_CLASS = STEPS
 CLASSES = MOST_GAP // PER_CLASS + 1
+PATIENCE = tuple(5.0 * 2.0 ** (number / 2) for number in range(CLASSES))
+"""Of each class, in seconds: 5 times the root of its gap. One of 10 seconds is waited for 16, one of 5 minutes 87: the
+next gap is mostly nearer to that of all sessions than the usual one is."""
 
 Stream = tuple[Iterator[Ints], int, int]
 """The blocks of one class in the order of their last use, its horizon, and its number."""
@@ -54,12 +63,12 @@ class Rhythm:
         self._times = times
         self._now = 0.0
         self.horizons: Ints = np.full(CLASSES, -1, np.int64)
-        """Per class a tick that is as long ago as its gap: what was used later has the gap before it still."""
+        """Per class a tick that is as long ago as its patience: what was used later is waited for still."""
 
     def set_time(self, now: float) -> None:
         """It is ``now``, in seconds on the cache's clock."""
         self._now = now
-        self.horizons[:] = [self._times.last_tick(now - 2.0 ** (number / 2)) for number in range(CLASSES)]
+        self.horizons[:] = [self._times.last_tick(now - patience) for patience in PATIENCE]
 
     def ranks(self, gaps: Bytes, last_used: Ints) -> Ints:
         """Blocks with the lowest rank go first; a rank is a tick.
@@ -70,6 +79,12 @@ class Rhythm:
         ranks: Ints = np.minimum(last_used, self.horizons[class_of(gaps)])
         return ranks
 
+    def rank_of_new(self, gap: int) -> int:
+        """A new block with this gap takes the place of those only that have a lower rank, or that were last used at
+        this tick or before it."""
+        number = min(int(class_of(np.array([gap], np.uint8))[0]) + 1, CLASSES - 1)
+        return self.horizons.item(number)
+
     def after(self, gaps: Bytes, last_used: Ints) -> Bytes:
         """The gaps of blocks that are used now, and were last used at these ticks. Uses within a second are one."""
         seconds = self._now - self._times.earliest(last_used, self._now)
@@ -77,6 +92,14 @@ class Rhythm:
         moves = np.clip(found - gaps, -STEPS, STEPS)
         moved: Bytes = np.where(seconds >= 1.0, gaps + moves, gaps).astype(np.uint8)
         return moved
+
+
+def moved(gap: int, seconds: float) -> int:
+    """A gap after one more of so many seconds; `Rhythm.after` has the rules."""
+    if seconds < 1.0:
+        return gap
+    found = round(STEPS * log2(min(seconds, MOST_SECONDS)))
+    return gap + min(max(found - gap, -STEPS), STEPS)
 
 
 def in_order(streams: Iterable[Stream], last_used: npt.NDArray[np.int64]) -> Iterator[Ints]:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.cache.arrays import all_true
-from kvsidecar.cache.block import NEVER, Chain, SpaceBlocks, StoreGrant
+from kvsidecar.cache.block import Chain, SpaceBlocks, StoreGrant
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.eviction import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.cache.expiry import Expiry
-from kvsidecar.cache.rhythm import FIRST_GAP, class_of
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
@@ -154,11 +153,8 @@ class Room:
         if any(share.used + nbytes <= share.guaranteed for share, nbytes in incoming.items()):
             return None
         gap = min(int(part.blocks.gaps[part.created].min()) for part in parts)
-        rank = int(rhythm.horizons[class_of(np.array([gap], np.uint8))[0]])
-        # Of the same rank, only blocks whose rhythm is not known yet take the place of others: else a request's tail
-        # takes that of its head, and one session that of another that returns as often, for ever.
-        age = (rank, NEVER if gap == FIRST_GAP else -1)
-        return _Newcomers(age, Priority(parts[0].blocks.priority.item(parts[0].created[0])))
+        rank = rhythm.rank_of_new(gap)
+        return _Newcomers((rank, rank), Priority(parts[0].blocks.priority.item(parts[0].created[0])))
 
     def _may_fill(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> bool:
         busy = dict(incoming)

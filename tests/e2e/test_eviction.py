@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
-import pytest
-
-from tests.e2e.priorities import names, store
+from kvsidecar.client import Blocks, Outcome
+from kvsidecar.errors import Refusal
+from tests.e2e.priorities import IDS, names, store
 from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, hashes
 
 
-@pytest.mark.parametrize(("flags", "policy"), [((), "lru"), (("--eviction", "rhythm"), "rhythm")])
-def test_a_full_pool_makes_room_and_status_names_the_policy(
-    short_dir: Path, flags: tuple[str, ...], policy: str
-) -> None:
-    with DaemonProcess(short_dir, *flags) as daemon:
+def test_a_full_pool_makes_room_and_status_names_the_policy(short_dir: Path) -> None:
+    with DaemonProcess(short_dir) as daemon:
         daemon.wait_ready()
         with daemon.client() as operator:
-            assert operator.status().pool.eviction == policy
+            assert operator.status().pool.eviction == "lru"
         rank = Rank(daemon)
         number = 0
         while not daemon.metric("kvsidecar_evicted_blocks_total"):
@@ -25,6 +23,22 @@ def test_a_full_pool_makes_room_and_status_names_the_policy(
             number += 1
         assert rank.hits(*names(number - 1)) == NUM_BLOCKS
         assert rank.hits(*names(0)) < NUM_BLOCKS
+        rank.close()
+
+
+def test_a_full_pool_keeps_what_it_has_if_that_may_return_as_soon_as_what_is_new(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, "--eviction", "rhythm") as daemon:
+        daemon.wait_ready()
+        with daemon.client() as operator:
+            assert operator.status().pool.eviction == "rhythm"
+        rank = Rank(daemon)
+        for number in itertools.count():
+            end = rank.finish(rank.client.store([Blocks(0, hashes(*names(number)), IDS)]))
+            if end.outcome is not Outcome.DONE:
+                break
+        assert (end.outcome, end.reason) == (Outcome.DECLINED, Refusal.NOT_ADMITTED)
+        assert rank.hits(*names(0)) == NUM_BLOCKS
+        assert daemon.metric("kvsidecar_evicted_blocks_total") == 0
         rank.close()
 
 

@@ -1,0 +1,155 @@
+"""What is known of prompts, whether or not the pool has their blocks: how often each comes back, and whether a part of
+it was declined. For the eviction policy `kvsidecar.cache.rhythm`.
+
+A store does not say what its blocks follow, but the lookup before it named them all. And a session that lost its
+blocks, or whose blocks were declined, must not come back as one that nobody knows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.cache.arrays import Bools, Bytes, Ints, all_true, any_true, zeros
+from kvsidecar.cache.block import SpaceBlocks, StorePart
+from kvsidecar.cache.block_index import Keys, Tags
+from kvsidecar.cache.rhythm import FIRST_GAP, moved
+
+ENTRIES = 1 << 20
+"""Of eight bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
+that is left names it."""
+PROMPTS = 1 << 16
+"""Of 18 bytes."""
+_FACTOR = 0x9E3779B1
+"""Makes the entries of one hash differ between tables."""
+_MASK = (1 << 32) - 1
+
+Numbers = npt.NDArray[np.uint32]
+
+
+class Prompts:
+    """Prompts by their blocks, in a direct-mapped table: a new entry replaces the one at its place. An entry that is
+    lost, or that belongs to another block with the same 32 bits of its hash, gives a block another gap, and nothing
+    else.
+
+    A prompt that continues one that is known is the same prompt, and its number names what is known of it. Of several
+    that continue one, the last has the number.
+    """
+
+    def __init__(self) -> None:
+        self._tags: Tags = zeros((ENTRIES,), np.uint32)
+        self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
+        """By entry: the number of the prompt."""
+        self._count = 0
+        """The number of the last prompt; the first is 1."""
+        self._numbers: Numbers = zeros((PROMPTS,), np.uint32)
+        """Whose record it is: a later prompt takes that of one that has not come for long."""
+        self._gaps: Bytes = zeros((PROMPTS,), np.uint8)
+        self._used: npt.NDArray[np.float64] = zeros((PROMPTS,), np.float64)
+        """When it was last used."""
+        self._asked: Bools = zeros((PROMPTS,), np.bool_)
+        """Whether it was looked up since it was last touched."""
+        self._declined: Tags = zeros((PROMPTS,), np.uint32)
+        """The first block that was declined since it was last looked up; 0: none was."""
+
+    def look_up(
+        self, blocks: SpaceBlocks, keys: Keys, rows: Ints, hits: Bools, now: float, *, again: bool = False
+    ) -> None:
+        """A lookup has hit these blocks, which count as used.
+
+        Args:
+            keys: of all that was looked up, in prefix order.
+            rows: of the same; only those of hits count.
+            again: the same request has looked them up before.
+        """
+        if not len(keys):
+            return
+        tags, at = self._places(blocks, keys)
+        record = self._deepest(tags, at)
+        if record < 0:
+            record = self._new()
+        elif not again:
+            self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
+        hit = hits.nonzero()[0]
+        if len(hit):
+            self._gaps[record] = blocks.gaps[rows[hit[-1]]]
+        self._used[record], self._asked[record], self._declined[record] = now, True, 0
+        self._enter(tags, at, record)
+
+    def touch(self, blocks: SpaceBlocks, keys: Keys, now: float) -> None:
+        """All blocks of a prompt, which has ended, count as used."""
+        if not len(keys):
+            return
+        tags, at = self._places(blocks, keys)
+        record = self._deepest(tags, at)
+        if record < 0:
+            record = self._new()
+        elif not self._asked[record]:  # the engine had all of it itself
+            self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
+        self._used[record], self._asked[record] = now, False
+        self._enter(tags, at, record)
+
+    def store(self, part: StorePart, now: float) -> bool:
+        """Set the gaps of the blocks that a store creates. Whether all lie behind blocks that were declined: the hole
+        in front makes them useless. None does if such a block is offered again.
+
+        What is not known, as an answer, has the gap of the block before it in the same store, else of the first one.
+        """
+        blocks, rows = part.blocks, part.chain_rows
+        if not len(part.created):
+            return False
+        tags, at = self._places(blocks, part.chain)
+        records = self._records(tags, at)
+        gaps = np.where(records >= 0, self._gaps[records], np.int16(-1)).astype(np.int16)
+        new = np.isin(rows, part.created) if len(part.created) < len(rows) else np.ones(len(rows), np.bool_)
+        gaps[~new] = blocks.gaps[rows[~new]]
+        before = np.maximum.accumulate(np.where(gaps >= 0, np.arange(len(gaps)), -1))
+        known = gaps[gaps >= 0]
+        gaps = np.where(before >= 0, gaps[before], known[0] if len(known) else FIRST_GAP)
+        blocks.gaps[rows[new]] = gaps[new]
+        known_new = new & (records >= 0)
+        records = records[known_new]
+        self._used[records] = now
+        declined = self._declined[records]
+        if not any_true(declined > 0):
+            return False
+        again = records[declined == tags[known_new]]
+        self._declined[again] = 0
+        return not len(again) and len(records) == len(part.created) and all_true(declined > 0)
+
+    def decline(self, part: StorePart) -> None:
+        """What this store creates is declined: what their prompts have behind it will be, too."""
+        new = np.isin(part.chain_rows, part.created)
+        tags, at = self._places(part.blocks, part.chain.take(new))
+        records = self._records(tags, at)
+        self._declined[records[records >= 0][::-1]] = tags[records >= 0][::-1]  # the first one of each stays
+
+    def _records(self, tags: Tags, at: Ints) -> Ints:
+        """Of the prompt of each of these blocks; -1: it is not known."""
+        numbers = self._prompts[at]
+        records = (numbers & np.uint32(PROMPTS - 1)).astype(np.int64)
+        known = (self._tags[at] == tags) & (self._numbers[records] == numbers)
+        return np.where(known, records, -1)
+
+    def _deepest(self, tags: Tags, at: Ints) -> int:
+        """The record of the prompt that the last known one of these blocks belongs to; -1: none is known."""
+        records = self._records(tags, at)
+        known = records[records >= 0]
+        return int(known[-1]) if len(known) else -1
+
+    def _enter(self, tags: Tags, at: Ints, record: int) -> None:
+        self._tags[at] = tags
+        self._prompts[at] = self._numbers[record]
+
+    def _new(self) -> int:
+        self._count = self._count % _MASK + 1
+        record = self._count & PROMPTS - 1
+        self._numbers[record] = self._count
+        self._gaps[record], self._declined[record] = FIRST_GAP, 0
+        return record
+
+    @staticmethod
+    def _places(blocks: SpaceBlocks, keys: Keys) -> tuple[Tags, Ints]:
+        """The tags of these blocks, and their places in the table."""
+        tags: Tags = keys.tags ^ np.uint32(blocks.number * _FACTOR & _MASK)
+        return tags, (tags & np.uint32(ENTRIES - 1)).astype(np.int64)
