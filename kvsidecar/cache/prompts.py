@@ -99,9 +99,12 @@ class Prompts:
         if not len(part.created):
             return False
         tags, at = self._places(blocks, part.chain)
+        all_new = len(part.created) == len(rows)
+        if all_new and not any_true(self._tags[at] == tags):
+            return False  # they have `FIRST_GAP`
         records = self._records(tags, at)
         gaps = np.where(records >= 0, self._gaps[records], np.int16(-1)).astype(np.int16)
-        new = np.isin(rows, part.created) if len(part.created) < len(rows) else np.ones(len(rows), np.bool_)
+        new = np.ones(len(rows), np.bool_) if all_new else np.isin(rows, part.created)
         gaps[~new] = blocks.gaps[rows[~new]]
         before = np.maximum.accumulate(np.where(gaps >= 0, np.arange(len(gaps)), -1))
         known = gaps[gaps >= 0]
