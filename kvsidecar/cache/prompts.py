@@ -19,7 +19,7 @@ ENTRIES = 1 << 20
 """Of eight bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
 that is left names it."""
 PROMPTS = 1 << 16
-"""Of 18 bytes."""
+"""Of 22 bytes."""
 _FACTOR = 0x9E3779B1
 """Makes the entries of one hash differ between tables."""
 _MASK = (1 << 32) - 1
@@ -32,8 +32,9 @@ class Prompts:
     lost, or that belongs to another block with the same 32 bits of its hash, gives a block another gap, and nothing
     else.
 
-    A prompt that continues one that is known is the same prompt, and its number names what is known of it. Of several
-    that continue one, the last has the number.
+    A prompt that has all blocks that were looked up of another one continues it, and takes over its number, which names
+    what is known of it. One that has only some of them is another prompt with the same beginning, as the instructions
+    that all requests of an application share: that these are used often says nothing about it.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,8 @@ class Prompts:
         self._gaps: Bytes = zeros((PROMPTS,), np.uint8)
         self._used: npt.NDArray[np.float64] = zeros((PROMPTS,), np.float64)
         """When it was last used."""
+        self._ends: Tags = zeros((PROMPTS,), np.uint32)
+        """The last block that was looked up of it."""
         self._asked: Bools = zeros((PROMPTS,), np.bool_)
         """Whether it was looked up since it was last touched."""
         self._declined: Tags = zeros((PROMPTS,), np.uint32)
@@ -66,14 +69,16 @@ class Prompts:
             return
         tags, at = self._places(blocks, keys)
         record = self._deepest(tags, at)
-        if record < 0:
+        if record < 0 or not any_true(tags == self._ends[record]):
             record = self._new()
-        elif not again:
-            self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
-        hit = hits.nonzero()[0]
-        if len(hit):
-            self._gaps[record] = blocks.gaps[rows[hit[-1]]]
+        else:
+            if not again:
+                self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
+            hit = hits.nonzero()[0]
+            if len(hit):
+                self._gaps[record] = blocks.gaps[rows[hit[-1]]]
         self._used[record], self._asked[record], self._declined[record] = now, True, 0
+        self._ends[record] = tags[-1]
         self._enter(tags, at, record)
 
     def touch(self, blocks: SpaceBlocks, keys: Keys, now: float) -> None:
@@ -84,6 +89,7 @@ class Prompts:
         record = self._deepest(tags, at)
         if record < 0:
             record = self._new()
+            self._ends[record] = tags[-1]
         elif not self._asked[record]:  # the engine had all of it itself
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._asked[record] = now, False

@@ -334,6 +334,18 @@ def test_a_session_that_the_engine_itself_had_has_a_rhythm() -> None:
     assert gap_of(space, "c") == pytest.approx(160, rel=0.1)
 
 
+def test_a_prompt_inherits_nothing_from_one_with_the_same_beginning() -> None:
+    """Instructions that many prompts share are used often: that says nothing about any of these."""
+    cache = rhythmic(64)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "instructions")
+    for now in range(2, 40, 2):
+        use(cache, space, float(now), "instructions", f"question {now}")
+        store(cache, space, f"question {now}")
+    assert gap_of(space, "instructions") < 4
+    assert gap_of(space, "question 38") == pytest.approx(10, rel=0.1)
+
+
 def test_a_request_that_is_looked_up_again_has_no_other_rhythm() -> None:
     cache = rhythmic(16)
     space = open_space(cache)
