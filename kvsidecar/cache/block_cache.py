@@ -184,7 +184,7 @@ class BlockCache:
             self._leases.renew(lease.id, now, now + ttl)
         if self._prompts is not None:  # now that the hits count as used
             for each in found:
-                self._prompts.look_up(*each, now, again=bool(lease_id))
+                self._prompts.look_up(*each, now)
         return lease, answers
 
     def lease(self, lease_id: int, now: float) -> Lease | None:

@@ -20,6 +20,8 @@ ENTRIES = 1 << 20
 that is left names it."""
 PROMPTS = 1 << 16
 """Of 22 bytes."""
+ENDED, ASKED, STORED = range(3)
+"""Of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
 _FACTOR = 0x9E3779B1
 """Makes the entries of one hash differ between tables."""
 _MASK = (1 << 32) - 1
@@ -50,20 +52,17 @@ class Prompts:
         """When it was last used."""
         self._ends: Tags = zeros((PROMPTS,), np.uint32)
         """The last block that was looked up of it."""
-        self._asked: Bools = zeros((PROMPTS,), np.bool_)
-        """Whether it was looked up since it was last touched."""
+        self._states: Bytes = zeros((PROMPTS,), np.uint8)
+        """`ENDED`, `ASKED` or `STORED`."""
         self._declined: Tags = zeros((PROMPTS,), np.uint32)
         """The first block that was declined since it was last looked up; 0: none was."""
 
-    def look_up(
-        self, blocks: SpaceBlocks, keys: Keys, rows: Ints, hits: Bools, now: float, *, again: bool = False
-    ) -> None:
+    def look_up(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, hits: Bools, now: float) -> None:
         """A lookup has hit these blocks, which count as used.
 
         Args:
             keys: of all that was looked up, in prefix order.
             rows: of the same; only those of hits count.
-            again: the same request has looked them up before.
         """
         if not len(keys):
             return
@@ -72,12 +71,12 @@ class Prompts:
         if record < 0 or not any_true(tags == self._ends[record]):
             record = self._new()
         else:
-            if not again:
+            if self._states[record] != ASKED:  # else the same request asks again
                 self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
             hit = hits.nonzero()[0]
             if len(hit):
                 self._gaps[record] = blocks.gaps[rows[hit[-1]]]
-        self._used[record], self._asked[record], self._declined[record] = now, True, 0
+        self._used[record], self._states[record], self._declined[record] = now, ASKED, 0
         self._ends[record] = tags[-1]
         self._enter(tags, at, record)
 
@@ -90,9 +89,9 @@ class Prompts:
         if record < 0:
             record = self._new()
             self._ends[record] = tags[-1]
-        elif not self._asked[record]:  # the engine had all of it itself
+        elif self._states[record] == ENDED:  # the engine had all of it itself
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
-        self._used[record], self._asked[record] = now, False
+        self._used[record], self._states[record] = now, ENDED
         self._enter(tags, at, record)
 
     def store(self, part: StorePart, now: float) -> bool:
@@ -118,7 +117,7 @@ class Prompts:
         blocks.gaps[rows[new]] = gaps[new]
         known_new = new & (records >= 0)
         records = records[known_new]
-        self._used[records] = now
+        self._used[records], self._states[records] = now, STORED
         declined = self._declined[records]
         if not any_true(declined > 0):
             return False
