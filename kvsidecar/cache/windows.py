@@ -19,10 +19,13 @@ from kvsidecar.cache.slabs import Grid, Part, Shape, Slabs
 
 GAPS_AIM = 0.01
 """Part of the pool that is lost. Every byte beyond costs as much as to evict one of the oldest."""
-GAPS_LIMIT = 0.025
-"""The same, beside one slot of the smallest size. Every byte beyond costs `OVER_LIMIT` times as much: a place beyond it
-is taken only where there is no other. So 3 % are never reached, and up to here age counts as much as gaps do."""
-OVER_LIMIT = 1000
+GAPS_LIMIT = 0.02
+"""The same, beside one slot of the smallest size. Every byte beyond costs `OVER_LIMIT` times as much."""
+OVER_LIMIT = 25
+GAPS_END = 0.025
+"""The same. Every byte that a place would add beyond costs `OVER_END` times as much: there are nearly always others.
+Places that only take away from such a loss need not do so at any cost: they would evict what is used most."""
+OVER_END = 1000
 LONGER = 4
 """A large slot's place ends at one of so many slabs: the first where it is long enough, or a later one, to join the gap
 behind that."""
@@ -132,15 +135,19 @@ def cheapest(
         lost += gaps
     start, end, cost, more = (np.concatenate(column) for column in zip(*found, strict=True))
     smallest = min(each.size for each in shapes)
-    aim = max(0.0, GAPS_AIM * grid.pool_bytes - wasted)
-    limit = max(0.0, GAPS_LIMIT * grid.pool_bytes - wasted) + smallest
     age = now - int(touched.min(initial=now - 1))
+
+    def bytes_of(part: float) -> float:
+        return max(0.0, part * grid.pool_bytes - wasted)
+
+    aim, limit, end_of = bytes_of(GAPS_AIM), bytes_of(GAPS_LIMIT) + smallest, bytes_of(GAPS_END) + smallest
 
     def price(gaps: Ints) -> Floats:
         excess: Floats = np.maximum(0.0, gaps - aim) + OVER_LIMIT * np.maximum(0.0, gaps - limit)
         return excess / age
 
     cost = cost + price(lost + more) - price(np.array(lost))
+    cost += OVER_END * np.maximum(0.0, lost + more - max(lost, end_of)) / age
     nbytes = wanted.slots * wanted.shape.units * grid.unit
     for at in _ascending(cost):
         each = cost.item(at)
