@@ -76,7 +76,9 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir
 @pytest.mark.alone
 def test_data_parallel_replicas_of_one_engine_share_the_cache(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     needs_gpus(2)
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    # On a CPU, vLLM 0.33 gives each replica a NUMA node of its own, which fails where there is only one, unless this
+    # variable is set. Its value 0 simulates no nodes, which would bind threads.
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_SIM_MULTI_NUMA": "0"}
     with ReplicasProcess(model, kvsidecar(daemon.socket), variables, data_parallel_size=2) as engine:
         engine.wait_started()
         for replica in range(2):
