@@ -319,10 +319,10 @@ def test_a_session_of_which_nothing_was_ever_stored_has_a_rhythm() -> None:
     space = open_space(cache)
     for now in range(0, 1610, 160):
         use(cache, space, float(now), "a", "b")
-        cache.expire(now + 80.0)
+        cache.expire(now + 40.0)
         cache.touch([(space, keys("a", "b", "its answer"))])
     store(cache, space, "its answer", "what follows")
-    assert gap_of(space, "what follows") == pytest.approx(80, rel=0.1)
+    assert gap_of(space, "what follows") == pytest.approx(120, rel=0.1)
 
 
 def test_a_session_that_the_engine_itself_had_has_a_rhythm() -> None:
