@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvsidecar.core.access import Caller
 from kvsidecar.core.registration import Allocation, CudaAllocation, FdAllocation, RangesAllocation
@@ -36,6 +36,8 @@ class Peer:
     registering: int = 0
     """Registrations under way: a driver call in a thread may be using the descriptors."""
     gone: bool = False
+    _spent: set[int] = field(default_factory=set)
+    """Indexes of ``fds`` that are closed when no registration is under way."""
 
     def close_fds(self) -> None:
         """Close the descriptors unless a registration uses them: another client's could get the same numbers."""
@@ -48,21 +50,23 @@ class Peer:
                 os.close(self.fence)
                 self.fence = None
 
-    def close_ranges(self, allocations: Sequence[Allocation]) -> None:
-        """Close the descriptors of physical memory: while one is open, the memory stays allocated although the engine
-        and the copier have unmapped it."""
-        indexes = {
+    def spend(self, allocations: Sequence[Allocation]) -> None:
+        """A registration that named these has been answered: close its descriptors of physical memory, once none is
+        under way. While one is open, the memory stays allocated although engine and copier have unmapped it."""
+        self._spent |= {
             index
             for allocation in allocations
             if isinstance(allocation, RangesAllocation)
             for index in allocation.fd_indexes
             if index < len(self.fds) and self.fds[index] is not None
         }
-        if indexes:
-            for index in indexes:
-                os.close(self.fds[index])  # type: ignore[arg-type]  # it is not None
-            self.fds = tuple(None if index in indexes else fd for index, fd in enumerate(self.fds))
-            self.on_closed(len(indexes))
+        if self.registering or not self._spent:
+            return
+        spent, self._spent = self._spent, set()
+        for index in spent:
+            os.close(self.fds[index])  # type: ignore[arg-type]  # it is not None
+        self.fds = tuple(None if index in spent else fd for index, fd in enumerate(self.fds))
+        self.on_closed(len(spent))
 
     def source(self, allocation: Allocation) -> MemorySource:
         """Where an allocation's memory comes from. Raises InvalidRequest: it names a descriptor that is not there."""
@@ -76,7 +80,7 @@ class Peer:
                 return RangesSource(tuple(zip(fds, allocation.sizes, strict=True)))
 
     def _descriptor(self, index: int) -> int:
-        fd = self.fds[index] if index < len(self.fds) else None
+        fd = self.fds[index] if index < len(self.fds) and index not in self._spent else None
         if fd is None:
             raise InvalidRequest(
                 f"fd_index {index} names none of the {len(self.fds)} descriptors sent over the attach socket, or one "

@@ -276,12 +276,19 @@ class Instances:
         return {device: sum(allocations.values()) for device, allocations in seen.items()}
 
     async def register(self, registration: RankRegistration) -> RankSession:
-        """Attach one rank: all or nothing.
+        """Attach one rank: all or nothing. Descriptors of physical memory are closed in any case.
 
         Raises:
             InvalidRequest, NamespaceMismatch, UnknownPeer, NotPermitted, LimitExceeded, AccessDenied, DeviceNotFound,
                 ImportRefused: nothing is left behind.
         """
+        try:
+            return await self._admit(registration)
+        finally:
+            if (peer := self._peers.get(registration.token)) is not None:
+                peer.spend(registration.allocations)
+
+    async def _admit(self, registration: RankRegistration) -> RankSession:
         await self.turns.run(registration.checking())
         peer = self.peer(registration.token)
         permit(peer.caller, registration.namespace)
@@ -298,7 +305,6 @@ class Instances:
             raise
         finally:
             peer.registering -= 1
-            peer.close_ranges(registration.allocations)
             if peer.gone:
                 peer.close_fds()
 

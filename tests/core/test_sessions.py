@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Generator, Iterator
 from itertools import pairwise
@@ -18,13 +19,23 @@ from kvsidecar.client import HostBuffer
 from kvsidecar.core.access import Access
 from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
 from kvsidecar.core.peer import Peer
-from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, RankRegistration
+from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, RangesAllocation, RankRegistration
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.device.base import DeviceMemory
-from kvsidecar.errors import AccessDenied, DeviceError, DeviceLost, InvalidRequest, Refusal, Unavailable
+from kvsidecar.errors import (
+    AccessDenied,
+    DeviceError,
+    DeviceLost,
+    ImportRefused,
+    InvalidRequest,
+    Refusal,
+    Unavailable,
+)
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire
 from kvsidecar.server.convert import registration_from
 from kvsidecar.support import fence
+from kvsidecar.support.host_memory import create_file
+from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.support.tasks import RoundRobin
 from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -33,6 +44,7 @@ from tests.harness import NAMESPACE, SECONDS, layout
 
 POOL_BYTES = 1 << 20
 CHUNK = 4096
+SMALL_PAGES = Pages(PageKind.SMALL, 4096)
 
 
 @pytest.fixture
@@ -400,3 +412,113 @@ async def test_a_connection_with_a_fence_takes_one_rank_at_a_time(buffer: HostBu
     peer.fds = ()  # the fixture's
     world.instances.remove_peer(peer)
     assert peer.fence is None
+
+
+def shares_physical_memory(world: World) -> tuple[Peer, list[int], list[int]]:
+    """A process that has sent two memfds as ranges; its descriptors, and what is said of those that are closed."""
+    fds = [create_file(1 << 19, SMALL_PAGES) for _ in range(2)]
+    closed: list[int] = []
+    known = frozenset({world.copier.pid})
+    peer = world.instances.add_peer(
+        pid=1, uid=1, gid=1, client="", fds=tuple(fds), copiers=known, on_closed=closed.append
+    )
+    return peer, fds, closed
+
+
+def is_open(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(fd)
+        return True
+    return False
+
+
+RANGES = RangesAllocation((0, 1), (1 << 19, 1 << 19), 1 << 20)
+
+
+@pytest.mark.parametrize("sizes", [(1 << 19, 1 << 19), (1 << 19, 1 << 18)], ids=["accepted", "refused"])
+async def test_descriptors_of_physical_memory_are_closed_with_the_answer(sizes: tuple[int, ...]) -> None:
+    """One that stayed open would keep the memory allocated when the engine has unmapped it."""
+    world = World()
+    peer, fds, closed = shares_physical_memory(world)
+    allocation = dataclasses.replace(RANGES, sizes=sizes)
+    if sizes == RANGES.sizes:
+        session = await world.attach(peer, allocations=(allocation,))
+        assert session.imported_bytes == 1 << 20
+    else:
+        with pytest.raises(ImportRefused, match="all of it"):
+            await world.attach(peer, allocations=(allocation,))
+    assert not any(map(is_open, fds))
+    assert closed == [2]
+    with pytest.raises(InvalidRequest, match="that a registration has used: connect again"):
+        await world.attach(peer, allocations=(RANGES,))
+    assert closed == [2], "once"
+    for session in world.instances.remove_peer(peer):
+        await world.instances.end(session, gone=True)
+    world.nothing_is_left()
+
+
+async def test_a_process_that_goes_while_its_ranges_are_mapped_leaves_nothing_behind() -> None:
+    world = World()
+    peer, fds, _ = shares_physical_memory(world)
+    session = await world.attach(peer, allocations=(RANGES,))
+    assert world.instances.remove_peer(peer) == (session,)
+    await world.instances.end(session, gone=True)
+    assert not any(map(is_open, fds))
+    world.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("indexes", "sizes", "text"),
+    [
+        ((0, 1), (4096,), "2 descriptors but 1 sizes"),
+        ((), (), "at least one range"),
+        ((0,), (0,), "each has 1 to"),
+        ((0,), (1 << 63,), "each has 1 to"),
+    ],
+)
+async def test_ranges_that_cannot_be_right_are_refused_in_words(
+    indexes: tuple[int, ...], sizes: tuple[int, ...], text: str
+) -> None:
+    world = World()
+    peer, fds, _ = shares_physical_memory(world)
+    with pytest.raises(InvalidRequest, match=f"allocation 0: .*{text}"):
+        await world.attach(peer, allocations=(RangesAllocation(indexes, sizes, 1 << 20),))
+    assert [is_open(fd) for fd in fds] == [index not in indexes for index in (0, 1)]
+    world.instances.remove_peer(peer)
+    world.nothing_is_left()
+
+
+def test_the_ranges_of_all_allocations_together_are_limited() -> None:
+    ranges = pb.Ranges(fd_indexes=[0] * 2049, sizes=[4096] * 2049)
+    message = pb.Register(allocations=[pb.Allocation(ranges=ranges, size=4096)] * 2)
+    with pytest.raises(InvalidRequest, match="4098 ranges of physical memory is over the limit of 4096"):
+        list(registration_from(message))
+
+
+async def test_descriptors_that_another_registration_may_still_use_stay_open_until_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another client's descriptor could get the number, and its memory be mapped for this one."""
+    world = World()
+    peer, fds, closed = shares_physical_memory(world)
+    opening, go_on = asyncio.Event(), asyncio.Event()
+    really = world.copier.open
+
+    async def slow(*arguments: Any) -> Any:
+        opening.set()
+        await go_on.wait()
+        return await really(*arguments)
+
+    monkeypatch.setattr(world.copier, "open", slow)
+    slow_one = asyncio.create_task(world.attach(peer, allocations=(RANGES,)))
+    await opening.wait()
+    with pytest.raises(InvalidRequest, match="2 descriptors but 1 sizes"):
+        await world.attach(peer, allocations=(RangesAllocation((0, 1), (4096,), 4096),))
+    assert all(map(is_open, fds))
+    go_on.set()
+    session = await slow_one
+    assert not any(map(is_open, fds))
+    assert closed == [2]
+    world.instances.remove_peer(peer)
+    await world.instances.end(session, gone=True)
+    world.nothing_is_left()

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.integrations.condition import ATTACHED, WhyNot, reason_gauges
-from kvsidecar.integrations.sglang import adapters, pools, ranks
+from kvsidecar.integrations.sglang import adapters, pools, ranks, sleeping
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
@@ -98,6 +98,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             side.weights_changing,
             lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
         )
+        self._end_sleep = sleeping.watch(SchedulerWeightUpdaterManager, self._released)
         self._end_adapters = adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token))
         self.layer_done_counter = self._side.loads
         self.pools = {PoolName(pool.name): pool for pool in found_pools}
@@ -200,11 +201,21 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._side is not None:
             self._side.reset()
 
+    def _released(self) -> None:
+        """SGLang's pages and its loads refer to this registration, so it is not made again."""
+        if self._side is not None:
+            _log.warning(
+                "kvsidecar: SGLang releases the memory of its KV cache: the daemon gives it back, and this engine runs "
+                "without offload until it is restarted"
+            )
+            self.close()
+
     def close(self) -> None:
         side, self._side = self._side, None
         if side is not None:
             atexit.unregister(self.close)
             self._end_watch()
+            self._end_sleep()
             self._end_adapters()
             if self._events is not None:
                 self._events.close()

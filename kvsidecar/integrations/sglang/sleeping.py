@@ -1,0 +1,45 @@
+"""Notices that SGLang releases the memory of its KV cache (``release_memory_occupation`` with its memory saver).
+
+SGLang tells a linker nothing of it. The memory that it gets back with ``resume_memory_occupation`` is other memory at
+the same addresses: what the daemon has mapped would not be the engine's any more, and none of it would be free.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+KV_CACHE: Final = "kv_cache"
+"""SGLang's tag of the memory of the KV cache; no tag stands for all."""
+RELEASE: Final = "release_memory_occupation"
+
+
+def watch(updater: Any, releasing: Callable[[], None]) -> Callable[[], None]:
+    """Call ``releasing`` before memory of the KV cache is released from now on.
+
+    Args:
+        updater: SGLang's class that does it for the scheduler.
+
+    Returns:
+        A function that ends this.
+    """
+    original = getattr(updater, RELEASE, None)
+    if original is None:
+        return lambda: None
+
+    @functools.wraps(original)
+    def release(self: Any, request: Any) -> Any:
+        tags = request.tags
+        # Without the memory saver nothing is released.
+        if self.memory_saver_adapter.enabled and (not tags or KV_CACHE in tags):
+            releasing()
+        return original(self, request)
+
+    setattr(updater, RELEASE, release)
+
+    def end() -> None:
+        if getattr(updater, RELEASE) is release:  # else somebody has wrapped it again
+            setattr(updater, RELEASE, original)
+
+    return end
