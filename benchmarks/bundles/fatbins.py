@@ -79,6 +79,8 @@ def containers(library: bytes | bytearray) -> list[tuple[int, int, list[Entry]]]
         at = begin
         while at < begin + size:
             kind, _, header, payload, _, _, _, architecture = _ENTRY.unpack_from(library, at)
+            if not header:
+                raise ValueError(f"the container at byte {begin} has an entry without a header at byte {at}")
             entries.append(Entry(kind == 1, architecture, bytes(library[at : at + header + payload])))
             at += header + payload
         result.append((begin, size, entries))

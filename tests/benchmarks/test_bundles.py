@@ -77,3 +77,8 @@ def test_an_extension_without_kernels_stays_as_it_is() -> None:
 def test_what_is_no_library_is_refused() -> None:
     with pytest.raises(ValueError, match="not a 64-bit ELF"):
         fatbins.slim(bytearray(b"no library" * 10), fatbins.for_architecture(90))
+
+
+def test_a_container_with_bytes_that_are_no_entry_is_refused() -> None:
+    with pytest.raises(ValueError, match="an entry without a header"):
+        fatbins.containers(library(container(entry(CODE, 90, b"a" * 8), bytes(64))))
