@@ -156,6 +156,7 @@ def connect(
     process = DaemonProcess(())
     try:
         _connect(sock, path, deadline, cancel)
+        client = client.ljust(len(fds) // MAX_FDS)  # the message must have a byte for each batch of descriptors
         hello = pb.Hello(protocol=PROTOCOL, num_fds=len(fds), client=client, fence=fenced).SerializeToString()
         # A daemon that refuses connections has sent its reason, and closed, before it reads.
         with contextlib.suppress(BrokenPipeError):
@@ -197,19 +198,17 @@ def _connect(sock: socket.socket, path: str, deadline: float, cancel: int | None
 
 
 def _send(sock: socket.socket, data: bytes, fds: Sequence[Descriptor], deadline: float, cancel: int | None) -> None:
-    """Send a message, with at most `MAX_FDS` of the descriptors with each of its first bytes."""
-    sent = 0
-    for first in range(0, len(fds), MAX_FDS):
+    """Send a message in one piece; with more than `MAX_FDS` descriptors, so many with each of its first bytes."""
+    for first in range(0, max(1, len(fds)), MAX_FDS):
         with contextlib.ExitStack() as opened:
             batch = []
             for each in fds[first : first + MAX_FDS]:
                 batch.append(each if isinstance(each, int) else each())
                 if not isinstance(each, int):
                     opened.callback(os.close, batch[-1])
-            while not send_fds(sock, data[sent : sent + 1], batch):
+            piece, data = (data[:1], data[1:]) if first + MAX_FDS < len(fds) else (data, b"")
+            while not send_fds(sock, piece, batch):
                 _pause(deadline, cancel, "it does not take the descriptors that were sent before")
-        sent += 1
-    sock.sendall(data[sent:])
 
 
 def _pause(deadline: float, cancel: int | None, why: str) -> None:

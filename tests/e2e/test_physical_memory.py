@@ -17,6 +17,7 @@ from kvsidecar.client import Allocation, Blocks, Client, GroupLayout, JobDone, K
 from kvsidecar.errors import ClientError
 from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.types import MAX_DESCRIPTORS
 from tests.e2e.memory_holders import holders
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 from tests.marks import both_protocols
@@ -110,6 +111,17 @@ def test_hundreds_of_ranges_are_mapped_and_no_descriptor_stays_open(daemon: Daem
     assert engine.load(*ids, at=at).outcome is Outcome.DONE
     assert np.array_equal(engine.content()[:, at], want[:, ids])
     assert engine.sleep()
+
+
+def test_as_many_descriptors_as_a_rank_may_share_arrive(daemon: DaemonProcess) -> None:
+    fd = host_memory.create_file(mmap.PAGESIZE, SMALL_PAGES, "kvsidecar-kv-range")
+    ranges = tuple(PhysicalRange(mmap.PAGESIZE, fd=fd) for _ in range(MAX_DESCRIPTORS))
+    buffers = KVBuffers("host", (Allocation(MAX_DESCRIPTORS * mmap.PAGESIZE, ranges=ranges),))
+    layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, ROW, ROW, ROW, 1),))
+    with daemon.client() as client:
+        client.attach(instance="many", namespace=replace(NAMESPACE, model="other"), buffers=buffers, groups=[layout])
+        assert open_descriptors(daemon) == 0
+    os.close(fd)
 
 
 @both_protocols
