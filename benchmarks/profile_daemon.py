@@ -49,7 +49,17 @@ NATIVE_RATE = 25
 
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hand-over to the copiers", ("copier/link.py", "copier/copiers.py", "copier/ring.py", "copier/messages.py")),
-    ("carrier", ("server/local_protocol.py", "server/service.py", "server/decoding.py", "grpc/")),
+    (
+        "carrier",
+        (
+            "server/local_protocol.py",
+            "server/service.py",
+            "server/decoding.py",
+            "server/grpc_front.py",
+            "server/http2_gate.py",
+            "grpc/",
+        ),
+    ),
     ("messages", ("server/convert.py", "kvsidecar/protocol/wire.py", "kvsidecar/core/hashes.py", "google/protobuf")),
     (
         "handler",

@@ -115,6 +115,7 @@ class Client(OperatorCalls):
             DaemonUnreachable: no daemon answers. `attach` may be called again. Not raised with ``retry``.
             AttachRefused: the daemon refuses the registration; the text says what to change. With ``retry`` it is
                 logged instead, and tried again: another daemon may accept it.
+            ClientError: this client was attached or closed before, or was closed meanwhile.
         """
         if self._supervisor.has_registration or self._closed:
             raise ClientError("this client was attached or closed before: make a new Client")
@@ -134,6 +135,8 @@ class Client(OperatorCalls):
         while supervisor.session is None and supervisor.error is None and time.monotonic() < deadline:
             supervisor.wait_attempt(attempts, deadline - time.monotonic())
             attempts = supervisor.attempts
+            if self._closed:
+                raise ClientError("this client was closed while it attached")
         if supervisor.session is None:
             error = supervisor.error
             supervisor.close(0.0)
