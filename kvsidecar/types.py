@@ -43,6 +43,9 @@ MAX_IDLE_SECONDS = (1 << 22) - 1
 """Most seconds without a use after which a store may let its blocks expire (48 days): a block's record has no more
 bits for it."""
 
+NO_NEXT_USE = (1 << 32) - 1
+"""In place of the seconds until a prompt is used again: it will not be."""
+
 MAX_TEXT_BYTES = 1024
 """Longest text from a client that the daemon keeps, in bytes of UTF-8. Namespaces outlive their engines, and every
 lookup, status and log line carries such texts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ import numpy as np
 from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Bytes, Ints, Words, all_true, any_true, as_list, extended
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import EvictionQueues
-from kvsidecar.cache.rhythm import CLASSES, FIRST_GAP, Rhythm, class_of, in_order
+from kvsidecar.cache.rhythm import FIRST_GAP, Rhythm, class_of, in_order
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.slots import size_class
 from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
@@ -205,10 +204,10 @@ class SpaceBlocks:
         """
         if self.rhythm is None:
             return self.queues.candidates(priority)
-        horizons = itertools.repeat(NEVER) if by_use else self.rhythm.horizons.tolist()
+        horizons = self.rhythm.horizons.tolist()
         streams = [
-            (self.queues.candidates(queue), horizon, number)
-            for number, horizon in zip(range(CLASSES), horizons, strict=False)
+            (self.queues.candidates(queue), NEVER if by_use else horizon, number)
+            for number, horizon in enumerate(horizons)
             if (queue := number << PRIORITY_BITS | priority) in self.queues
         ]
         return in_order(streams, self.last_used)

@@ -6,6 +6,7 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from math import inf
 
 import numpy as np
 
@@ -141,17 +142,23 @@ class BlockCache:
         answer: list[bool] = self._reader.find(space, hashes, mode)[1].tolist()
         return answer
 
-    def touch(self, parts: Sequence[Part]) -> list[list[bool]]:
+    def touch(self, parts: Sequence[Part], pause: float = 0.0) -> list[list[bool]]:
         """Count what is there of these blocks as used now, the deepest of each part as the oldest: neither a hit nor a
-        miss, nor a use that tells a rhythm. Returns which are readable."""
+        miss, nor a use that tells a rhythm. Returns which are readable.
+
+        Args:
+            pause: seconds until their prompt is expected to be used again, infinity if it will not be; 0: it is not
+                known. With `Eviction.LRU` only infinity changes anything: they do not count as used.
+        """
         tick = self._next_tick()
         answers = []
         for space, hashes in parts:
             keys = space.blocks.index.keys(hashes)
             rows = space.blocks.index.find(keys)
             if self._prompts is not None:
-                self._prompts.touch(space.blocks, keys, self._expiry.at)
-            self._table.touch_rows(space.blocks, rows, tick)
+                self._prompts.touch(space.blocks, keys, rows, self._expiry.at, pause)
+            if self._prompts is not None or pause != inf:
+                self._table.touch_rows(space.blocks, rows, tick)
             answers.append(self._reader.readable(space, rows).tolist())
         return answers
 
@@ -175,6 +182,9 @@ class BlockCache:
         if lease is not None and lease.owner != owner:
             lease = None
         if any(len(chain.rows) for chain in chains) and self._room.may_pin(chains):
+            if self._prompts is not None:
+                for blocks, keys, rows, hits in found:
+                    self._prompts.end_told(blocks, keys, np.where(hits, rows, -1))
             self._table.pin(chains)
             if lease is None:
                 lease = self._leases.add(owner, chains, now + ttl)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from kvsidecar.cache.arrays import Bools, Bytes, Ints, all_true, any_true, zeros
 from kvsidecar.cache.block import SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys, Tags
-from kvsidecar.cache.rhythm import FIRST_GAP, moved
+from kvsidecar.cache.rhythm import FIRST_GAP, OVER, TOLD, moved, told
 
 ENTRIES = 1 << 20
-"""Of eight bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
+"""Of nine bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
 that is left names it."""
 PROMPTS = 1 << 16
 """Of 22 bytes."""
@@ -36,13 +36,16 @@ class Prompts:
 
     A prompt that has all blocks that were looked up of another one continues it, and takes over its number, which names
     what is known of it. One that has only some of them is another prompt with the same beginning, as the instructions
-    that all requests of an application share: that these are used often says nothing about it.
+    that all requests of an application share: that these are used often says nothing about it. And what is said of the
+    one prompt says nothing of when the other will use them.
     """
 
     def __init__(self) -> None:
         self._tags: Tags = zeros((ENTRIES,), np.uint32)
         self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
         """By entry: the number of the prompt."""
+        self._shared: Bools = zeros((ENTRIES,), np.bool_)
+        """By entry: whether another prompt had the block before."""
         self._count = 0
         """The number of the last prompt; the first is 1."""
         self._numbers: Numbers = zeros((PROMPTS,), np.uint32)
@@ -80,8 +83,14 @@ class Prompts:
         self._ends[record] = tags[-1]
         self._enter(tags, at, record)
 
-    def touch(self, blocks: SpaceBlocks, keys: Keys, now: float) -> None:
-        """All blocks of a prompt, which has ended, count as used."""
+    def touch(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, now: float, pause: float = 0.0) -> None:
+        """All blocks of a prompt, which has ended, count as used.
+
+        Args:
+            rows: of these blocks; -1: not there.
+            pause: seconds until it is used again, as somebody says; infinity: it is not; 0: nobody says. Of blocks that
+                other prompts have too it counts only if that is sooner than usual.
+        """
         if not len(keys):
             return
         tags, at = self._places(blocks, keys)
@@ -93,6 +102,23 @@ class Prompts:
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._states[record] = now, ENDED
         self._enter(tags, at, record)
+        self.end_told(blocks, keys, rows)
+        if pause:
+            gap, there = told(pause), rows >= 0
+            rows, at = rows[there], at[there]
+            sooner = blocks.gaps[rows] > gap - TOLD if gap < OVER else False
+            blocks.gaps[rows[~self._shared[at] | sooner]] = gap
+
+    def end_told(self, blocks: SpaceBlocks, keys: Keys, rows: Ints) -> None:
+        """These blocks are used: what was told of them has ended, and they have the gap of their prompt again.
+
+        Args:
+            rows: of these blocks; -1: not there.
+        """
+        ended = (rows >= 0) & (blocks.gaps[rows] >= TOLD)
+        if any_true(ended):
+            records = self._records(*self._places(blocks, keys.take(ended)))
+            blocks.gaps[rows[ended]] = np.where(records >= 0, self._gaps[records], np.uint8(FIRST_GAP))
 
     def store(self, part: StorePart, now: float) -> bool:
         """Set the gaps of the blocks that a store creates. Whether all lie behind blocks that were declined: the hole
@@ -110,7 +136,8 @@ class Prompts:
         records = self._records(tags, at)
         gaps = np.where(records >= 0, self._gaps[records], np.int16(-1)).astype(np.int16)
         new = np.ones(len(rows), np.bool_) if all_new else np.isin(rows, part.created)
-        gaps[~new] = blocks.gaps[rows[~new]]
+        there = blocks.gaps[rows[~new]]
+        gaps[~new] = np.where(there < TOLD, there, gaps[~new])
         before = np.maximum.accumulate(np.where(gaps >= 0, np.arange(len(gaps)), -1))
         known = gaps[gaps >= 0]
         gaps = np.where(before >= 0, gaps[before], known[0] if len(known) else FIRST_GAP)
@@ -146,8 +173,10 @@ class Prompts:
         return int(known[-1]) if len(known) else -1
 
     def _enter(self, tags: Tags, at: Ints, record: int) -> None:
+        number = self._numbers[record]
+        self._shared[at] = (self._tags[at] == tags) & (self._shared[at] | (self._prompts[at] != number))
         self._tags[at] = tags
-        self._prompts[at] = self._numbers[record]
+        self._prompts[at] = number
 
     def _new(self) -> int:
         self._count = self._count % _MASK + 1

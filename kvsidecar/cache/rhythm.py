@@ -12,6 +12,9 @@ already, is the longest; of several with the same, the one whose last use is the
 ticks: a block counts as last used when it was, or at `Rhythm.horizons` of its class (now minus the patience) if that is
 earlier. With one class that is LRU.
 
+Whoever runs the sessions may know more: how long the next pause is, or that there is no next use at all. A block that
+is told so has a class for that, with a patience of its own, until its next use (`told`).
+
 What is there stays rather than what is new: a block is not stored in the place of one that is of its class or the
 next, and that has not waited for longer than the next class's patience. Otherwise sessions that return equally soon
 would take each other's places for ever, and none would be hit.
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from math import log2
+from math import inf, log2
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +45,17 @@ PATIENCE = tuple(5.0 * 2.0 ** (number / 2) for number in range(CLASSES))
 """Of each class, in seconds: 5 times the root of its gap. One of 10 seconds is waited for 16, one of 5 minutes 87: the
 next gap is mostly nearer to that of all sessions than the usual one is."""
 
+TOLD = STEPS * CLASSES
+"""Gaps from this one on are what somebody has said of the next use: an octave each, then `OVER`."""
+TOLD_CLASSES = 13
+MOST_TOLD = 1 << TOLD_CLASSES - 2
+"""34 minutes; longer pauses that are told count as this one."""
+OVER = TOLD + STEPS * (TOLD_CLASSES - 1)
+"""There will be no next use."""
+TOLD_PATIENCE = PATIENCE[: TOLD_CLASSES - 1]
+"""Of each of these classes but the last, which is not waited for at all. Mostly only what a pause is for is known, so
+that one that is told is about as near to the true one as the usual gap is."""
+
 Stream = tuple[Iterator[Ints], int, int]
 """The blocks of one class in the order of their last use, its horizon, and its number."""
 
@@ -50,6 +64,13 @@ def class_of(gaps: Bytes) -> Bytes:
     """The class of each of these gaps; that of the longest is the highest."""
     classes: Bytes = (gaps + np.uint8(STEPS // 2)) >> np.uint8(STEP_BITS)  # to divide bytes takes ten times as long
     return classes
+
+
+def told(seconds: float) -> int:
+    """The gap of a block that will be used next in so many seconds; infinity: not at all."""
+    if seconds == inf:
+        return OVER
+    return TOLD + STEPS * round(log2(min(max(seconds, 1.0), MOST_TOLD)))
 
 
 class Rhythm:
@@ -62,13 +83,14 @@ class Rhythm:
     def __init__(self, times: UseTimes) -> None:
         self._times = times
         self._now = 0.0
-        self.horizons: Ints = np.full(CLASSES, -1, np.int64)
+        self.horizons: Ints = np.full(CLASSES + TOLD_CLASSES, -1, np.int64)
         """Per class a tick that is as long ago as its patience: what was used later is waited for still."""
+        self.horizons[-1] = -2  # before all others, whose earliest is -1
 
     def set_time(self, now: float) -> None:
         """It is ``now``, in seconds on the cache's clock."""
         self._now = now
-        self.horizons[:] = [self._times.last_tick(now - patience) for patience in PATIENCE]
+        self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
 
     def ranks(self, gaps: Bytes, last_used: Ints) -> Ints:
         """Blocks with the lowest rank go first; a rank is a tick.
@@ -85,7 +107,9 @@ class Rhythm:
         return self.horizons.item(min((gap + STEPS // 2 >> STEP_BITS) + 1, CLASSES - 1))
 
     def after(self, gaps: Bytes, last_used: Ints) -> Bytes:
-        """The gaps of blocks that are used now, and were last used at these ticks. Uses within a second are one."""
+        """The gaps of blocks that are used now, and were last used at these ticks. Uses within a second are one. What
+        was told ends with this use."""
+        gaps = np.where(gaps < TOLD, gaps, np.uint8(FIRST_GAP))
         seconds = self._now - self._times.earliest(last_used, self._now)
         found = np.rint(STEPS * np.log2(np.clip(seconds, 1.0, MOST_SECONDS)))
         moves = np.clip(found - gaps, -STEPS, STEPS)

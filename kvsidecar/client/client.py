@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from kvsidecar.client.buffers import KVBuffers
@@ -21,7 +22,16 @@ from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
-from kvsidecar.types import MAX_IDLE_SECONDS, Direction, GroupLayout, LookupMode, Namespace, Priority, State
+from kvsidecar.types import (
+    MAX_IDLE_SECONDS,
+    NO_NEXT_USE,
+    Direction,
+    GroupLayout,
+    LookupMode,
+    Namespace,
+    Priority,
+    State,
+)
 
 
 class Client(OperatorCalls):
@@ -439,7 +449,9 @@ class Client(OperatorCalls):
         )
         return self._lookups.begin(query)
 
-    def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]]) -> None:
+    def touch_nowait(
+        self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], pause: float | None = None
+    ) -> None:
         """Say that the blocks of one request were used without a lookup, as where the engine's own cache had them.
 
         Those that the daemon has count as used now, the head of the request last, so that it is evicted last. Never
@@ -447,11 +459,16 @@ class Client(OperatorCalls):
 
         Args:
             groups: as of `lookup`; at most 8,192 hashes in all.
+            pause: seconds until the request's prompt is expected to be used again, infinity if it will not be; None: it
+                is not known. A daemon with `Eviction.RHYTHM` goes by it until then; one with `Eviction.LRU` does not
+                count blocks as used that will not be used again.
 
         Raises:
-            ClientError, ValueError: as `lookup`.
+            ClientError: as `lookup`.
+            ValueError: the pause is not positive; or as `lookup`.
         """
-        self._lookups.touch_nowait(LookupQuery(namespace, groups, LookupMode.BITMAP, touch=True))
+        seconds = NO_NEXT_USE if pause == inf else whole_seconds("pause", pause, NO_NEXT_USE - 1)
+        self._lookups.touch_nowait(LookupQuery(namespace, groups, LookupMode.BITMAP, touch=True, pause_seconds=seconds))
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         """`renew` without waiting for the answer."""

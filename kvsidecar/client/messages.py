@@ -179,6 +179,8 @@ class LookupQuery:
     """Of an earlier lookup, that these hits are added to; 0: a new one."""
     touch: bool = False
     """The blocks were used, and nothing is to be known."""
+    pause_seconds: int = 0
+    """Of a touch: until the next use; 0: not known; `kvsidecar.types.NO_NEXT_USE`: there is none."""
 
     @property
     def hashes(self) -> int:
@@ -201,7 +203,7 @@ class LookupQuery:
             message.lookup.choose, message.lookup.fetch_tokens = self.wanted is not None, self.fetch_tokens
         if self.lease and self.lease_seconds:
             message.lookup.lease = self.lease
-        message.lookup.touch = self.touch
+        message.lookup.touch, message.lookup.pause_seconds = self.touch, self.pause_seconds
         wanted = self.wanted or {}
         add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
         for group, hashes in self.groups.items():

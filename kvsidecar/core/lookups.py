@@ -112,6 +112,7 @@ class LookupService:
         owner: bytes | None = None,
         lease: int = 0,
         touch: bool = False,
+        pause: float = 0.0,
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
         choice: Choice | None = None,
@@ -126,6 +127,7 @@ class LookupService:
             lease: a lease of this client that the hits are added to; 0 for a new one.
             touch: the blocks were used elsewhere: what is there counts as used, and not as looked up. No lease is
                 taken, and nothing is fetched.
+            pause: of a touch, as `BlockCache.touch`.
             fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
@@ -138,7 +140,7 @@ class LookupService:
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
         if touch:
-            found = self._cache.touch(parts)
+            found = self._cache.touch(parts, pause)
             return LookupAnswer(True, _answers(groups, found, mode))
         granted = None
         lease_seconds = min(lease_seconds, self._lease_max)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ from kvsidecar.protocol.wire import (
     namespace_from_wire,
     region_from_wire,
 )
-from kvsidecar.types import MAX_DESCRIPTORS, GroupLayout, LookupMode, Priority, Region
+from kvsidecar.types import MAX_DESCRIPTORS, NO_NEXT_USE, GroupLayout, LookupMode, Priority, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_PARTS = 512
@@ -129,6 +130,11 @@ def mode_from(mode: int) -> LookupMode:
         return MODE_FROM_WIRE[mode]
     except KeyError:
         raise InvalidRequest(f"lookup mode {mode} is unknown: use MODE_PREFIX or MODE_BITMAP") from None
+
+
+def pause_from(seconds: int) -> float:
+    """Of a touch: seconds until the next use, infinity if there is none, 0 if it is not known."""
+    return inf if seconds == NO_NEXT_USE else float(seconds)
 
 
 def choice_from(request: pb.LookupRequest, hash_bytes: int) -> Choice:

@@ -273,6 +273,7 @@ class Handler:
             owner=owner,
             lease=request.lease,
             touch=request.touch,
+            pause=convert.pause_from(request.pause_seconds),
             fetch_seconds=request.fetch_ms / 1000,
             prefill_rate=request.prefill_rate,
             choice=convert.choice_from(request, namespace.hash_bytes)

@@ -386,7 +386,7 @@ class LookupGroup(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens", "lease", "touch")
+    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens", "lease", "touch", "pause_seconds")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODE_UNSPECIFIED: _ClassVar[LookupRequest.Mode]
@@ -406,6 +406,7 @@ class LookupRequest(_message.Message):
     FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     TOUCH_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
     mode: LookupRequest.Mode
@@ -417,7 +418,8 @@ class LookupRequest(_message.Message):
     fetch_tokens: int
     lease: int
     touch: bool
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ..., choose: bool = ..., fetch_tokens: _Optional[int] = ..., lease: _Optional[int] = ..., touch: bool = ...) -> None: ...
+    pause_seconds: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ..., choose: bool = ..., fetch_tokens: _Optional[int] = ..., lease: _Optional[int] = ..., touch: bool = ..., pause_seconds: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("ready", "epoch", "lease", "lease_ms", "groups", "asking")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import random
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,20 @@ from hypothesis import strategies as st
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.rhythm import CLASSES, MOST_GAP, STEPS, class_of, in_order
+from kvsidecar.cache.rhythm import (
+    CLASSES,
+    FIRST_GAP,
+    MOST_GAP,
+    STEPS,
+    TOLD,
+    TOLD_CLASSES,
+    Rhythm,
+    class_of,
+    in_order,
+    told,
+)
 from kvsidecar.cache.shares import ShareLimits
+from kvsidecar.cache.use_times import UseTimes
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
@@ -48,6 +61,12 @@ def gap_of(space: Space, name: int | str) -> float:
     row = find(space, block)
     assert row is not None
     return float(2.0 ** (space.blocks.gaps[row] / STEPS))
+
+
+def cache_gaps(space: Space, *names: int | str) -> list[int]:
+    """As they are kept."""
+    gaps: list[int] = space.blocks.gaps[space.blocks.index.find(space.blocks.index.keys(keys(*names)))].tolist()
+    return gaps
 
 
 # -- the gaps of blocks ----------------------------------------------------------------------------------------------
@@ -358,6 +377,118 @@ def test_a_request_that_waits_and_is_looked_up_again_has_no_other_rhythm() -> No
         use(cache, space, 1760.0 + second, "a", "b")
     store(cache, space, "a")
     assert gap_of(space, "a") == pytest.approx(160, rel=0.1)
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+def tell(cache: BlockCache, space: Space, now: float, pause: float, *names: int | str) -> None:
+    cache.expire(now)
+    cache.touch([(space, keys(*names))], pause)
+
+
+def ended(cache: BlockCache, space: Space, pauses: dict[str, float]) -> None:
+    """Prompts of one block each, used one after the other until second 100, with what is said of them then."""
+    for name in pauses:
+        store_at(cache, space, 0.0, name)
+    for name, pause in pauses.items():
+        use(cache, space, 100.0, name)
+        tell(cache, space, 100.0, pause, name)
+
+
+def test_what_will_not_be_used_again_goes_first_though_it_was_used_last() -> None:
+    cache = rhythmic(3)
+    space = open_space(cache)
+    ended(cache, space, {"a": 0.0, "b": 3000.0, "over": inf})
+    store_at(cache, space, 101.0, "new")
+    assert names_readable(cache, space, "a", "b", "over", "new") == ["a", "b", "new"]
+
+
+def test_what_pauses_for_long_goes_before_what_returns_soon() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    ended(cache, space, {"tool": 5.0, "person": 300.0, "usual": 0.0, "tool 2": 5.0})
+    store_at(cache, space, 200.0, "new")
+    assert names_readable(cache, space, "tool", "person", "usual", "tool 2") == ["person", "usual", "tool 2"]
+    cache = rhythmic(3)
+    space = open_space(cache)
+    ended(cache, space, {"tool": 5.0, "person": 300.0, "tool 2": 5.0})
+    store_at(cache, space, 125.0, "new")
+    assert names_readable(cache, space, "tool", "person", "tool 2", "new") == ["tool", "tool 2", "new"]
+
+
+def test_what_is_told_holds_until_the_next_use() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "a", "b")
+    for turn in range(1, 9):
+        use(cache, space, 40.0 * turn, "a", "b")
+    tell(cache, space, 320.0, inf, "a", "b")
+    assert cache_gaps(space, "a", "b") == [told(inf)] * 2
+    use(cache, space, 360.0, "a", "b")
+    assert gap_of(space, "a") == gap_of(space, "b") == pytest.approx(40, rel=0.1)
+    tell(cache, space, 361.0, 5.0, "a", "b")
+    assert cache_gaps(space, "a", "b") == [told(5.0)] * 2
+    tell(cache, space, 361.5, 0.0, "a", "b")
+    assert gap_of(space, "a") == gap_of(space, "b") == pytest.approx(40, rel=0.1), "nobody says"
+    check_integrity(cache)
+
+
+def test_what_is_loaded_without_a_lookup_was_told_nothing() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "a")
+    tell(cache, space, 5.0, inf, "a")
+    cache.expire(9.0)
+    grant = cache.begin_load([(space, 0, keys("a"))], None, 9.0)
+    assert not isinstance(grant, Refusal)
+    cache.end_load(grant)
+    assert cache_gaps(space, "a")[0] < TOLD
+
+
+def test_blocks_that_other_prompts_have_too_do_not_go_with_one() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    for prompt in ("p", "q"):
+        use(cache, space, 0.0, "instructions", prompt)
+        store_at(cache, space, 0.0, "instructions", prompt)
+    use(cache, space, 10.0, "instructions", "p")
+    tell(cache, space, 10.0, inf, "instructions", "p")
+    assert cache_gaps(space, "p") == [told(inf)]
+    assert max(cache_gaps(space, "instructions", "q")) < TOLD
+    use(cache, space, 12.0, "instructions", "q")
+    tell(cache, space, 12.0, 2.0, "instructions", "q")
+    assert cache_gaps(space, "instructions", "q") == [told(2.0)] * 2, "sooner than usual"
+
+
+def test_what_is_stored_behind_what_was_told_inherits_the_gap_of_its_prompt() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    use(cache, space, 0.0, "a")
+    store_at(cache, space, 0.0, "a")
+    tell(cache, space, 1.0, inf, "a")
+    store_at(cache, space, 2.0, "a", "b")
+    assert cache_gaps(space, "b") == [FIRST_GAP]
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1.0, 7.0, 1e4, 1e300, inf])
+def test_whatever_is_told_has_a_class_behind_those_of_gaps(seconds: float) -> None:
+    classes = class_of(np.array([told(seconds), MOST_GAP], np.uint8)).tolist()
+    assert CLASSES == classes[1] + 1 <= classes[0] < CLASSES + TOLD_CLASSES == len(Rhythm(UseTimes()).horizons)
+    assert (classes[0] == CLASSES + TOLD_CLASSES - 1) == (seconds == inf)
+
+
+def test_with_lru_only_what_is_over_does_not_count_as_used() -> None:
+    cache = new_cache(3)
+    space = open_space(cache)
+    store_at(cache, space, 0.0, "over")
+    store_at(cache, space, 1.0, "waits")
+    store_at(cache, space, 2.0, "other")
+    tell(cache, space, 3.0, 300.0, "waits")
+    tell(cache, space, 4.0, inf, "over")
+    for name, left in (("new", ["waits", "other"]), ("newer", ["waits"])):
+        store_at(cache, space, 5.0, name)
+        assert names_readable(cache, space, "over", "waits", "other") == left
 
 
 # -- admission -------------------------------------------------------------------------------------------------------

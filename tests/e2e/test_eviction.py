@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from math import inf
 from pathlib import Path
+
+import pytest
 
 from kvsidecar.client import Blocks, Outcome
 from kvsidecar.errors import Refusal
 from tests.e2e.priorities import IDS, names, store
 from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, hashes
+from tests.marks import both_protocols
 
 
 def test_a_full_pool_makes_room_and_status_names_the_policy(short_dir: Path) -> None:
@@ -56,4 +60,25 @@ def test_blocks_that_are_touched_stay_and_are_not_counted_as_looked_up(short_dir
         assert daemon.metric('kvsidecar_lookup_blocks_total{result="miss"}') == 0
         assert rank.hits(*names("touched")) == NUM_BLOCKS
         assert rank.hits(*names(0)) < NUM_BLOCKS
+        rank.close()
+
+
+@both_protocols
+def test_blocks_of_which_a_client_says_that_they_are_over_make_room(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, "--eviction", "rhythm", local=local) as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        for number in itertools.count():
+            new = [Blocks(0, hashes(*names(number)), IDS)]
+            if rank.finish(rank.client.store(new)).outcome is not Outcome.DONE:
+                break
+        assert rank.hits("nothing") == 0  # connected
+        rank.client.touch_nowait(NAMESPACE, {0: hashes(*names(0))}, pause=600)
+        rank.client.touch_nowait(NAMESPACE, {0: hashes(*names(1))}, pause=inf)
+        assert rank.hits("nothing") == 0  # answered after both
+        assert rank.finish(rank.client.store(new)).outcome is Outcome.DONE
+        assert [rank.hits(*names(each)) for each in (0, 2, number)] == [NUM_BLOCKS] * 3
+        assert rank.hits(*names(1)) < NUM_BLOCKS
+        with pytest.raises(ValueError, match="pause is 0"):
+            rank.client.touch_nowait(NAMESPACE, {0: hashes(*names(0))}, pause=0)
         rank.close()
