@@ -136,6 +136,10 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
     def append(self, tokens: Iterable[int]) -> None:
         self.all_token_ids += tokens
         self.block_hashes = chain(self.all_token_ids, self.hash_tokens)
@@ -214,6 +218,8 @@ class TinyDaemon:
         """Whether what is fetched fails to come."""
         self.asked: list[Mapping[int, Any]] = []
         self.touched: list[dict[int, bytes]] = []
+        self.pauses: list[float | None] = []
+        """What was said with each touch."""
         self.closed = False
         self.taken = 0
 
@@ -304,8 +310,9 @@ class TinyDaemon:
     def release_nowait(self, lease: int) -> None:
         self.leases.pop(lease, None)
 
-    def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes]) -> None:
+    def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes], pause: float | None = None) -> None:
         self.touched.append(dict(groups))
+        self.pauses.append(pause)
 
     def expire(self) -> None:
         """Short leases end by time."""

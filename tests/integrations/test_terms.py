@@ -54,7 +54,17 @@ def test_a_time_that_cannot_be_read_is_the_shortest_and_counted(times: Any) -> N
     assert counters.bad_ttls == 1
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"kvsidecar": None}, ["kvsidecar"]])
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_prefill": False},
+        {"kvsidecar": None},
+        ["kvsidecar"],
+        {"kvsidecar": {"pause": 9, "over": True}},
+    ],
+)
 def test_a_request_without_times_has_the_terms_of_others(params: Any) -> None:
     found, counters = terms(params)
     assert (found, counters.ttl_requests) == (DEFAULT_TERMS, 0)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
 import pytest
 
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import touches
+from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.terms import Terms, pause_after, terms_of
 from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyDaemon, TinyPool
 from tests.integrations.scheduling import attached, run
+
+
+@dataclass(eq=False)
+class Said(Request):
+    """As vLLM's request."""
+
+    kv_transfer_params: Any = None
 
 
 def ended(count: int) -> tuple[SchedulerSide, TinyDaemon, Clock, list[Request]]:
@@ -65,6 +78,49 @@ def test_a_touch_that_is_refused_disturbs_no_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(daemon, "touch_nowait", refuse)
     made.build_plan(Step())
     assert daemon.epoch == EPOCH
+
+
+TOOL = 7
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "pause"),
+    [
+        (None, [], None),
+        ({"ttl": 60}, [], None),
+        ({"pause": "2min"}, [TOOL], 120.0),
+        ({"pause": 120, "tool_pause": 5}, [1, 2], 120.0),
+        ({"pause": 120, "tool_pause": 5}, [1, TOOL, 2], 5.0),
+        ({"tool_pause": 5}, [1], None),
+        ({"pause": 120, "over": True}, [TOOL], inf),
+        ({"pause": 120, "over": False, "ttl": 600}, [], 120.0),
+    ],
+)
+def test_what_a_request_says_of_its_next_use_goes_with_its_touch(
+    said: Any, answer: list[int], pause: float | None
+) -> None:
+    pool, daemon, clock = TinyPool(64), TinyDaemon(), Clock()
+    made = attached(pool=pool, daemon=daemon, clock=clock, tool_tokens=[TOOL])
+    request = Said("said", list(range(9)), kv_transfer_params={"kvsidecar": said})
+    run(made, pool, request, 8)
+    request.append(answer)
+    made.request_finished(request)
+    clock.now += touches.AFTER_SECONDS
+    made.build_plan(Step())
+    assert (len(daemon.touched), daemon.pauses) == (1, [pause])
+    assert made.counters.pauses == (pause is not None or "tool_pause" in (said or {}))
+    assert made.counters.bad_pauses == 0
+
+
+@pytest.mark.parametrize(
+    "said", [{"pause": 0}, {"pause": "soon"}, {"tool_pause": [5]}, {"over": 1}, {"pause": 10**400}]
+)
+def test_a_pause_that_cannot_be_read_is_ignored_and_counted(said: Any) -> None:
+    counters = Counters()
+    request = Said("bad", list(range(9)), kv_transfer_params={"kvsidecar": {**said, "ttl": 60}})
+    assert pause_after(request, counters, frozenset()) is None
+    assert (counters.pauses, counters.bad_pauses) == (1, 1)
+    assert terms_of(request, counters, hints=True, request_priority=False) == Terms(ttl=60)
 
 
 def test_after_a_reset_nothing_of_before_is_touched() -> None:

@@ -69,6 +69,8 @@ class Counters:
     bad_ttls: int = _counter(
         "Times in kv_transfer_params that cannot be read; their requests' blocks are kept for a second at most."
     )
+    pauses: int = _counter("Requests whose kv_transfer_params say when their prompt is used next, or that it is not.")
+    bad_pauses: int = _counter("Of these, those that cannot be read; they are ignored.")
     unknown_hints: int = _counter("KV hints of other kinds, and those beyond the first 64 of a request; ignored.")
     _reported: tuple[int, ...] = field(default=(), init=False, repr=False)
 

@@ -15,6 +15,12 @@ def _store_mode(value: Any) -> str:
     return str(value)
 
 
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError("it must be a list of token ids")  # noqa: TRY004 - one kind of error for a bad value
+    return tuple(map(read_count, value))
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Every option with its default. Times are in seconds."""
@@ -40,6 +46,12 @@ class Options:
     store_prompt_only: bool = option(False, read_flag, "eager mode: store only the blocks of prompts, not of answers")
     kv_hints: bool = option(
         True, read_flag, "heed the KV hints that routers send with a request: retain, pin and demote its blocks"
+    )
+    tool_tokens: tuple[int, ...] = option(
+        (),
+        _token_ids,
+        "ids of the tokens that begin a call of a tool, such as [151657] for Qwen's <tool_call>; after an answer with "
+        "one of them, a request's tool_pause counts instead of its pause",
     )
     request_priority: bool = option(
         False,

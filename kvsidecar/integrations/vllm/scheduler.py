@@ -23,7 +23,7 @@ from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.selection import Pool
 from kvsidecar.integrations.vllm.shared import EngineFacts, Shared
 from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, pause_after, terms_of
 from kvsidecar.integrations.vllm.touches import Touches
 from kvsidecar.integrations.vllm.waking import Alarm
 from kvsidecar.integrations.weights_version import WeightsVersion, read_name
@@ -69,6 +69,7 @@ class SchedulerSide:
             events.keys = self._weights_version.keys
         self._lookups = Lookups(shared, self._client)
         self._touches = Touches(engine.groups, self._client, clock)
+        self._tool_tokens = frozenset(options.tool_tokens)
         self._loads = Loads(shared, self._lookups)
         self._stores = Stores(shared, noted=watch is not None or options.publisher)
         self._counts = True
@@ -369,7 +370,7 @@ class SchedulerSide:
         if progress is not None:
             self._counts = True
             self._stores.store_remaining(progress, self._enabled)
-            self._touches.ended(request)
+            self._touches.ended(request, pause_after(request, self.counters, self._tool_tokens))
         self._stores.terms.pop(request_id, None)
         return False, None
 

@@ -29,11 +29,16 @@ class Touches:
 
     def __init__(self, groups: Sequence[Group], client: SchedulerClient, clock: Callable[[], float]) -> None:
         self._groups, self._client, self._clock = groups, client, clock
-        self._waiting: deque[tuple[float, Sequence[Any], int]] = deque(maxlen=MAX_WAITING)
-        """When to touch what: block hashes, and the tokens that they stand for."""
+        self._waiting: deque[tuple[float, Sequence[Any], int, float | None]] = deque(maxlen=MAX_WAITING)
+        """When to touch what: block hashes, the tokens that they stand for, and the pause that follows."""
 
-    def ended(self, request: Any) -> None:
-        self._waiting.append((self._clock() + AFTER_SECONDS, request.block_hashes, request.num_tokens))
+    def ended(self, request: Any, pause: float | None) -> None:
+        """A request has ended.
+
+        Args:
+            pause: seconds until its prompt is expected to be used again; infinity: it will not be; None: not known.
+        """
+        self._waiting.append((self._clock() + AFTER_SECONDS, request.block_hashes, request.num_tokens, pause))
 
     def forget_all(self) -> None:
         self._waiting.clear()
@@ -42,12 +47,12 @@ class Touches:
         """Touch at most one request: some thousand hashes take a tenth of a millisecond. Never waits, never raises."""
         if not self._waiting or self._waiting[0][0] > self._clock():
             return
-        _, block_hashes, tokens = self._waiting.popleft()
+        _, block_hashes, tokens, pause = self._waiting.popleft()
         most = MAX_HASHES // len(self._groups)
         found = hits.hashes(self._groups, block_hashes, 0, hits.limit(self._groups, tokens, 0))
         packed = {index: b"".join(hashes[:most]) for index, hashes in found.items() if hashes}
         try:
             if packed:
-                self._client.touch_nowait(packed)
+                self._client.touch_nowait(packed, pause)
         except ClientError:
             return  # lookups say why
