@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +27,11 @@ MAX_THINK: Final = 300.0
 """Seconds: longer pauses count as these, as in InferenceX's AgentX."""
 START_WITHIN: Final = 300.0
 """Seconds in which the first sessions begin."""
+TOOL_WITHIN: Final = 30.0
+"""Seconds: a longer pause counts as one for a person."""
+TOOL_SECONDS: Final = 8.0
+PERSON_SECONDS: Final = 120.0
+"""What is said of the two, however long the pause is in truth."""
 WARM_SECONDS: Final = 1800.0
 
 
@@ -58,6 +64,9 @@ class Sessions:
     sessions: int
     hours: float = 4.0
     seed: int = 0
+    hints: bool = False
+    """Whether it is said at the end of each request what its session does then: that it has ended, or that it waits for
+    a person or for a tool."""
 
 
 def schedule(what: Sessions) -> Uses:
@@ -83,14 +92,22 @@ def schedule(what: Sessions) -> Uses:
                     break
                 uses.append(Use(at, each.tokens, _moved(each.runs, base)))
                 at += each.api
-                if len(each.answer.starts) and at < end:
-                    uses.append(Use(at, 0, _moved(each.answer, base), _moved(each.runs, base)))
+                if (len(each.answer.starts) or what.hints) and at < end:
+                    pause = _pause(session.requests[number + 1 :]) if what.hints else 0.0
+                    uses.append(Use(at, 0, _moved(each.answer, base), _moved(each.runs, base), pause))
             base += session.num_blocks
             if not any(each.think + each.api for each in session.requests):
                 at += 1.0  # else this would go on for ever
     uses.sort(key=lambda use: use.at)
     name = f"{what.path.name}, {what.sessions} sessions at once, {what.hours:g} h, seed {what.seed}"
     return Uses(name, block_tokens, base, WARM_SECONDS, uses)
+
+
+def _pause(coming: list[Request]) -> float:
+    """What is said before these requests."""
+    if not coming:
+        return inf
+    return PERSON_SECONDS if coming[0].think > TOOL_WITHIN else TOOL_SECONDS
 
 
 def _moved(runs: Runs, base: int) -> Runs:

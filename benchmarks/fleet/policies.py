@@ -115,15 +115,15 @@ class CachePool:
 
     def answer(self, use: Use, tally: Tally) -> None:
         self._kept.cache.expire(use.at)
-        self._store(pack(use.runs.numbers()), 0, tally, pack(use.prompt.numbers()))
+        self._store(pack(use.runs.numbers()), 0, tally, pack(use.prompt.numbers()), use.pause)
 
-    def _store(self, packed: bytes, hit_bytes: int, tally: Tally, prompt: bytes = b"") -> None:
+    def _store(self, packed: bytes, hit_bytes: int, tally: Tally, prompt: bytes = b"", pause: float = 0.0) -> None:
         whole = packed[: self._most_bytes]  # the tail of a longer prompt would take the place of its head
         if self._store_bytes:
             for at in range(hit_bytes, len(packed), self._store_bytes):
                 piece = packed[at : at + self._store_bytes]
                 tally.refused_blocks += 0 if self._put(piece, tally) else len(piece) // HASH_BYTES
-            self._kept.cache.touch([(self._kept.space, prompt + packed)])  # as vLLM's connector does
+            self._kept.cache.touch([(self._kept.space, prompt + packed)], pause)  # as vLLM's connector does
         elif self._put(whole, tally):
             tally.refused_blocks += (len(packed) - len(whole)) // HASH_BYTES
         else:  # the policy declines it as a whole, but maybe not its head
@@ -131,6 +131,8 @@ class CachePool:
             while at < len(whole) and self._put(whole[at : at + self._step_bytes], tally):
                 at += self._step_bytes
             tally.refused_blocks += max(0, len(packed) - at) // HASH_BYTES
+        if pause and not self._store_bytes:
+            self._kept.cache.touch([(self._kept.space, prompt + packed)], pause)
         evicted = self._kept.cache.stats().evicted_blocks
         tally.evicted_blocks += evicted - self._evicted
         self._evicted = evicted

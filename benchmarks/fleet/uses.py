@@ -41,6 +41,9 @@ class Use:
     """The same number is the same prefix."""
     prompt: Runs = NO_RUNS
     """Of an answer: what is before it."""
+    pause: float = 0.0
+    """Of an answer: seconds until its session's next request, as somebody says; infinity: there is none; 0: nobody
+    says."""
 
     @property
     def depth(self) -> int:

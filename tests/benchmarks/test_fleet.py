@@ -6,6 +6,7 @@ import json
 import lzma
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet import __main__ as command
-from benchmarks.fleet.agentic import Sessions, schedule
+from benchmarks.fleet.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, schedule
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
 from benchmarks.fleet.log import read_log
@@ -244,6 +245,30 @@ def test_an_answer_is_stored_as_far_as_a_later_prompt_names_it(tmp_path: Path) -
     assert found["lru"] == found[CLAIRVOYANT]
 
 
+def test_at_the_end_of_each_request_it_may_be_said_what_comes(tmp_path: Path) -> None:
+    file = tmp_path / "sessions.jsonl"
+    file.write_text(
+        session([0, 130, 70, 0, 2, [0, 2]], [9, 330, 9, 29, 1, [0, 2, 4, 3]], [20, 330, 9, 31, 1, [0, 2, 4, 3]])
+    )
+    silent, uses = (schedule(Sessions(file, 1, hours=0.2, hints=hints)).uses for hints in (False, True))
+    assert {each.pause for each in silent} == {0.0}
+    assert [(each.tokens, each.pause) for each in uses[:6]] == [
+        (130, 0.0),
+        (0, TOOL_SECONDS),
+        (330, 0.0),
+        (0, PERSON_SECONDS),
+        (330, 0.0),
+        (0, inf),
+    ]
+    assert uses[5].prompt.numbers().tolist() == [0, 1, 4, 5, 6]
+
+
+def test_what_is_said_is_worth_hits_to_rhythm() -> None:
+    silent, said = (shares(schedule(Sessions(EXCERPT, 4, hours=1.0, hints=hints)), 40_000) for hints in (False, True))
+    assert said["rhythm"] > silent["rhythm"] + 0.01
+    assert said[CLAIRVOYANT] == silent[CLAIRVOYANT] > said["rhythm"]
+
+
 def test_sessions_that_follow_each_other_share_nothing() -> None:
     uses = schedule(Sessions(EXCERPT, 3, hours=1.0))
     prompts = [each for each in uses.uses if each.tokens]
@@ -307,6 +332,7 @@ def test_a_trace_of_mooncake_that_is_wrong_is_refused_by_line(tmp_path: Path) ->
         ),
         ([*ONE_SESSION, "--pool-tokens", "63"], "less than a block of 64 tokens"),
         (["--pool-tokens", "1M", "--policy", "lru,oldest"], "there is no policy 'oldest'; there is lru"),
+        (["--hints"], "--hints needs --agentic"),
         (["--log", str(EXCERPT)], "--log needs --pool-tokens"),
         (["--pool-tokens", "1M", "--only", "disk"], "--pool-tokens goes with none of"),
     ],
