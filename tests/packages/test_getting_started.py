@@ -6,19 +6,12 @@ offers for an ordinary user.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import random
 import re
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,87 +19,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvsidecar.support.child_process import environment
-from tests.harness import SECONDS, eventually
+from tests.harness import eventually
 from tests.packages.support import git
 from tests.page.browser import BROWSER, DRIVER, Browser
+from tests.terminals import Terminals, blocks_of
 
 pytestmark = pytest.mark.timeout(900)  # the first test installs, also where the machine has others to serve
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "getting-started.md").read_text()
-BLOCKS: dict[str, list[str]] = {
-    section.partition("\n")[0]: re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
-}
-"""Section -> its commands."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives to others between now and when they are used."""
-    found: list[int] = []
-    for port in random.sample(range(20_000, 32_000), 200):
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
-            found.append(port)
-            if len(found) == count:
-                break
-    return found
-
-
-class Terminals:
-    """Where a reader types the commands of the page. Each command of a block must succeed."""
-
-    def __init__(self, directory: Path, sockets: Path) -> None:
-        self.directory = directory
-        self.ports = dict(zip(("9464", "9090", "3000"), free_ports(3), strict=True))
-        self._env = environment(
-            # The directory of python3, and no environment that is active already.
-            PATH=f"{Path(sys.base_prefix) / 'bin'}:{os.environ['PATH']}",
-            KVSIDECAR_SOCKET=str(sockets / "kvsidecar.sock"),
-            KVSIDECAR_HTTP_PORT=str(self.ports["9464"]),
-            PIP_QUIET="1",
-            PIP_NO_COMPILE="1",
-            PIP_DISABLE_PIP_VERSION_CHECK="1",
-        )
-        self._env.pop("PYTHONPATH", None)
-        self._left: list[subprocess.Popen[bytes]] = []
-
-    def typed(self, block: str) -> list[str]:
-        for name, port in self.ports.items():
-            block = block.replace(f"localhost:{name}", f"localhost:{port}")
-        block = block.replace("1GiB", "8MiB").replace("--seconds 60", "--seconds 1")
-        active = ". .venv/bin/activate; " if (self.directory / ".venv").exists() else ""
-        return ["bash", "-euo", "pipefail", "-c", active + block]
-
-    def run(self, block: str) -> str:
-        command = self.typed(block)
-        ran = subprocess.run(command, cwd=self.directory, env=self._env, capture_output=True, text=True, timeout=800)
-        assert ran.returncode == 0, f"{block}\n{ran.stdout}\n{ran.stderr}"
-        return ran.stdout
-
-    def start(self, block: str) -> None:
-        """For what runs until its reader ends it."""
-        lines = block.splitlines()
-        command = self.typed("\n".join([*lines[:-1], f"exec {lines[-1]}"]))
-        with open(self.directory / f"log-{len(self._left)}", "wb") as log:
-            self._left.append(subprocess.Popen(command, cwd=self.directory, env=self._env, stdout=log, stderr=log))
-
-    def logs(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.directory.glob("log-*")))
-
-    def url(self, port: str, path: str = "/") -> str:
-        return f"http://localhost:{self.ports[port]}{path}"
-
-    def answers(self, port: str, path: str) -> Any:
-        """The JSON that is answered; nothing until there is some."""
-        assert all(each.poll() is None for each in self._left), self.logs()
-        with contextlib.suppress(OSError), urllib.request.urlopen(self.url(port, path), timeout=SECONDS) as reply:
-            return json.load(reply)
-
-    def close(self) -> None:
-        for process in reversed(self._left):
-            process.terminate()
-            process.wait(SECONDS)
+BLOCKS = blocks_of("getting-started.md")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +35,9 @@ def terminals(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Iterato
     directory = tmp_path_factory.mktemp("beside")
     git(directory, "clone", "--quiet", f"file://{source}", "checkout")
     with tempfile.TemporaryDirectory(prefix="kvs-") as sockets:  # short: the path of a socket is
-        terminals = Terminals(directory, Path(sockets))
+        terminals = Terminals(
+            directory, Path(sockets), ("9464", "9090", "3000"), {"1GiB": "8MiB", "--seconds 60": "--seconds 1"}
+        )
         try:
             (install,) = BLOCKS["Install"]
             serve, look = BLOCKS["Run"]
