@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -32,11 +31,8 @@ def terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Termi
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "checkout").mkdir()
     repository(tmp_path / "checkout")
-    # Where pip has found the build of torch for CPUs without it, the index of torch may be out of reach.
-    found = importlib.metadata.version("torch").endswith("+cpu")
-    replaced = {"--extra-index-url https://download.pytorch.org/whl/cpu ": ""} if found else {}
     with tempfile.TemporaryDirectory(prefix="kvs-") as sockets:
-        terminals = Terminals(tmp_path, Path(sockets), ("9464", "8000"), replaced)
+        terminals = Terminals(tmp_path, Path(sockets), ("9464", "8000"), {})
         try:
             yield terminals
         finally:
