@@ -38,6 +38,8 @@ class CacheStats:
     """Part of ``evicted_blocks``."""
     unzeroed_bytes: int = 0
     """Of slots that have been freed and are to be zeroed, those of cleared blocks included that nobody uses."""
+    spaces_not_kept: int = 0
+    """How often the blocks of a namespace's group could not be recorded for the next daemon."""
 
 
 def gather(table: BlockTable, *, leases: int, loads: int) -> CacheStats:
@@ -61,4 +63,5 @@ def gather(table: BlockTable, *, leases: int, loads: int) -> CacheStats:
         evicted_bytes=table.evicted_bytes,
         expired_blocks=table.expired_blocks,
         unzeroed_bytes=0 if freed is None else freed.nbytes + table.cleared_bytes,
+        spaces_not_kept=0 if table.records is None else table.records.spaces_not_kept,
     )

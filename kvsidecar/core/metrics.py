@@ -330,6 +330,11 @@ class Metrics:
             ("evicted_blocks", "Blocks evicted, to make room or because they had expired.", cache.evicted_blocks),
             ("evicted_bytes", "Bytes of the slots freed by eviction.", cache.evicted_bytes),
             ("expired_blocks", "Evicted blocks that had expired.", cache.expired_blocks),
+            (
+                "spaces_not_kept",
+                "Namespaces' groups whose blocks a restart will lose: their names are too long, or there are too many.",
+                cache.spaces_not_kept,
+            ),
         ):
             yield CounterMetricFamily(f"kvsidecar_{name}", text, value=value)
         for name, text, values in (

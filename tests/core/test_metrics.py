@@ -26,6 +26,7 @@ def gauges(state: State = State.READY) -> Gauges:
             leases=1,
             loads=0,
             evicted_blocks=7,
+            spaces_not_kept=9,
             evicted_bytes=70,
         ),
         attached_ranks=2,
@@ -60,6 +61,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
     assert samples["kvsidecar_jobs_queued", (("direction", "load"),)] == 0
     assert samples["kvsidecar_imported_gpu_bytes", (("device", "GPU-1"),)] == 12
     assert samples["kvsidecar_evicted_blocks_total", ()] == 7
+    assert samples["kvsidecar_spaces_not_kept_total", ()] == 9
     assert samples["kvsidecar_ready", ()] == 1
 
 
