@@ -14,7 +14,7 @@ from docs.generate.markdown import code, table
 from kvsidecar.daemon.settings import Settings
 
 VALUES = Path(__file__).parents[2] / "deploy" / "helm" / "kvsidecar" / "values.yaml"
-OPEN = {"nodeSelector", "podLabels", "podAnnotations", "affinity", "volume"}
+OPEN = {"nodeSelector", "podLabels", "podAnnotations", "affinity", "volume", "modelCache"}
 """Values that are Kubernetes' own: any key may be in them."""
 CHOICES = {"mode": ["daemonset", "sidecar"], "podSecurity": ["privileged", "baseline"]}
 

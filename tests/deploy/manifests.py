@@ -17,7 +17,7 @@ from tests.deploy.support import DEPLOY, ROOT
 HERE = DEPLOY / "kubernetes"
 
 
-PATCHES = ("disk-tier", "huge-pages", "publisher")
+PATCHES = ("disk-tier", "host-pool", "huge-pages", "publisher")
 """Components that patch the DaemonSet."""
 
 

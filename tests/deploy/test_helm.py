@@ -35,6 +35,7 @@ ALL_MONITORING: Manifest = {
 }  # fmt: skip
 CLAIM = {"size": "1TiB", "volume": {"persistentVolumeClaim": {"claimName": "disk"}}}
 DISK = {"size": "1TiB", "volume": {"hostPath": {"path": "/var/cache/kvsidecar", "type": "DirectoryOrCreate"}}}
+ROUTERS: list[Manifest] = [{"podSelector": {"matchLabels": {"app": "router"}}}]
 EVERYTHING: dict[str, Manifest] = {
     "defaults": {},
     "engine": {"engine": {"enabled": True, "args": ["--max-model-len", "8192"]}},
@@ -64,6 +65,21 @@ EVERYTHING: dict[str, Manifest] = {
     },
     "monitoring": ALL_MONITORING,
     "publisher": {"publisher": {"enabled": True}},
+    "host pool": {"pool": {"hostPath": "/dev/shm/kvsidecar"}},
+    "host pool in huge pages": {
+        "pool": {"hostPath": "/mnt/huge", "tableHostPath": "/dev/shm/table", "hugePages": {"enabled": True}}
+    },
+    "models": {
+        "engine": {
+            "enabled": True, "modelCache": {"persistentVolumeClaim": {"claimName": "models"}},
+            "huggingFaceToken": {"secret": "huggingface"}, "service": {"enabled": False},
+        }
+    },
+    "network": {"networkPolicy": {"enabled": True, "routers": ROUTERS}, "publisher": {"enabled": True}},
+    "network, cluster": {"networkPolicy": {"enabled": True}, "tiers": {"cluster": {"master": "kv-master:50051"}}},
+    "network, sidecar": {"networkPolicy": {"enabled": True, "routers": ROUTERS}, "mode": "sidecar"},
+    "large nodes": yaml.safe_load((EXAMPLES / "large-nodes.yaml").read_text()),
+    "small nodes": yaml.safe_load((EXAMPLES / "small-nodes.yaml").read_text()),
 }  # fmt: skip
 
 
@@ -218,9 +234,16 @@ def variables(values: Manifest) -> list[tuple[str, str]]:
     return [(each["name"], each["value"]) for each in daemon["env"]]
 
 
-@pytest.mark.parametrize("name", sorted(EVERYTHING))
-@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
-def test_each_variable_is_there_once_and_the_nearest_word_wins(name: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (mode, name)
+        for mode in ("daemonset", "sidecar")
+        for name in sorted(EVERYTHING)
+        if mode == "daemonset" or "hostPath" not in EVERYTHING[name].get("pool", ())
+    ],
+)
+def test_each_variable_is_there_once_and_the_nearest_word_wins(mode: str, name: str) -> None:
     values = {key: each for key, each in EVERYTHING[name].items() if key not in ("engine", "podSecurity")}
     usual = dict(variables({**values, "mode": mode}))
     own = {variable.removeprefix("KVSIDECAR_").lower(): f"of {variable}" for variable in usual}
@@ -260,6 +283,8 @@ def test_two_releases_in_one_namespace_leave_each_other_alone(one: Manifest, two
         for each in made:
             if (selector := each["spec"].get("selector") if "spec" in each else None) is None:
                 continue
+            if each["kind"] == "Service":
+                selector = {"matchLabels": selector}
             selecting += 1
             chosen = {of for of, pods_of in labels.items() if any(chosen_by(selector, each) for each in pods_of)}
             assert chosen == {release}, (each["kind"], each["metadata"]["name"])
@@ -346,6 +371,9 @@ def test_the_profile_baseline_asks_for_nothing_that_baseline_refuses() -> None:
         ({"settings": {"log_levle": "debug"}}, "log_levle"),
         ({"settings": {"drain_timeout": 20}}, "drain_timeout"),
         ({"settings": {"pool_dir": "/pool"}}, "settings.pool_dir: the chart mounts"),
+        ({"pool": {"hostPath": "/dev/shm/kv"}, "mode": "sidecar"}, "pool.hostPath is for mode=daemonset"),
+        ({"pool": {"hostPath": "/dev/shm/kv", "warmRestart": False}}, "pool.warmRestart=false does not"),
+        ({"pool": {"hostPath": "/mnt/huge", "hugePages": {"enabled": True}}}, "needs pool.tableHostPath"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(values: Manifest, said: str) -> None:
@@ -368,6 +396,126 @@ def test_monitoring_is_asked_for_and_then_what_the_repository_has() -> None:
     (monitor,) = documents((kubernetes.HERE / "components/pod-monitor/podmonitor.yaml").read_text())
     monitor["spec"]["selector"]["matchLabels"] = {"app.kubernetes.io/instance": "kvsidecar"}
     assert of_kind(made, "PodMonitor")["spec"] == monitor["spec"]
+
+
+def test_monitoring_finds_the_engines_and_the_port_of_their_metrics() -> None:
+    for values in BOTH:
+        made = render(values)
+        (monitor,) = [
+            each for each in made if each["kind"] == "PodMonitor" and each["metadata"]["name"].endswith("vllm")
+        ]
+        (wanted,) = documents((kubernetes.HERE / "components/engine-monitor/podmonitor.yaml").read_text())
+        assert monitor["spec"]["podMetricsEndpoints"] == wanted["spec"]["podMetricsEndpoints"]
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        found = [each for _, each in pods(made) if chosen_by(monitor["spec"]["selector"], each["metadata"]["labels"])]
+        ((engine,),) = [[each for each in pod["spec"]["containers"] if each["name"] == "vllm"] for pod in found]
+        assert endpoint["port"] in {each["name"] for each in engine["ports"]}
+        without = render({**values, "podMonitor": {"enabled": True, "engine": False}})
+        assert of_kind(without, "PodMonitor")["metadata"]["name"] == "kvsidecar"
+
+
+# -- networks, models, and a pool that an update keeps ---------------------------------------------------------------
+
+
+def admitted(manifests: list[Manifest]) -> list[tuple[list[Manifest] | None, set[str]]]:
+    """(from whom, to which ports) of each rule; None is anyone."""
+    rules = of_kind(manifests, "NetworkPolicy")["spec"]["ingress"]
+    return [(each.get("from"), {port["port"] for port in each.get("ports", ())}) for each in rules]
+
+
+PROMETHEUS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+
+
+def test_a_network_policy_admits_prometheus_and_routers_to_the_daemon_and_anyone_to_its_engine() -> None:
+    node, sidecar = render(EVERYTHING["network"]), render(EVERYTHING["network, sidecar"])
+    assert admitted(node) == [(PROMETHEUS, {"kvsidecar-http", "kv-metrics"}), (ROUTERS, {"kv-events", "kv-replay"})]
+    assert admitted(sidecar) == [(None, {"http"}), (PROMETHEUS, {"kvsidecar-http"})]
+    (component,) = documents((kubernetes.HERE / "components/network-policy/networkpolicy.yaml").read_text())
+    assert admitted([component]) == admitted(render({"networkPolicy": {"enabled": True}}))
+    in_cluster = render({"networkPolicy": {"enabled": True}, **EVERYTHING["cluster"]})
+    (peers, ports), _ = admitted(in_cluster)
+    assert peers is not None
+    assert chosen_by(peers[0]["podSelector"], next(pods(in_cluster))[1]["metadata"]["labels"])
+    assert ports == set(), "any"
+    nobody = render({"networkPolicy": {"enabled": True, "monitoring": []}})
+    assert not of_kind(nobody, "NetworkPolicy")["spec"]["ingress"], "none, which is not the same as any"
+    for made in (node, sidecar):
+        policy = of_kind(made, "NetworkPolicy")["spec"]
+        assert policy["policyTypes"] == ["Ingress"]
+        (chosen,) = [each for _, each in pods(made) if chosen_by(policy["podSelector"], each["metadata"]["labels"])]
+        assert daemons(chosen)
+        ports = {port["name"] for each in [*chosen["spec"]["initContainers"], *chosen["spec"]["containers"]]
+                 for port in each.get("ports", ())}  # fmt: skip
+        assert set().union(*(named for _, named in admitted(made))) == ports
+    with_engine = render({"networkPolicy": {"enabled": True}, "engine": {"enabled": True}})
+    chosen_names = {
+        name for name, each in pods(with_engine)
+        if chosen_by(of_kind(with_engine, "NetworkPolicy")["spec"]["podSelector"], each["metadata"]["labels"])
+    }  # fmt: skip
+    assert chosen_names == {"kvsidecar"}
+
+
+def test_an_engine_gets_its_models_volume_its_token_and_a_service() -> None:
+    made = render(EVERYTHING["models"])
+    template = dict(pods(made))["kvsidecar-vllm"]
+    (engine,) = template["spec"]["containers"]
+    assert kubernetes.volumes(template, engine)["/var/cache/vllm"]["persistentVolumeClaim"] == {"claimName": "models"}
+    (token,) = [each for each in engine["env"] if each["name"] == "HF_TOKEN"]
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "huggingface", "key": "token"}}
+    assert "Service" not in {each["kind"] for each in made}
+    made = render(EVERYTHING["engine"])
+    service = of_kind(made, "Service")["spec"]
+    template = dict(pods(made))["kvsidecar-vllm"]
+    assert service["selector"].items() <= template["metadata"]["labels"].items()
+    (engine,) = template["spec"]["containers"]
+    assert [each["targetPort"] for each in service["ports"]] == [each["name"] for each in engine["ports"]]
+    assert "HF_TOKEN" not in {each["name"] for each in engine["env"]}
+
+
+@pytest.mark.parametrize("name", ["host pool", "host pool in huge pages"])
+def test_a_pool_that_an_update_keeps_lies_on_the_node_and_belongs_to_the_daemons_user(name: str) -> None:
+    """The daemon keeps what it finds in these directories; tests/daemon holds that."""
+    ((_, template),) = pods(render(EVERYTHING[name]))
+    (daemon,) = daemons(template)
+    told, user = settings(daemon), daemon["securityContext"]["runAsUser"]
+    wanted = EVERYTHING[name]["pool"]
+    mounted = kubernetes.volumes(template, daemon)
+    for path, host in ((told.pool_dir, wanted["hostPath"]), (told.table_dir, wanted.get("tableHostPath"))):
+        if host is None:
+            assert path is None
+            continue
+        assert mounted[str(path)]["hostPath"]["path"] == host
+        (gives,) = [each for each in template["spec"]["initContainers"] if str(path) in each["command"]]
+        assert gives["command"] == [
+            "install",
+            "--directory",
+            f"--owner={user}",
+            f"--group={user}",
+            "--mode=0700",
+            str(path),
+        ]
+        assert kubernetes.volumes(template, gives)[str(path)] == mounted[str(path)]
+
+
+def test_what_is_patched_by_the_component_of_the_host_pool_is_rendered_too() -> None:
+    (patch,) = documents((kubernetes.HERE / "components" / "host-pool" / "daemonset.yaml").read_text())
+    wanted = patch["spec"]["template"]["spec"]
+    ((_, template),) = pods(render(EVERYTHING["host pool"]))
+    (volume,) = wanted["volumes"]
+    del volume["emptyDir"]  # null: the patch takes it away
+    assert volume in template["spec"]["volumes"]
+    given = {each["name"]: each for each in template["spec"]["initContainers"]}
+    (gives,) = wanted["initContainers"]
+    assert given[gives["name"]] == {**gives, "image": given[gives["name"]]["image"]}
+
+
+def test_two_types_of_nodes_have_pools_of_their_own_and_no_node_in_common() -> None:
+    made = {name: render(EVERYTHING[name], release=name.replace(" ", "-")) for name in ("large nodes", "small nodes")}
+    specs = [template["spec"] for each in made.values() for _, template in pods(each)]
+    products = [each["nodeSelector"]["nvidia.com/gpu.product"] for each in specs]
+    assert len(set(products)) == 2
+    limits = [parse_size(daemons({"spec": each})[0]["resources"]["limits"]["memory"]) for each in specs]
+    assert limits[0] > limits[1]
 
 
 def test_the_chart_has_the_version_of_the_newest_release() -> None:

@@ -102,6 +102,20 @@ not reach into it. */ -}}
       mountPath: {{ .path }}
 {{- end }}
 
+{{- define "kvsidecar.poolDirectories" -}}
+{{- with .Values.pool }}
+{{- if .hostPath }}
+{{- if ne $.Values.mode "daemonset" }}{{ fail "pool.hostPath is for mode=daemonset: pods of one node would share it" }}{{ end }}
+{{- if not .warmRestart }}{{ fail "pool.hostPath keeps the pool, and pool.warmRestart=false does not" }}{{ end }}
+{{- if and .hugePages.enabled (not .tableHostPath) }}{{ fail "pool.hostPath with pool.hugePages needs pool.tableHostPath" }}{{ end }}
+{{- include "kvsidecar.directory" (dict "root" $ "name" "pool" "path" "/pool" "mode" "0700") }}
+{{- if .hugePages.enabled }}
+{{ include "kvsidecar.directory" (dict "root" $ "name" "table" "path" "/table" "mode" "0700") }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "kvsidecar.diskDirectory" -}}
 {{- if .Values.tiers.disk.size }}
 {{- include "kvsidecar.directory" (dict "root" . "name" "disk" "path" "/disk" "mode" "0700") }}
@@ -248,7 +262,18 @@ not reach into it. */ -}}
 {{- end }}
 
 {{- define "kvsidecar.volumes" -}}
-{{- if .Values.pool.warmRestart }}
+{{- if .Values.pool.hostPath }}
+- name: pool
+  hostPath:
+    path: {{ .Values.pool.hostPath }}
+    type: DirectoryOrCreate
+{{- if .Values.pool.hugePages.enabled }}
+- name: table
+  hostPath:
+    path: {{ .Values.pool.tableHostPath }}
+    type: DirectoryOrCreate
+{{- end }}
+{{- else if .Values.pool.warmRestart }}
 # For the pool and its table. Not more than the memory limit: it is the same memory.
 - name: pool
   emptyDir:
@@ -302,6 +327,15 @@ not reach into it. */ -}}
     # The seed of block hashes: without it replicas and restarted engines find nothing.
     - name: PYTHONHASHSEED
       value: "0"
+    {{- with .Values.engine.huggingFaceToken }}
+    {{- if .secret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef:
+          name: {{ .secret }}
+          key: {{ .key }}
+    {{- end }}
+    {{- end }}
   ports:
     - name: http
       containerPort: 8000
@@ -339,5 +373,5 @@ not reach into it. */ -}}
     medium: Memory
     sizeLimit: 8Gi
 - name: model-cache
-  emptyDir: {}
+  {{- toYaml (.Values.engine.modelCache | default (dict "emptyDir" dict)) | nindent 2 }}
 {{- end }}
