@@ -13,6 +13,8 @@ def shown(default: Any) -> str:
         return "none"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
     if isinstance(default, float):
         return f'`"{default:g}s"`' if default >= 1 else f'`"{default * 1e3:g}ms"`'
     return f'`"{default}"`' if isinstance(default, str) else f"`{default}`"

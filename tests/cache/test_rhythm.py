@@ -594,6 +594,18 @@ def test_a_prompt_in_one_store_with_one_that_was_declined_is_stored() -> None:
     assert admitted(cache, space, "of an answer", "d")
 
 
+def test_of_prompts_that_were_declined_together_one_may_be_stored_alone() -> None:
+    cache = rhythmic(3)
+    space = open_space(cache)
+    ended(cache, space, {"a": 0.0, "b": 0.0, "over": inf})
+    for name in ("p", "q"):
+        use(cache, space, 101.0, name)
+    assert not admitted(cache, space, "p", "q")
+    assert admitted(cache, space, "q")
+    assert not admitted(cache, space, "p")
+    assert names_readable(cache, space, "a", "b", "over", "p", "q") == ["a", "b", "q"]
+
+
 def test_of_two_sessions_with_one_rhythm_none_takes_the_place_of_the_other() -> None:
     """Nor a session's tail that of its head: those that know how soon they return wait until others have not."""
     cache = rhythmic(4)

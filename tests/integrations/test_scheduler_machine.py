@@ -284,7 +284,11 @@ class Engine:
                 self.jobs.remove(job)
                 self.stored(job)
             self.side.take_report(
-                RankReport(stored={number: 1}, not_stored=frozenset() if done else frozenset({number}))
+                RankReport(
+                    stored={number: 1},
+                    not_stored=frozenset() if done else frozenset({number}),
+                    not_admitted=frozenset({number} if not done and choice % 2 else ()),
+                )
             )
             return
         here = all((each.group, key) in self.daemon.blocks for each in job.job.blocks for key in hashes_of(each))
@@ -486,7 +490,8 @@ class Engine:
         assert self.pool.num_free == self.pool.num_gpu_blocks - 1
         self.daemon.expire()
         assert not self.daemon.leases
-        if not self.forgets and not self.side.counters.given_up_blocks:
+        counters = self.side.counters
+        if not (self.forgets or counters.given_up_blocks or counters.not_admitted_stores):
             cached = {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
             assert {(int.from_bytes(key[-4:], "big"), key[:-4]) for key in cached} <= set(self.daemon.blocks)
 

@@ -121,7 +121,7 @@ def test_what_was_selected_last_is_evicted_first() -> None:
     for part in (slice(0, 2), slice(2, 4)):
         found = choose(pool, keys_reader(pool), StoredFilter(), full(), candidates(request[part], blocks[part]))
         assert found is not None
-        selection.add(found)
+        selection.add(found, ())
 
     assert list(selection) == blocks
     assert selection.in_order_of_eviction() == blocks[::-1]

@@ -36,6 +36,9 @@ class Counters:
         "Store jobs for which some rank's daemon keeps other blocks, which it expects to be used before "
         "(--eviction rhythm)."
     )
+    unoffered_blocks: int = _counter(
+        "Blocks that were not offered to the daemon, because it has declined others of their request before them."
+    )
     refused_jobs: int = _counter(
         "Loads and stores that the daemon refused to a rank as invalid or not permitted; the log says why."
     )

@@ -234,7 +234,9 @@ class SchedulerSide:
         if report.woken:
             self._take_woken(report)
         if report.stored:
-            self._stores.take_report(report)
+            for request_id in self._stores.take_report(report):
+                if (progress := self._requests.get(request_id)) is not None:
+                    progress.declined = True
         if report.loaded:
             self._failed.update(each for each in self._loads.take_report(report) if each in self._requests)
 
@@ -282,7 +284,7 @@ class SchedulerSide:
             self._events.all_removed()
             self._loads.forget_events()
         for progress in self._requests.values():
-            progress.done = 0
+            progress.done, progress.declined = 0, False
         self._lookups.connect()
 
     def _take_woken(self, report: RankReport) -> None:

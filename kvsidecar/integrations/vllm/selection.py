@@ -100,11 +100,16 @@ def by_terms(chosen: Chosen, candidates: Candidates, terms: Mapping[str, Terms])
     of_spans = [terms.get(span.request.request_id, DEFAULT_TERMS) for span in candidates.spans]
     if len(set(of_spans)) < 2:
         return [(of_spans[0] if of_spans else DEFAULT_TERMS, chosen)]
-    begins = [span.begin for span in candidates.spans]
     found: dict[Terms, list[int]] = {}
-    for i, place in enumerate(chosen.places):
-        found.setdefault(of_spans[bisect_right(begins, place) - 1], []).append(i)
+    for i, span in enumerate(_spans_of(chosen, candidates.spans)):
+        found.setdefault(of_spans[span], []).append(i)
     return [(each, chosen.only(which)) for each, which in found.items()]
+
+
+def _spans_of(chosen: Chosen, spans: Sequence[Span]) -> Iterator[int]:
+    """For each chosen block, which of the spans it is of."""
+    begins = [span.begin for span in spans]
+    return (bisect_right(begins, place) - 1 for place in chosen.places)
 
 
 def keys_reader(pool: Pool) -> KeysOf:
@@ -183,7 +188,8 @@ class Selection:
 
     def __init__(self, terms: Terms = DEFAULT_TERMS) -> None:
         self.terms = terms
-        self._parts: dict[int, list[Chosen]] = {}
+        self._parts: dict[int, list[tuple[Chosen, Sequence[Span]]]] = {}
+        """By group, with the requests among whose candidates they were."""
         self.count = 0
         self.traceparent: str | None = None
         """The traceparent of the first request with a sampled trace."""
@@ -193,22 +199,43 @@ class Selection:
 
     def __iter__(self) -> Iterator[Any]:
         """The pool's blocks."""
-        return (block for parts in self._parts.values() for part in parts for block in part.blocks)
+        return (block for parts in self._parts.values() for part, _ in parts for block in part.blocks)
 
-    def add(self, chosen: Chosen) -> None:
-        self._parts.setdefault(chosen.packed.group, []).append(chosen)
+    def add(self, chosen: Chosen, spans: Sequence[Span]) -> None:
+        self._parts.setdefault(chosen.packed.group, []).append((chosen, spans))
         self.count += len(chosen.blocks)
+
+    def extend(self, other: Selection) -> None:
+        """Add all blocks of another one."""
+        self.traceparent = self.traceparent or other.traceparent
+        for parts in other._parts.values():
+            for part, spans in parts:
+                self.add(part, spans)
+
+    def by_request(self) -> dict[str, Selection]:
+        """The same blocks apart, by request id; "": of those that are not known to be a request's."""
+        found: dict[str, Selection] = {}
+        for parts in self._parts.values():
+            for part, spans in parts:
+                places: dict[str, list[int]] = {}
+                for i, span in enumerate(_spans_of(part, spans)) if spans else ():
+                    places.setdefault(spans[span].request.request_id, []).append(i)
+                for request_id, which in places.items() if spans else [("", list(range(len(part.blocks))))]:
+                    mine = found.setdefault(request_id, Selection(self.terms))
+                    mine.traceparent = self.traceparent
+                    mine.add(part.only(which), spans)
+        return found
 
     def in_order_of_eviction(self) -> list[Any]:
         """The pool's blocks, the end of each prefix first: vLLM evicts it before the beginning."""
         found: list[Any] = []
         for parts in self._parts.values():
-            for part in reversed(parts):
+            for part, _ in reversed(parts):
                 found += part.blocks[::-1]
         return found
 
     def packed(self) -> tuple[GroupBlocks, ...]:
-        return tuple(joined([part.packed for part in parts]) for parts in self._parts.values())
+        return tuple(joined([part.packed for part, _ in parts]) for parts in self._parts.values())
 
 
 def block_range(group: Group, done: int, aligned: int, end: int) -> range:

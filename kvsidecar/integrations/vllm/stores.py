@@ -47,6 +47,8 @@ class RequestProgress:
     request: Any
     done: int = 0
     """Tokens; a multiple of the alignment."""
+    declined: bool = False
+    """Whether the daemon has declined some of it: what is behind is useless without that, and is not offered."""
     tables: Sequence[Sequence[Any]] = ()
     """The request's blocks by group index, since its last allocation. vLLM's own lists: they grow with the request, and
     are invalid once it has lost its blocks."""
@@ -113,8 +115,8 @@ class Stores:
         """Blocks considered in this call."""
         self.terms: dict[str, Terms] = {}
         """By request id: the terms of its blocks, if they are not the default."""
-        self._planned: dict[Terms, Selection] = {}
-        """By terms: the blocks of the next job."""
+        self._planned: dict[tuple[Terms, str], Selection] = {}
+        """The blocks of the next jobs, by terms and, of those that were declined together with others', request id."""
         self._running = RunningStores()
         self._backlog = Backlog(0)
         self._most_held_backlog = 0
@@ -239,6 +241,11 @@ class Stores:
         if self._pool is None:
             return
         tokens = len(progress.request.block_hashes) * self._hash_tokens
+        if progress.declined:
+            aligned, _ = self._bounds(progress, tokens)
+            self._counters.unoffered_blocks += (aligned - progress.done) // self._alignment * self._unit_blocks
+            progress.done = aligned
+            return
         if store and not self._lazy:
             self._consider(progress, tokens)
             self._plan()
@@ -269,7 +276,7 @@ class Stores:
     def _consider(self, progress: RequestProgress, tokens: int) -> None:
         """Add a request's next blocks, up to ``tokens`` tokens, to the candidates, as far as there is room."""
         aligned, end = self._bounds(progress, tokens)
-        if aligned <= progress.done:
+        if aligned <= progress.done or progress.declined:
             return
         room = self._room()
         if self._considered and room < (aligned - progress.done) // self._alignment * self._unit_blocks:
@@ -402,10 +409,10 @@ class Stores:
                     continue
                 chosen = chosen.only(np.flatnonzero(~held).tolist())
             if terms is not None or not self.terms:
-                self._planned_as(terms or DEFAULT_TERMS).add(chosen)
+                self._planned_as(terms or DEFAULT_TERMS).add(chosen, candidates.spans)
             else:
                 for each, part in by_terms(chosen, candidates, self.terms):
-                    self._planned_as(each).add(part)
+                    self._planned_as(each).add(part, candidates.spans)
             self._held += len(chosen.blocks)
             self._holds[chosen.packed.id_array()] = True
             # Now, not when the job is sent: vLLM may reuse these blocks in between.
@@ -414,7 +421,7 @@ class Stores:
         return planned
 
     def _planned_as(self, terms: Terms) -> Selection:
-        return self._planned.setdefault(terms, Selection(terms))
+        return self._planned.setdefault((terms, ""), Selection(terms))
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Record which requests the chosen blocks belong to, for the trace and the KV events."""
@@ -452,10 +459,22 @@ class Stores:
         self._counters.stored_blocks += len(planned)
         return StoreJob(number, blocks, planned.traceparent, planned.terms)
 
-    def take_report(self, report: RankReport) -> None:
+    def take_report(self, report: RankReport) -> list[str]:
+        """Returns the ids of requests of which the daemon has declined blocks. It declines a job as a whole: one with
+        blocks of several requests is sent again, a job for each."""
+        declined: list[str] = []
         for store in self._running.ended(report, self._now):
+            if not store.admitted:
+                self._counters.not_admitted_stores += 1
+                of_requests = store.selection.by_request() if store.retry else {}
+                if len(of_requests) > 1:
+                    for request_id, each in of_requests.items():
+                        self._planned.setdefault((each.terms, request_id), Selection(each.terms)).extend(each)
+                    continue
+                declined += of_requests
             retry = store.retry and store.admitted
             self._end(store.selection, store.blocks, store.failed, retry, admitted=store.admitted)
+        return declined
 
     def reset(self) -> None:
         """Drop the planned blocks and the backlog, and do not retry the running stores."""
@@ -485,8 +504,6 @@ class Stores:
         if admitted:
             self._counters.failed_stores += 1
             self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MAX_RETRY_SECONDS)
-        else:
-            self._counters.not_admitted_stores += 1
         for each in blocks:
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)
