@@ -15,12 +15,16 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.terms import pause_after
 from tests.harness import SECONDS, DaemonProcess, environment, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +33,10 @@ NODE, NPM, PROMETHEUS = shutil.which("node"), shutil.which("npm"), shutil.which(
 COMPOSE: dict[str, Any] = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())
 
 
-def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
+def run(*command: str, cwd: Path | None = None, typed: str = "", **variables: str) -> str:
     """Standard output of a command that succeeds."""
     env = environment(**variables)
-    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=2 * SECONDS)
+    ran = subprocess.run(command, cwd=cwd, env=env, input=typed, capture_output=True, text=True, timeout=2 * SECONDS)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
@@ -91,6 +95,7 @@ def test_made_up_conversations_fill_the_pool_and_read_from_the_disk(short_dir: P
     [
         (("engine.py",), "no kvsidecar answers at "),
         (("chat.py", "--url", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not tell its models ("),
+        (("agent_loop.py", "--url", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not tell its models ("),
     ],
 )
 def test_an_example_that_finds_nobody_says_so_in_a_sentence(words: tuple[str, ...], said: str, short_dir: Path) -> None:
@@ -123,13 +128,15 @@ def test_a_router_in_node_finds_what_an_engine_has_stored(daemon: DaemonProcess,
 
 
 class Server(ThreadingHTTPServer):
-    """As an OpenAI-compatible server streams: two tokens, then the end. Keeps what it was asked."""
+    """As an OpenAI-compatible server streams: two tokens, then the end. Asked without a stream, it gives the messages
+    that it was told to. Keeps what it was asked."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[dict[str, Any]] = []
+        self.messages: Iterator[dict[str, Any]] = iter(())
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -139,7 +146,12 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(b'{"data": [{"id": "tiny"}]}', "application/json")
 
     def do_POST(self) -> None:
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        if not asked.get("stream"):
+            message = {"role": "assistant", **next(self.server.messages)}
+            self._answer(json.dumps({"choices": [{"message": message}]}).encode(), "application/json")
+            return
         deltas: list[dict[str, str]] = [{"role": "assistant"}, {"content": "one "}, {"content": "two"}]
         lines = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
         self._answer("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
@@ -180,6 +192,45 @@ def test_a_chat_sends_the_whole_conversation_with_each_turn(server: Server) -> N
     assert len(set(first)) == 2
     run(sys.executable, str(EXAMPLES / "chat.py"), "--url", url, *words)
     assert sorted(first) == sorted(each["messages"][0]["content"] for each in server.asked[len(first) :])
+
+
+# -- an agent ------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_says_with_each_request_when_its_prompt_is_used_next(server: Server) -> None:
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": '{"question": "why"}'}}
+        for name in ("read_clock", "research", "another")
+    ]
+    server.messages = iter(
+        [
+            {"content": None, "tool_calls": calls},
+            {"content": "because"},
+            {"content": "first answer"},
+            {"content": "second answer"},
+            {"content": "t"},
+        ]
+    )
+    url = f"http://127.0.0.1:{server.server_port}"
+    said = run(sys.executable, str(EXAMPLES / "agent_loop.py"), "--url", url, typed="first?\nsecond?\n")
+    assert said.splitlines()[-2:] == ["first answer", "second answer"]
+    assert [each["kv_transfer_params"]["kvsidecar"] for each in server.asked] == [
+        {"pause": "2min", "tool_pause": "5s"},
+        {"over": True},  # the sub-agent
+        {"pause": "2min", "tool_pause": "5s"},
+        {"pause": "2min", "tool_pause": "5s"},
+        {"over": True},
+    ]
+    for each in server.asked:
+        request = SimpleNamespace(kv_transfer_params=each["kv_transfer_params"], output_token_ids=[7])
+        counters = Counters()
+        assert pause_after(request, counters, frozenset([7])) in (5.0, inf)
+        assert counters.bad_pauses == 0
+    whole = server.asked[-1]
+    roles = ["system", "user", "assistant", "tool", "tool", "tool", "assistant", "user", "assistant"]
+    assert [each["role"] for each in whole["messages"]] == roles
+    assert [each["content"] for each in whole["messages"][4:6]] == ["because", "there is no tool another"]
+    assert whole["max_tokens"] == 1
 
 
 # -- compose ---------------------------------------------------------------------------------------------------------
