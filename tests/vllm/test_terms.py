@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tests.harness import DaemonProcess, eventually
+from tests.vllm.conftest import POOL
 from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, kvsidecar, prompt, running, sampling
 
 
@@ -37,3 +39,25 @@ def test_the_blocks_of_a_request_with_a_time_expire_and_others_stay(model: str, 
         assert (again.cached, again.tokens) == (288, before.tokens)
         counters = engine.counters()
         assert (counters["vllm:kvsidecar_ttl_requests"], counters["vllm:kvsidecar_bad_ttls"]) == (3, 1)
+
+
+def test_a_request_that_is_over_makes_room_and_one_that_pauses_does_not(model: str, short_dir: Path) -> None:
+    with DaemonProcess(short_dir, *POOL, "--eviction", "rhythm") as daemon:
+        daemon.wait_ready()
+        with running(model, kvsidecar(daemon.socket)) as engine:
+            join(engine, daemon)
+            waits, over, bad = (prompt(name, 300) for name in ("waits", "over", "bad"))
+            ask(engine, bad, {"pause": "soon"})
+            before = ask(engine, waits, {"pause": 5})
+            ask(engine, over, {"over": True})
+            for number in range(1000):  # others are declined until the daemon is told, half a second after the end
+                ask(engine, prompt(f"other {number}", 300))
+                if daemon.metric("kvsidecar_evicted_blocks_total"):
+                    break
+            assert engine.reset()
+            again = ask(engine, waits)
+            assert (again.cached, again.tokens) == (288, before.tokens)
+            assert ask(engine, over).cached < 288
+            counters = engine.counters()
+            assert (counters["vllm:kvsidecar_pauses"], counters["vllm:kvsidecar_bad_pauses"]) == (3, 1)
+            assert counters.get("vllm:kvsidecar_failed_stores", 0) == 0
