@@ -65,7 +65,6 @@ def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapp
     # The limit belongs to everything that is compared with it.
     chosen = {name: each for name, each in measure.items() if not options.only or name in (*options.only, "limit")}
     progress = Progress(Console(stderr=True))
-    progress.say("finding out what there is to measure")
     # SIGTERM ends a run as Ctrl-C does: in order, and with what there is.
     with _terminable(), tempfile.TemporaryDirectory(prefix="kvs-bench-") as directory, progress:
         setting = Setting(options, Path(directory), progress.detail)

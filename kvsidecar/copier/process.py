@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -107,19 +107,20 @@ class Sessions:
     def _import(self, session: Session, sources: Sequence[MemorySource]) -> None:
         """Add the memories of all sources, in their order; on an error, those that there are."""
         ranges = [each for each in sources if isinstance(each, RangesSource)]
-        if ranges:
-            failpoints.hit("copier.import")
-            session.memories += self._device.import_ranges(ranges)
-        side_by_side = iter(tuple(session.memories))
+        side_by_side: Iterator[DeviceMemory] = iter(())
         ordered = []
         for source in sources:
+            failpoints.hit("copier.import")
             if isinstance(source, RangesSource):
+                if ranges:  # all of them together, with the first
+                    imported = self._device.import_ranges(ranges)
+                    session.memories += imported
+                    side_by_side, ranges = iter(imported), []
                 ordered.append(next(side_by_side))
                 continue
             if isinstance(source, ScratchSource):
                 memory = self._device.allocate(source.nbytes)
             else:
-                failpoints.hit("copier.import")
                 memory = self._device.import_memory(source)
             session.memories.append(memory)
             ordered.append(memory)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS
+from kvsidecar.bench.layouts import ALL_LAYOUTS, BLOCK_COUNTS, IN_FLIGHT, LAYOUTS
 from kvsidecar.bench.options import MEASUREMENTS
 from tests.bench import support
 from tests.harness import DaemonProcess
@@ -241,6 +241,18 @@ def test_a_daemon_that_does_not_start_fails_its_measurements_with_its_own_words(
     assert "--huge-pages='giant'" in measured["lookup"]["reason"]
 
 
-def test_list_names_every_measurement() -> None:
-    shown = support.run("--list")
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == list(MEASUREMENTS)
+def test_list_names_every_measurement_and_layout() -> None:
+    measurements, layouts = support.run("--list").stdout.split("\n\nlayouts (* in the default run):\n")
+    assert [line.split()[0] for line in measurements.splitlines()] == list(MEASUREMENTS)
+    names = [line.split()[:2] for line in layouts.splitlines()]
+    assert [second if first == "*" else first for first, second in names] == [each.name for each in ALL_LAYOUTS]
+    assert [second for first, second in names if first == "*"] == [each.name for each in LAYOUTS]
+
+
+def test_the_layouts_that_are_named_are_measured() -> None:
+    ran = support.run("--device", "host", "--quick", "--only", "verify", "--layouts", "physical-4k,separate-8k")
+    assert ran.returncode == 0, ran.stderr
+    assert "physical-4k" in ran.stdout
+    assert "stacked-64k" not in ran.stdout
+    refused = support.run("--layouts", "physical-3k")
+    assert (refused.returncode, "did you mean physical-" in refused.stderr) == (78, True)

@@ -15,6 +15,7 @@ from kvsidecar.client import Client, ClientError, HostBuffer
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES, frame
 from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.e2e import raw_client as raw_clients
 from tests.e2e.raw_client import RawClient, raw_client, status
 from tests.harness import (
     NAMESPACE,
@@ -30,6 +31,8 @@ from tests.harness import (
 )
 from tests.marks import both_protocols
 
+buffer, raw = raw_clients.buffer, raw_clients.raw
+"""Fixtures, which pytest looks for in this module."""
 UNKNOWN_FIELD = b"\xfa\x3e\x03abc"
 
 

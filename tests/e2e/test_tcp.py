@@ -18,8 +18,12 @@ from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.cli.command import run
+from tests.e2e import remote as remotes
 from tests.e2e.remote import Pki, Remote, stub, trustme
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+
+pki, remote = remotes.pki, remotes.remote
+"""Fixtures, which pytest looks for in this module."""
 
 
 def test_a_certificate_that_the_policy_names_looks_up_and_is_refused_the_rest(remote: Remote, pki: Pki) -> None:
