@@ -27,6 +27,7 @@ SLOTS_BYTES = 1 << 32
 """Most address space that a table reserves for the slots of all its rows, unless its blocks need more."""
 PRIORITY_BITS = 2
 """Of the number of a queue; the rest is the class of the gaps of its blocks."""
+PRIORITY_MASK = (1 << PRIORITY_BITS) - 1
 NEVER = 1 << 62
 """A tick later than any."""
 SPARSE = 8
@@ -204,11 +205,15 @@ class SpaceBlocks:
         """
         if self.rhythm is None:
             return self.queues.candidates(priority)
-        horizons = self.rhythm.horizons.tolist()
+        horizon = self.rhythm.horizons.item
         streams = [
-            (self.queues.candidates(queue), NEVER if by_use else horizon, number)
-            for number, horizon in enumerate(horizons)
-            if (queue := number << PRIORITY_BITS | priority) in self.queues
+            (
+                self.queues.candidates(queue),
+                NEVER if by_use else horizon(queue >> PRIORITY_BITS),
+                queue >> PRIORITY_BITS,
+            )
+            for queue in self.queues
+            if queue & PRIORITY_MASK == priority
         ]
         return in_order(streams, self.last_used)
 

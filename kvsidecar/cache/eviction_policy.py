@@ -52,9 +52,9 @@ class EvictionQueues:
         self._num_segments = 0
         """How many there have been."""
 
-    def __contains__(self, queue: int) -> bool:
-        """Whether it has had blocks."""
-        return queue in self._queues
+    def __iter__(self) -> Iterator[int]:
+        """Those that have had blocks."""
+        return iter(self._queues)
 
     def insert(self, rows: Ints, queue: int = 0) -> None:
         """Add distinct blocks that have just been used.
