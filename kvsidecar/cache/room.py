@@ -34,8 +34,11 @@ class _Newcomers:
         lower = EVICTION_ORDER[:place]
         for chain in victims:
             blocks, rows = chain.blocks, chain.rows
-            if lower:
-                rows = rows[~np.isin(blocks.priority[rows], lower)]
+            priorities = blocks.priorities_of(rows)
+            if priorities is not None:
+                rows = rows[~np.isin(priorities, lower)]
+            elif Priority.NORMAL in lower:
+                continue
             if needs.keys() & set(blocks.space.slot_sizes) and not all_true(blocks.no_younger(rows, self.age)):
                 return False
         return True
