@@ -27,6 +27,7 @@ OF_OTHERS = {
     "--weight-version": "SGLang",
     "--blocks": "benchmarks.warm_restart",
     "--compare": "benchmarks.daemon.show",
+    "--enable-log-requests": "vLLM",
     "--disable-hybrid-kv-cache-manager": "vLLM",
     "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",
