@@ -1,22 +1,41 @@
 # syntax=docker/dockerfile:1
 # docker build --tag kvsidecar:$(git rev-parse --short HEAD) --build-arg REVISION=$(git rev-parse HEAD) .
 # (podman and buildah keep the health check with --format docker only.)
+# With a client of Mooncake Store, for a cluster tier: --build-arg VARIANT=-mooncake
+# On a base by its digest: --build-arg BASE=python:3.12-slim@sha256:... (docker buildx imagetools inspect python:3.12-slim)
 ARG PYTHON=3.12
+ARG BASE=python:${PYTHON}-slim
+ARG VARIANT=
 
-FROM python:${PYTHON}-slim AS build
+FROM ${BASE} AS build
 WORKDIR /source
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY client client
 COPY proto proto
 COPY kvsidecar kvsidecar
+COPY deploy/image deploy/image
 # Of the release; the context has no tags.
 ARG VERSION=
-# Without pip in it: the image installs nothing later.
-RUN python -m venv --without-pip /opt/kvsidecar \
-    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} pip --python /opt/kvsidecar/bin/python install --no-cache-dir \
-        --disable-pip-version-check ./client './[events,tracing]'
+ARG VARIANT
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+# Exact versions with hashes (deploy/image/lock.py). The environment has no pip: the image installs nothing later.
+RUN pip install --require-hashes --requirement deploy/image/requirements-build.txt \
+    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./client ./ \
+    && python -m venv --without-pip /opt/kvsidecar \
+    && pip --python /opt/kvsidecar/bin/python install --require-hashes --only-binary :all: \
+        --requirement deploy/image/requirements${VARIANT}.txt \
+    && pip --python /opt/kvsidecar/bin/python install --no-deps /wheels/*.whl
 
-FROM python:${PYTHON}-slim
+FROM ${BASE}
+ARG VARIANT
+# What Mooncake's client links against.
+# hadolint ignore=DL3008
+RUN if [ "${VARIANT}" = -mooncake ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends libcurl4 libibverbs1 libnuma1 \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 ARG REVISION=unknown
 ARG VERSION=
 LABEL org.opencontainers.image.title="kvsidecar" \

@@ -37,12 +37,17 @@ $(VENV)/run.stamp: $(VENV)/pip.stamp $(PROJECTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable .
 	@touch $@
 
+# The first pip that knows dependency groups.
+GROUPS_PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+
 $(VENV)/test.stamp: $(VENV)/pip.stamp $(PROJECTS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[test]'
+	$(GROUPS_PIP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing]' --group test
 	@touch $@ $(VENV)/run.stamp
 
 $(VENV)/dev.stamp: $(VENV)/pip.stamp $(PROJECTS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[dev]'
+	$(GROUPS_PIP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing]' --group dev
 	@touch $@ $(VENV)/run.stamp $(VENV)/test.stamp
 
 demo: $(VENV)/run.stamp
@@ -79,7 +84,7 @@ coverage: $(VENV)/test.stamp
 	$(BIN)/coverage report --include 'kvsidecar/protocol/*' --fail-under 86
 
 $(VENV)/cluster.stamp: $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[test,mooncake]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing,mooncake]' --group test
 	@touch $@
 
 # The client of Mooncake Store listens on all addresses.
@@ -99,7 +104,8 @@ ENGINE_PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PRECIOUS: .venv-%/engine.stamp
 .venv-%/test.stamp: .venv-%/engine.stamp $(PROJECTS)
-	$(ENGINE_PIP) --editable ./client --editable '.[test]'
+	$(ENGINE_PIP) 'pip>=25.1'
+	$(ENGINE_PIP) --editable ./client --editable '.[events,tracing]' --group test
 	@touch $@
 
 # The newest vLLM in the environment, on the kernels of the older one, which is beside it.

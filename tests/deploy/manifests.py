@@ -63,7 +63,7 @@ def daemons(template: Manifest) -> list[Manifest]:
 
 def image_environment() -> dict[str, str]:
     """The settings that the Dockerfile puts into the image."""
-    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    text = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2].replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if line.startswith("ENV ")]
     return dict(word.split("=", 1) for word in shlex.split(line)[1:])
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.deploy.support import DEPLOY
 
-dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="the extra dev is not installed")
+dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="the group dev is not installed")
 plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
 
 

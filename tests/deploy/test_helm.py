@@ -26,7 +26,7 @@ from tests.deploy.manifests import FIRST_VERSION, Manifest, bases, daemons, docu
 from tests.deploy.support import DEPLOY, ROOT
 from tests.support.pods import in_pod
 
-helm = pytest.importorskip("helm_python", reason="the extra dev is not installed, or has no Helm for this processor")
+helm = pytest.importorskip("helm_python", reason="the group dev is not installed, or has no Helm for this processor")
 
 CHART = DEPLOY / "helm" / "kvsidecar"
 EXAMPLES = DEPLOY / "helm" / "examples"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("grpc_tools", reason="the extra docs is not installed")
+pytest.importorskip("grpc_tools", reason="the group docs is not installed")
 
 from docs.generate import DOCS, PAGES, configuration, messages
 from docs.generate.markdown import attribute_docs, prose

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("grpc_tools", reason="the extra docs is not installed")
+pytest.importorskip("grpc_tools", reason="the group docs is not installed")
 
 import kvsidecar.client
 from docs.generate import api

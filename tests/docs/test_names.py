@@ -15,7 +15,7 @@ from kvsidecar.integrations.sglang.counters import HELP
 from kvsidecar.integrations.vllm.counters import COUNTED
 from tests.docs.pages import PAGES, commands, spans, text
 
-metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the extra docs")
+metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' generators need the group docs")
 
 OF_OTHERS = {
     "--disable-radix-cache": "SGLang",

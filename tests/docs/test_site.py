@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sphinx", reason="the extra docs is not installed")
+pytest.importorskip("sphinx", reason="the group docs is not installed")
 
 from tests.docs.pages import ROOT
 

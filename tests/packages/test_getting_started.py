@@ -157,7 +157,7 @@ class Grafana(BaseHTTPRequestHandler):
 
 @needs("jq", "curl")
 def test_the_dashboard_is_imported_by_a_command(terminals: Terminals) -> None:
-    pytest.importorskip("grafana_foundation_sdk", reason="the extra dev is not installed")
+    pytest.importorskip("grafana_foundation_sdk", reason="the group dev is not installed")
     import_dashboard, _ = BLOCKS["Grafana"]
     with ThreadingHTTPServer(("127.0.0.1", terminals.ports["3000"]), Grafana) as server:
         thread = threading.Thread(target=server.serve_forever)

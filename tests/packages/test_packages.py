@@ -13,8 +13,11 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from deploy.image.lock import FILES, wanted
 from tests.harness import DaemonProcess
 from tests.packages.support import ROOT, TAG, copy_of_the_checkout, git, make_package, repository, run
 
@@ -78,6 +81,7 @@ def test_the_daemon_needs_the_client_of_its_version(wheels: dict[str, Path]) -> 
     metadata = zipfile.ZipFile(wheels["kvsidecar"]).read("kvsidecar-9.8.7.dist-info/METADATA").decode()
     said = HeaderParser().parsestr(metadata)
     assert "kvsidecar-client==9.8.7" in said.get_all("Requires-Dist", [])
+    assert set(said.get_all("Provides-Extra", [])) == {"events", "mooncake", "tracing"}, "what users may want"
     shown = str(said.get_payload())
     assert "/raw/main/docs/images/data-flow.svg" in shown
     assert re.findall(r"\]\((?!https:|#)[^)]*\)", shown) == []
@@ -184,17 +188,41 @@ def test_what_an_image_copies_is_enough_to_build_from(dockerfile: str, tmp_path:
         *names, _ = line.split()
         for name in names:
             assert f"!{name}" in ignored, f"{name} is not in the context"
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
             if (checkout / name).is_dir():
                 shutil.copytree(checkout / name, context / name, symlinks=True)
             else:
                 shutil.copy2(checkout / name, context / name)
-    projects = re.findall(r"(?:\./|/)(client|\[[a-z,]+\])(?=\s|'|$)", re.findall(r"pip [^\n]*install.*", text)[-1])
-    assert projects == (["client"] if "vllm" in dockerfile else ["client", "[events,tracing]"])
-    for project in (re.sub(r"\[.*\]", ".", name) for name in projects):
+    if "vllm" in dockerfile:
+        projects = re.findall(r"/(client)$", re.findall(r"pip [^\n]*install.*", text)[-1])
+        assert projects == ["client"]
+    else:
+        (projects,) = re.findall(r"pip wheel .* \./(client) (\./) ", text)
+        for file in FILES:
+            named = file if file == "requirements-build.txt" else "requirements${VARIANT}.txt"
+            assert f"--requirement deploy/image/{named} " in text
+            assert (context / "deploy" / "image" / file).exists()
+    for project in projects:
         build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "out", project]
         run(*build, cwd=context, SETUPTOOLS_SCM_PRETEND_VERSION="9.8.7")
     assert len([*(tmp_path / "out").iterdir()]) == len(projects)
     assert "SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION}" in text
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_image_has_exact_versions_with_hashes_that_both_distributions_take(file: str) -> None:
+    """Otherwise: python -m deploy.image.lock."""
+    locked = {}
+    for line in (ROOT / "deploy" / "image" / file).read_text().replace("\\\n", " ").splitlines():
+        if line and not line.startswith("#"):
+            exact, *hashes = line.split(" --hash=")
+            requirement = Requirement(exact.strip())
+            (version,) = requirement.specifier
+            assert version.operator == "=="
+            assert hashes
+            locked[canonicalize_name(requirement.name)] = Version(version.version)
+    for each in map(Requirement, wanted(file)):
+        assert locked[canonicalize_name(each.name)] in each.specifier, f"{each}: python -m deploy.image.lock"
 
 
 def test_a_change_of_the_release_is_in_the_changelog() -> None:
