@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ def terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Termi
             yield terminals
         finally:
             terminals.close()
+            shutil.rmtree(tmp_path / ".venv", ignore_errors=True)  # 1.7 GB, which pytest would keep
 
 
 def started(terminals: Terminals) -> subprocess.Popen[bytes]:
