@@ -2,7 +2,7 @@
 # docker build --tag kvsidecar:$(git rev-parse --short HEAD) --build-arg REVISION=$(git rev-parse HEAD) .
 # (podman and buildah keep the health check with --format docker only.)
 # With a client of Mooncake Store, for a cluster tier: --build-arg VARIANT=-mooncake
-# On a base by its digest: --build-arg BASE=python:3.12-slim@sha256:... (docker buildx imagetools inspect python:3.12-slim)
+# On a base by its digest: --build-arg BASE=python:3.12-slim@sha256:... (docs/packages.md says how to find it)
 ARG PYTHON=3.12
 ARG BASE=python:${PYTHON}-slim
 ARG VARIANT=
@@ -21,7 +21,8 @@ ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 # Exact versions with hashes (deploy/image/lock.py). The environment has no pip: the image installs nothing later.
 RUN pip install --require-hashes --requirement deploy/image/requirements-build.txt \
-    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./client ./ \
+    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} \
+        pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./client ./ \
     && python -m venv --without-pip /opt/kvsidecar \
     && pip --python /opt/kvsidecar/bin/python install --require-hashes --only-binary :all: \
         --requirement deploy/image/requirements${VARIANT}.txt \
