@@ -127,7 +127,7 @@ def test_tables_show_every_layout(ran: Ran) -> None:
 
 def test_progress_is_on_standard_error(ran: Ran) -> None:
     lines = ran.progress.splitlines()
-    assert lines[1].startswith(f"measuring {', '.join(MEASUREMENTS)} on the host device, about ")
+    assert lines[0].startswith(f"measuring {', '.join(MEASUREMENTS)} on the host device, about ")
     assert [line.partition(":")[0] for line in lines if ": ok, " in line] == list(ran.json["measurements"])
 
 
