@@ -9,7 +9,7 @@ import pytest
 
 from kvsidecar.client import DEVICE, Blocks, Outcome
 from tests.e2e.endings import until_declined
-from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, hashes
+from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols
 
 pytestmark = both_protocols
@@ -63,6 +63,8 @@ def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Ga
             rank.fill(block_id, name)
             jobs.append(rank.client.store([Blocks(0, hashes(name), [block_id])]))
         daemon.wait_log("failpoint")
+        # All have arrived: a flush that cancels ends here what was not sent.
+        eventually(lambda: sum(daemon.get("/status")[1]["jobs"][each] for each in ("queued", "running")) == len(jobs))
         running = frozenset(jobs[:1] if cancel else jobs)
         assert rank.client.flush(jobs, timeout=0.5, cancel=cancel) >= running
         if cancel:  # whenever the daemon has come to it: of what runs on, nothing could be cancelled

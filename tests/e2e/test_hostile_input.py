@@ -412,11 +412,11 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         print(f"{attacker.number} requests:", *sorted(attacker.codes.items()), sep="\n  ")
         end_pins(rank)
         eventually(lambda: not Holdings(daemon).more_than(before), lambda: Holdings(daemon).more_than(before))
-        after = Holdings(daemon)
+        # The well-behaved engine may have had a lease before, too.
+        after = eventually(lambda: now if (now := Holdings(daemon)).leases == now.reserved == 0 else None)
         assert after.rss < before.rss + RSS_GROWTH, (
             f"{after.rss - before.rss} bytes more after {attacker.number} requests"
         )
-        assert after.leases == after.reserved == 0
         rank.close()
         assert daemon.terminate() == 0
         daemon.wait_log("stopped")
