@@ -102,8 +102,9 @@ def sweep(root: Path, capacity_bytes: int, due_seconds: float) -> Usage:
     """
     fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        last = os.fstat(fd)
-        if not try_lock(fd) or (last.st_size and abs(time.time() - last.st_mtime) < due_seconds):
+        # Whoever is not due leaves the lock alone: a node that is due would find it taken. Asked again with the lock,
+        # because another node may have swept in between.
+        if not (_is_due(fd, due_seconds) and try_lock(fd) and _is_due(fd, due_seconds)):
             return _read_usage(fd)
         os.utime(fd)
         usage = _sweep(root, capacity_bytes, os.fstat(fd).st_mtime)
@@ -112,6 +113,11 @@ def sweep(root: Path, capacity_bytes: int, due_seconds: float) -> Usage:
         return usage
     finally:
         os.close(fd)
+
+
+def _is_due(fd: int, due_seconds: float) -> bool:
+    last = os.fstat(fd)
+    return not last.st_size or abs(time.time() - last.st_mtime) >= due_seconds
 
 
 def _read_usage(fd: int) -> Usage:

@@ -32,7 +32,7 @@ def nodes(tmp_path: Path) -> Iterator[list[FilesEngine]]:
     opened: list[FilesEngine] = []
     for _ in range(2):
         opened.append(FilesEngine(tmp_path / "tier", CAPACITY))
-        # Its thread sweeps at once, and nobody else's turn comes meanwhile.
+        # Its thread sweeps at once, and nobody's turn comes again meanwhile, also if much is written.
         eventually(lambda node=opened[-1]: node._swept_at, "the first sweep")  # type: ignore[misc]
     yield opened
     for each in opened:
@@ -202,6 +202,17 @@ def test_of_files_of_one_age_no_more_go_than_are_too_much(node: FilesEngine, tmp
     write(node, space(), range(50))
     assert sweep(tmp_path / "tier" / ROOT, 40 * FILE, 0.0).files == 36
     assert len(there(node, space(), range(50))) == 36
+
+
+def test_a_node_whose_turn_it_is_not_leaves_the_lock_to_one_whose_it_is(
+    node: FilesEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(sweeping, "try_lock", taken.append)
+    sweep(tmp_path / "tier" / ROOT, CAPACITY, DAY)
+    assert taken == []
+    sweep(tmp_path / "tier" / ROOT, CAPACITY, 0.0)
+    assert len(taken) == 1
 
 
 def test_what_was_never_finished_is_removed_after_a_while(node: FilesEngine, tmp_path: Path) -> None:
