@@ -22,6 +22,7 @@ from kvsidecar.device.base import Device
 from kvsidecar.device.host import HostDevice
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import State
 from kvsidecar.types import Direction
@@ -73,7 +74,7 @@ class NoProcessLink(CopierLink):
         self._process: Any = NoProcess(pid, on_kill)
         self._connection: Any = SimpleNamespace(close=lambda: None)
         self._guard = NO_GUARD
-        self._steps = Steps(seconds=math.inf)
+        self._steps = Steps(LoopTime(seconds=math.inf))
         self._records = {direction: deque() for direction in Direction}
         self._mapped = True
         self._pidfd = os.eventfd(0)

@@ -32,7 +32,7 @@ MAX_BYTES: Final = 2**62 - 1
 
 
 def checking_regions(layout: GroupLayout, allocation_bytes: Sequence[int]) -> Generator[None, None, None]:
-    """Refuse a group whose regions leave their allocations or overlap, in small steps (see `RoundRobin`).
+    """Refuse a group whose regions leave their allocations or overlap, in small steps (see `LoopTime.run`).
 
     Overlap matters: two extents on the same bytes make a load write one block over another, silently. The check
     accepts rows outermost, blocks outermost and regions interleaved with the same block stride. It is sound for

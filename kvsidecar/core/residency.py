@@ -135,7 +135,7 @@ class Watches:
     """All watchers of the daemon.
 
     Args:
-        later: calls a function after so many seconds.
+        later: calls a function after so many seconds; after 0 in one of the loop's next turns that has time for it.
         is_ready: whether all that the cache has can be looked up; until then no snapshot begins.
         slower: tells what the node's own tier has; None: there is none.
     """
@@ -223,7 +223,7 @@ class Watches:
         one takes a few tenths of a millisecond."""
         self._armed = False
         self._sending = self._send_all()
-        self._send_next()
+        self._later(0, self._send_next)
 
     def _send_next(self) -> None:
         sending, over = self._sending, True

@@ -32,7 +32,8 @@ from kvsidecar.errors import (
     UnknownPeer,
 )
 from kvsidecar.support import failpoints, log
-from kvsidecar.support.tasks import RoundRobin, TaskSet
+from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, Namespace
 
 _log = log.get("instances")
@@ -126,6 +127,7 @@ class Instances:
     Args:
         on_task_error: called with (task name, error) when a job raises an unexpected error.
         access: decides what a peer may do.
+        loop_time: of which registrations that take long to check have theirs.
     """
 
     def __init__(
@@ -135,8 +137,10 @@ class Instances:
         clock: Callable[[], float],
         on_task_error: Callable[[str, BaseException], None],
         access: Access,
+        loop_time: LoopTime | None = None,
     ) -> None:
         self._cache = cache
+        self._time = LoopTime() if loop_time is None else loop_time
         self._copiers = copiers
         self._clock = clock
         self._on_task_error = on_task_error
@@ -148,8 +152,6 @@ class Instances:
         self.watches_of = Quota(MAX_WATCHES, "watches")
         self.options = NamespaceOptions()
         """What attached ranks have said of their namespaces; for people."""
-        self.turns = RoundRobin()
-        """Shares the event loop among registrations that take long to check."""
 
     # -- access ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +291,7 @@ class Instances:
                 peer.spend(registration.allocations)
 
     async def _admit(self, registration: RankRegistration) -> RankSession:
-        await self.turns.run(registration.checking())
+        await self._time.run(registration.checking())
         peer = self.peer(registration.token)
         permit(peer.caller, registration.namespace)
         if peer.fence is not None and (peer.registering or any(each.peer is peer for each in self._sessions.values())):
@@ -313,7 +315,7 @@ class Instances:
         copier = self._copiers.copier(registration.device)
         opening = self._opening_spaces(registration)
         try:
-            spaces = await self.turns.run(opening)
+            spaces = await self._time.run(opening)
         finally:
             opening.close()  # cancelled meanwhile, it closes what it has opened
         session_id = secrets.randbits(ID_BITS) | 1

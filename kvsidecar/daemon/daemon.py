@@ -147,7 +147,7 @@ class Daemon:
         self._share_out(settings)
         if kept is not None:
             self._started_with(kept.found)
-        self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings))
+        self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings), life.loop_time)
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, self._cache)
         for tier in self._tiers:
             tier.on_change = lambda _: self._own()
@@ -169,7 +169,7 @@ class Daemon:
         self._watches = Watches(
             self._cache,
             self._metrics,
-            lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
+            self._soon_or_later,
             lambda: self._cache.readable_below is None and self.readiness.read_refusal is None,
             tiering,
         )
@@ -244,6 +244,12 @@ class Daemon:
         life.probes.answer_from(
             Sources(self._metrics, self._stuck, self._report.json, self._report.tiers, overview.steps)
         )
+
+    def _soon_or_later(self, seconds: float, call: Callable[[], None]) -> None:
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, call)
+        else:
+            self._life.loop_time.later(call)
 
     async def run(self) -> None:
         """Start, serve until told to stop, shut down.

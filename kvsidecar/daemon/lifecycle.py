@@ -20,6 +20,7 @@ from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.http import Probes
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.types import State
@@ -47,14 +48,15 @@ class Lifecycle:
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
-        self.turns = Turns()
+        self.loop_time = LoopTime()
+        self.turns = Turns(self.loop_time)
         """Of the users on the event loop: all that they cause, but for the local protocol."""
         self.on_stopping: list[Callable[[], None]] = [self.endpoint.say_ends]
         """Called when the daemon begins to stop: a daemon that starts now waits for the end of this one."""
         self.on_failed_start: list[Callable[[], None]] = []
         """Called at the end of a daemon that was never ready, and that nobody has told to stop."""
         self._was_ready = False
-        self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page)
+        self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page, loop_time=self.loop_time)
         self.stop = asyncio.Event()
         """Set when the daemon must end."""
         self.hung_up = asyncio.Event()

@@ -187,7 +187,7 @@ def _load(
                 settings.log_level,
             ),
         )
-        steps = Steps()
+        steps = Steps(life.loop_time)
         link = CopierLink(first, guard, steps)
         try:
             hello = await link.hello(options.device, options.devices, options.given)

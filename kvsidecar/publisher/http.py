@@ -9,6 +9,7 @@ from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_server import HttpServer
 from kvsidecar.server.renderings import Rendering
 from kvsidecar.support import log
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 
 _log = log.get("publish")
@@ -19,7 +20,7 @@ class MetricsServer:
 
     def __init__(self, metrics: Metrics) -> None:
         tasks = TaskSet(lambda name, error: _log.error("a task failed", task=name, error=repr(error)))
-        self._text = Rendering(metrics.rendering, tasks)
+        self._text = Rendering(metrics.rendering, tasks, LoopTime())
         application = web.Application()
         application.router.add_get("/metrics", self._scrape)
         self._server = HttpServer(application, metrics.refuse_http, tasks)

@@ -42,7 +42,7 @@ MAX_PARTS = 512
 
 
 def registration_from(message: pb.Register) -> Generator[None, None, RankRegistration]:
-    """Convert a registration in small steps, see `kvsidecar.support.tasks.RoundRobin`.
+    """Convert a registration in small steps, see `kvsidecar.support.loop_time.LoopTime.run`.
 
     Raises:
         InvalidRequest: an allocation has no source, or a limit for one rank is exceeded.

@@ -15,7 +15,7 @@ from kvsidecar.core.quota import Quota
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.handler import REASONS
-from kvsidecar.server.http2_gate import CallQuotas, Gate, Passed
+from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
 from kvsidecar.support import free_memory, log
 from kvsidecar.support.crowd import READABLE, WRITABLE, Crowd
 from kvsidecar.support.tasks import TaskSet
@@ -40,6 +40,8 @@ CALL_BYTES = 160 * 1024
 64 KiB that it reads ahead, and an answer that is not read."""
 MESSAGE_COPIES = 2
 """Of a message: as it arrived, and parsed."""
+CALLS_SECONDS = CALLS_AT_ONCE * 25e-6
+"""What gRPC and the loop take for the end of so many calls (measured)."""
 LINGER_SECONDS = 5
 """Time for a client whose connection is over to read why."""
 
@@ -146,7 +148,7 @@ class GrpcFront:
         if self._seconds is not None:
             self._seconds.cancel()
         for relay in tuple(self._relays):
-            relay.close()
+            relay.close(at_once=True)
         self.crowd.close()
 
     def admit(self, client: Client, make_end: MakeEnd) -> None:
@@ -190,9 +192,10 @@ class GrpcFront:
         self._caused.warning("gRPC refused", **shown, reason=str(error))
 
     def ended(self, relay: _Relay) -> None:
-        self._relays.discard(relay)
-        self._users.pop(relay.client.name, None)
-        self._connections_of.give_back(relay.client.user)
+        if relay in self._relays:
+            self._relays.discard(relay)
+            self._users.pop(relay.client.name, None)
+            self._connections_of.give_back(relay.client.user)
 
     async def _each_second(self) -> None:
         while True:
@@ -227,6 +230,8 @@ class _Relay:
         """None until the client has begun as it must."""
         self._over = 0
         """Since how many seconds the connection only waits until the client has taken what it was sent."""
+        self._ending = self._counting = False
+        """Whether `_end_calls`, and `_count`, wait for their turn."""
         self._closed = False
 
     def begin(self) -> None:
@@ -282,6 +287,13 @@ class _Relay:
                 self._gate.close()
         if self._gate.over:
             self._end()
+        elif self._gate.late:
+            self._front.turns.take(self.client.user, self._end_late, CALLS_SECONDS)
+
+    def _end_late(self) -> None:
+        if not self._over:
+            self._pass(self._gate.end_late())
+            self._update()
 
     def _to_server(self, passed: Passed) -> None:
         front = self._front
@@ -299,25 +311,53 @@ class _Relay:
 
     def _read_server(self) -> None:
         server = self._server
-        if self._closed or server is None:
+        if self._over or server is None:
             return
         server.waits = False
         if (data := server.receive()) is None:
-            self._gate.close()
-            self._end()
+            self._end(at_once=True)
         else:
             self._client.send(self._gate.from_server(data))
         self._update()
 
-    def _end(self) -> None:
+    def _end(self, *, at_once: bool = False) -> None:
         """Pass nothing any more; close when the client has taken what it was sent."""
         self._over = self._over or 1
-        if self._server is not None:
-            self._server.close()
+        self._gate.close()
+        if at_once:
+            self._gate.end_calls(self._gate.calls)
+        if at_once or not self._ending:
+            self._end_calls()
+
+    def _end_calls(self) -> None:
+        """gRPC ends all calls of a connection that closes in one turn of the loop. So they end before, a few in each turn,
+        and the connection with the last ones."""
+        self._ending = False
+        server = self._server
+        if server is not None and self._gate.calls > CALLS_AT_ONCE:
+            server.listen(read=False)
+            server.send(self._gate.end_calls())
+            self._ending = True
+            self._front.turns.end()
+            self._front.turns.take(self.client.user, self._end_calls, CALLS_SECONDS)
+            return
+        self._gate.end_calls()
+        if server is not None:
+            server.close()
             self._server = None
+        if self._closed:
+            self._front.ended(self)
 
     def second(self) -> None:
-        """A second has passed."""
+        """A second has passed. Where one user's connections take longer than that to be looked at, it counts once."""
+        if not self._counting:
+            self._counting = True
+            self._front.turns.take(self.client.user, self._count)
+
+    def _count(self) -> None:
+        self._counting = False
+        if self._closed:
+            return
         if self._over:
             self._over += 1
             if self._over > LINGER_SECONDS:
@@ -326,13 +366,13 @@ class _Relay:
         self._pass(self._gate.second())
         self._update()
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         if not self._closed:
-            self._end()
             self._closed = True
             self._client.close()
-            self._gate.close()
-            self._front.ended(self)
+            self._end(at_once=at_once)
+        elif at_once:
+            self._end(at_once=True)
 
 
 class End:

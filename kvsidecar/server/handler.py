@@ -36,7 +36,7 @@ from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.tasks import RoundRobin, TaskSet
+from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -91,7 +91,6 @@ class Handler:
         self._metrics = metrics
         self.tasks = tasks
         self._status = status
-        self._status_turns = RoundRobin()
         self._on_lost: dict[int, Callable[[KVSidecarError], object]] = {}
         """Ends the stream of a session with an error."""
 
@@ -241,7 +240,7 @@ class Handler:
         check_protocol(message.protocol)
         if self._readiness.refusal is Refusal.DRAINING:
             raise Unavailable("the daemon is draining and accepts no new ranks", refusal=Refusal.DRAINING)
-        registration = await self._instances.turns.run(convert.registration_from(message))
+        registration = await self.steps.loop_time.run(convert.registration_from(message))
         session = await self._instances.register(registration)
         _log.info(
             "rank attached",
@@ -311,7 +310,7 @@ class Handler:
 
     async def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
         page = request.page if request.HasField("page") else None
-        reply = await self._status_turns.run(self._status(caller, page))
+        reply = await self.steps.loop_time.run(self._status(caller, page))
         reply.session_ended = bool(request.session) and not self._instances.lives(request.session)
         return reply
 

@@ -19,6 +19,7 @@ from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_connection import CLIENT_SECONDS, HttpConnection
 from kvsidecar.server.http_server import HttpServer
 from kvsidecar.server.renderings import Rendering, Steps
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 
 if TYPE_CHECKING:
@@ -58,9 +59,18 @@ class Probes:
     Args:
         tasks: own what runs until `stop`.
         page: serve the page.
+        loop_time: in which texts are rendered.
     """
 
-    def __init__(self, readiness: DaemonReadiness, tasks: TaskSet, *, page: bool = False) -> None:
+    def __init__(
+        self,
+        readiness: DaemonReadiness,
+        tasks: TaskSet,
+        *,
+        page: bool = False,
+        loop_time: LoopTime | None = None,
+    ) -> None:
+        self._time = LoopTime() if loop_time is None else loop_time
         self._readiness = readiness
         self._sources: Sources | None = None
         """None until the daemon is built."""
@@ -96,9 +106,9 @@ class Probes:
     def answer_from(self, sources: Sources) -> None:
         """Answer from these sources from now on."""
         self._sources = sources
-        self._metrics = Rendering(sources.metrics.rendering, self._tasks)
-        self._status = Rendering(sources.status, self._tasks)
-        self._page = Rendering(sources.overview, self._tasks)
+        self._metrics = Rendering(sources.metrics.rendering, self._tasks, self._time)
+        self._status = Rendering(sources.status, self._tasks, self._time)
+        self._page = Rendering(sources.overview, self._tasks, self._time)
         for reason, count in self._refused.items():
             sources.metrics.refuse(reason, count)
         self._refused.clear()

@@ -26,6 +26,9 @@ second gives `CONTROL_FRAMES_PER_SECOND` of them back."""
 CONTROL_FRAMES_PER_SECOND = 64
 FRAMES_AT_ONCE = 64
 """Frames to read before others have their turn: about 0.2 ms."""
+CALLS_AT_ONCE = 16
+"""Calls to begin, or to end, before others have their turn. gRPC wakes a task for each in the same turn of the loop,
+some 25 µs each."""
 MESSAGE_SECONDS = 10
 """Time limit of the start of a connection, of the first message of a call, and from the first byte of a message to its
 last. Counted in `Gate.second`, so that a daemon that stood still does not count its own pause."""
@@ -73,7 +76,7 @@ class Passed:
     to_server: bytes = b""
     to_client: bytes = b""
     calls: int = 0
-    """How many calls began."""
+    """How many calls began, or were ended because they are late."""
     refused: list[KVSidecarError] = field(default_factory=list)
     """Why calls, or in the end the connection, were refused."""
 
@@ -102,6 +105,8 @@ class Gate:
         self._ended = 0
         """A stream that gRPC has seen begin and end; 0: none."""
         self._calls: dict[int, _Call] = {}
+        self._late: list[int] = []
+        """Streams whose calls have been waited for too long."""
         self._out: list[bytes] = []
         self._passed = Passed()
         self._injected = bytearray()
@@ -111,6 +116,11 @@ class Gate:
         """Whether the connection has been refused, or `close` was called: nothing passes any more."""
 
     @property
+    def calls(self) -> int:
+        """How many are open."""
+        return len(self._calls)
+
+    @property
     def injected(self) -> int:
         """Bytes of its own that wait until the server has sent a whole frame."""
         return len(self._injected)
@@ -118,8 +128,8 @@ class Gate:
     # -- from the client -------------------------------------------------------------------------------------------
 
     def from_client(self, data: bytes) -> Passed:
-        """Take bytes of the client. Of those that have arrived, at most `FRAMES_AT_ONCE` frames are looked at; if there
-        `is_more`, call it again without any."""
+        """Take bytes of the client. Of those that have arrived, at most `FRAMES_AT_ONCE` frames are looked at, and at
+        most `CALLS_AT_ONCE` calls begin; if there `is_more`, call it again without any."""
         self._buffer += data
         if not self.over:
             try:
@@ -148,7 +158,7 @@ class Gate:
             at = len(h2.PREFACE)
         passed = complete = 0
         for _ in range(FRAMES_AT_ONCE):
-            if len(buffer) - at < h2.HEAD_BYTES:
+            if len(buffer) - at < h2.HEAD_BYTES or self._passed.calls == CALLS_AT_ONCE:
                 break
             length = self._payload_bytes(at)
             if length > h2.MAX_PAYLOAD_BYTES:
@@ -342,15 +352,20 @@ class Gate:
         self.close()
 
     def close(self) -> None:
-        """The connection is over: give back what its calls held."""
+        """The connection is over. `end_calls` ends what is open."""
         self.over = True
         self._buffer.clear()
         self._read = 0
-        for stream in tuple(self._calls):
+
+    def end_calls(self, most: int = CALLS_AT_ONCE) -> bytes:
+        """End so many open calls of a connection that is over: give back what they held. Returns what tells gRPC."""
+        streams = list(self._calls)[:most]
+        for stream in streams:
             self._end(stream)
+        return b"".join([h2.reset(stream, h2.CANCEL) for stream in streams])
 
     def second(self) -> Passed:
-        """A second has passed: end what has been waited for too long."""
+        """A second has passed: end what has been waited for too long. While calls are `late`, go on with `end_late`."""
         self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_PER_SECOND)
         if not self.over and (not self._begun or self._block is not None):
             self._seconds += 1
@@ -359,12 +374,26 @@ class Gate:
                 self._refuse_connection(Unfinished(f"{what} was not complete within {MESSAGE_SECONDS} s"))
         else:
             self._seconds = 0
-        for stream, call in tuple(self._calls.items()):
+        for stream, call in self._calls.items():
             if call.awaited:
                 call.seconds += 1
-                if call.seconds > MESSAGE_SECONDS:
-                    late = Unfinished(f"a message of a call was not complete within {MESSAGE_SECONDS} s")
-                    self._refuse_call(stream, late)
+                if call.seconds == MESSAGE_SECONDS + 1:
+                    self._late.append(stream)
+        return self.end_late()
+
+    @property
+    def late(self) -> bool:
+        return bool(self._late) and not self.over
+
+    def end_late(self) -> Passed:
+        """End some of the calls that are late."""
+        while self.late and self._passed.calls < CALLS_AT_ONCE:
+            stream = self._late.pop()
+            call = self._calls.get(stream)
+            if call is not None and call.awaited and call.seconds > MESSAGE_SECONDS:
+                self._passed.calls += 1
+                late = Unfinished(f"a message of a call was not complete within {MESSAGE_SECONDS} s")
+                self._refuse_call(stream, late)
         return self._result()
 
     def _result(self) -> Passed:

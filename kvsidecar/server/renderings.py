@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator
 
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 
 Steps = Generator[None, None, bytes]
@@ -28,10 +29,17 @@ class Rendering:
     Args:
         steps: begins to render.
         tasks: own the rendering.
+        loop_time: in which its steps take their turns.
     """
 
-    def __init__(self, steps: Callable[[], Steps], tasks: TaskSet, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steps, self._tasks, self._clock = steps, tasks, clock
+    def __init__(
+        self,
+        steps: Callable[[], Steps],
+        tasks: TaskSet,
+        loop_time: LoopTime,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps, self._tasks, self._time, self._clock = steps, tasks, loop_time, clock
         self._task: asyncio.Task[bytes] | None = None
         """The rendering that is under way, or waits for the end of the pause."""
         self._begun = False
@@ -56,19 +64,8 @@ class Rendering:
     async def _render(self) -> bytes:
         try:
             await asyncio.sleep(max(0.0, self._may_begin_at - self._clock()))
-            self._begun, began, busy = True, self._clock(), 0.0
-            steps = self._steps()
-            while True:
-                step_began = self._clock()
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    text: bytes = end.value
-                    break
-                finally:
-                    busy += self._clock() - step_began
-                    self._may_begin_at = self._clock() + min(CROWD_SECONDS, PAUSE * busy)
-                await asyncio.sleep(0)
+            self._begun, began = True, self._clock()
+            text = await self._time.run(self._timed(self._steps()))
             if self._askers > FEW:
                 self._shared, self._shared_until = text, began + CROWD_SECONDS
             else:
@@ -76,3 +73,18 @@ class Rendering:
             return text
         finally:
             self._task, self._begun = None, False
+
+    def _timed(self, steps: Steps) -> Steps:
+        """The same steps. What they take says when the next rendering may begin."""
+        busy = 0.0
+        while True:
+            began = self._clock()
+            try:
+                next(steps)
+            except StopIteration as end:
+                text: bytes = end.value
+                return text
+            finally:
+                busy += self._clock() - began
+                self._may_begin_at = self._clock() + min(CROWD_SECONDS, PAUSE * busy)
+            yield

@@ -67,25 +67,3 @@ def in_one(steps: Generator[None, None, T]) -> T:
         except StopIteration as end:
             value: T = end.value
             return value
-
-
-class RoundRobin:
-    """Round-robin scheduling of long computations on the event loop.
-
-    Each computation runs one step at a time, and the loop does other work in between. Many computations delay the loop
-    no more than one does, and a short one need not wait for the end of a long one.
-    """
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-
-    async def run(self, steps: Generator[None, None, T]) -> T:
-        """Run a computation and return the generator's return value."""
-        while True:
-            async with self._turn:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    value: T = end.value
-                    return value
-                await asyncio.sleep(0)

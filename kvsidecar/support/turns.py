@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
-SECONDS: Final = 0.0002
-"""How long steps begin in one turn of the loop."""
+from kvsidecar.support.loop_time import LoopTime
+
 SHARE: Final = 0.3
 """Of the loop's time, what one user's steps may take for long. What is left is not theirs, even if nobody uses it: a
 loop that is never idle waits longer for its core."""
 BURST_SECONDS: Final = 0.05
 """Time that a user's steps may take before `SHARE` holds."""
+FEW: Final = 64
+"""So many users are remembered in any case."""
 
 
 _Step = tuple[Callable[[], None], float]
@@ -33,22 +34,15 @@ class _User:
 
 
 class Turns:
-    """Steps of users, some in each turn of the event loop: one user after the other, and each user's in their order.
+    """Steps of users, a lane of the loop's time: one user after the other, and each user's in their order."""
 
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, loop_time: LoopTime | None = None) -> None:
+        self._time = LoopTime() if loop_time is None else loop_time
         self._users: dict[Hashable, _User] = {}
-        """Those with steps that wait, or whose time is not paid for."""
+        """Those with steps that wait, or whose time is not paid for; some others until `_forget`."""
+        self._few = FEW
         self._next: deque[Hashable] = deque()
         """Those with steps that wait and may begin."""
-        self._scheduled = False
-        """Whether this turn of the loop has begun, and `_turn` is going to begin the next one."""
-        self._until = 0.0
-        """When this turn begins no more steps."""
 
     def take(self, user: Hashable, step: Callable[[], None], seconds: float = 0.0) -> None:
         """Take a step: now, if nobody waits and this turn of the loop has time, or in one of the next ones.
@@ -57,28 +51,36 @@ class Turns:
             seconds: about how long that takes which the step causes and does not do itself, such as a task that it
                 wakes. The user is charged for it; and if it is not 0, the step is the last one of its turn of the loop.
         """
-        now = self._clock()
+        now = self._time.clock()
         queue = self._users.get(user)
         if queue is None:
+            if len(self._users) > self._few:
+                self._forget(now)
             queue = self._users[user] = _User()
-        elif queue.waiting or queue.used > now + BURST_SECONDS:
-            self._wait(user, queue, (step, seconds), now)
-            return
-        if self._next or (self._scheduled and now >= self._until):
-            self._wait(user, queue, (step, seconds), now)
-            return
-        if not self._scheduled:
-            self._begin(now)
-        self._run(queue, (step, seconds), now)
+        if queue.waiting or queue.used > now + BURST_SECONDS or self._next or not self._time.is_left():
+            queue.waiting.append((step, seconds))
+            if len(queue.waiting) == 1:
+                self._line_up(user, queue, now)
+        else:
+            self._run(queue, (step, seconds), now)
 
     def end(self) -> None:
         """The step that runs is the last one of this turn of the loop: it has made work for somebody else."""
-        self._until = 0.0
+        self._time.end()
 
-    def _wait(self, user: Hashable, queue: _User, step: _Step, now: float) -> None:
-        queue.waiting.append(step)
-        if len(queue.waiting) == 1:
-            self._line_up(user, queue, now)
+    @property
+    def waits(self) -> bool:
+        return bool(self._next)
+
+    def step(self) -> None:
+        user = self._next.popleft()
+        queue = self._users[user]
+        queue.lined_up = False
+        try:
+            self._run(queue, queue.waiting.popleft(), self._time.clock())
+        finally:
+            if queue.waiting:
+                self._line_up(user, queue, self._time.clock())
 
     def _line_up(self, user: Hashable, queue: _User, now: float) -> None:
         rest = queue.used - now - BURST_SECONDS
@@ -87,8 +89,7 @@ class Turns:
         if rest <= 0:
             queue.lined_up = True
             self._next.append(user)
-            if not self._scheduled:
-                self._begin(now)
+            self._time.join(self)
         elif not queue.resting:
             queue.resting = True
             asyncio.get_running_loop().call_later(rest, self._rested, user, queue)
@@ -96,43 +97,19 @@ class Turns:
     def _rested(self, user: Hashable, queue: _User) -> None:
         queue.resting = False
         if queue.waiting:
-            self._line_up(user, queue, max(self._clock(), queue.used - BURST_SECONDS))
+            self._line_up(user, queue, max(self._time.clock(), queue.used - BURST_SECONDS))
 
-    def _begin(self, now: float) -> None:
-        self._scheduled, self._until = True, now + SECONDS
-        asyncio.get_running_loop().call_soon(self._turn)
-
-    def _run(self, queue: _User, step: _Step, began: float) -> float:
+    def _run(self, queue: _User, step: _Step, began: float) -> None:
         call, seconds = step
         if seconds:
             self.end()
         try:
             call()
         finally:
-            now = self._clock()
-            queue.used = max(queue.used, began) + (now - began + seconds) / SHARE
-        return now
+            queue.used = max(queue.used, began) + (self._time.clock() - began + seconds) / SHARE
 
-    def _turn(self) -> None:
-        self._scheduled = False
-        if not self._next:
-            self._forget()
-            return
-        now = self._clock()
-        self._begin(now)
-        while self._next and now < self._until:
-            user = self._next.popleft()
-            queue = self._users[user]
-            queue.lined_up = False
-            step = queue.waiting.popleft()
-            try:
-                now = self._run(queue, step, now)
-            finally:
-                if queue.waiting:
-                    self._line_up(user, queue, now)
-
-    def _forget(self) -> None:
-        if len(self._users) > 64:
-            now = self._clock()
-            for user in [each for each, queue in self._users.items() if not queue.waiting and queue.used < now]:
-                del self._users[user]
+    def _forget(self, now: float) -> None:
+        """Those who have nothing that waits or is not paid for; called the less often, the more stay."""
+        for user in [each for each, queue in self._users.items() if not queue.waiting and queue.used < now]:
+            del self._users[user]
+        self._few = max(FEW, 2 * len(self._users))

@@ -25,6 +25,7 @@ from kvsidecar.device.base import MemfdSource
 from kvsidecar.errors import CopyFailed, DeviceLost, DeviceNotFound, ImportRefused
 from kvsidecar.support import failpoints, host_memory, supervised_child
 from kvsidecar.support.child_side import Message
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import launch
@@ -301,7 +302,7 @@ async def test_a_copy_that_was_done_when_its_process_died_stays_done(bench: Benc
 
 async def _all_done(bench: Bench, count: int) -> list[Copying]:
     """Stores that are done, of whose ends the link takes one in each turn of the loop, and has taken the first."""
-    bench.link._steps = Steps(clock=lambda: 0.0, seconds=0.0)
+    bench.link._steps = Steps(LoopTime(lambda: 0.0, 0.0))
     bench.link._steps.called()
     receiver, records = bench.link._receivers[Direction.STORE], bench.link._records[Direction.STORE]
     bench.link._loop.remove_reader(receiver.bell)  # the loop is busy with other things

@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Generator, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,7 +35,6 @@ from kvsidecar.server.convert import registration_from
 from kvsidecar.support import fence
 from kvsidecar.support.host_memory import create_file
 from kvsidecar.support.memory_limits import PageKind, Pages
-from kvsidecar.support.tasks import RoundRobin
 from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.copiers import NoProcessCopiers
@@ -321,7 +319,7 @@ async def test_the_largest_registration_holds_up_the_event_loop_hardly_longer_th
         )
 
         async def attach() -> None:
-            registration = await world.instances.turns.run(registration_from(message))
+            registration = await world.instances._time.run(registration_from(message))
             await world.instances.end(await world.instances.register(registration), gone=False)
 
         attaching = asyncio.create_task(attach())
@@ -353,49 +351,6 @@ async def test_a_registration_of_many_groups_that_is_cut_off_leaves_no_space_ope
     with contextlib.suppress(asyncio.CancelledError):
         await world.instances.end(await attaching, gone=False)
     assert [group for group in range(MAX_GROUPS) if world.cache.find_space(NAMESPACE, group) is not None] == []
-
-
-async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_steps() -> None:
-    turns, order = RoundRobin(), list[str]()
-
-    def steps(name: str, count: int) -> Generator[None, None, str]:
-        for number in range(count):
-            order.append(f"{name}{number}")
-            yield
-        return name
-
-    async def bystander() -> None:
-        while True:
-            order.append("|")
-            await asyncio.sleep(0)
-
-    others = asyncio.create_task(bystander())
-    await asyncio.sleep(0)
-    assert await asyncio.gather(*(turns.run(steps(*each)) for each in (("a", 20), ("b", 20), ("c", 1)))) == [*"abc"]
-    others.cancel()
-    taken = [each[0] for each in order]
-    assert all("|" in pair for pair in pairwise(taken)), "two steps without a look at the others"
-    assert order.index("c0") < order.index("a2"), "a short computation waits for a long one"
-
-
-async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> None:
-    turns = RoundRobin()
-
-    def fails() -> Generator[None, None, None]:
-        yield
-        raise InvalidRequest("no")
-
-    def goes_on() -> Generator[None, None, int]:
-        yield
-        yield
-        return 7
-
-    outcomes = await asyncio.gather(turns.run(fails()), turns.run(goes_on()), return_exceptions=True)
-    assert [type(outcomes[0]), outcomes[1]] == [InvalidRequest, 7]
-    cancelled = asyncio.create_task(turns.run(goes_on()))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    assert await turns.run(goes_on()) == 7
 
 
 async def test_a_connection_with_a_fence_takes_one_rank_at_a_time(buffer: HostBuffer) -> None:

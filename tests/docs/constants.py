@@ -41,7 +41,7 @@ SAID = (
     ("docs/concepts.md", "when it has not ended a job {} after", "client.supervisor.HANG_SECONDS"),
     ("docs/design.md", "after a pause that grows to {}.", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
     ("docs/design.md", "/health fails after {}, and the daemon", "daemon.daemon.COPIER_END_SECONDS"),
-    ("docs/design.md", "the end of a copy) for {} at most", "support.steps.SECONDS"),
+    ("docs/design.md", "the end of a copy) for {} at most", "support.loop_time.SECONDS"),
     ("docs/design.md", "confirm it within two seconds", "copier.quiesce.QUIESCE_SECONDS"),
     ("docs/design.md", "each sealed slot has a record of {}:", "tiers.disk.directory.RECORD_BYTES"),
     ("docs/operating.md", "after a pause that grows to {}. Then", "support.supervised_child.LONGEST_PAUSE_SECONDS"),

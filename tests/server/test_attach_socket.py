@@ -18,8 +18,9 @@ from kvsidecar.protocol.framing import frame
 from kvsidecar.server import attach_socket
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.socket_files import SocketFiles
+from kvsidecar.support.loop_time import SECONDS, LoopTime
 from kvsidecar.support.tasks import TaskSet
-from kvsidecar.support.turns import SECONDS, Turns
+from kvsidecar.support.turns import Turns
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import eventually_in_loop
@@ -43,7 +44,7 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         ticks = itertools.count()
         # Each step takes a part of a turn, however long it takes.
-        self.turns = Turns(lambda: next(ticks) * SECONDS / STEPS)
+        self.turns = Turns(LoopTime(lambda: next(ticks) * SECONDS / STEPS))
         self.in_iteration: Counter[int] = Counter()
         """Refusals and ends, by the iteration of the loop."""
         self.iteration = 0

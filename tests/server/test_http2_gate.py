@@ -12,8 +12,8 @@ from kvsidecar.errors import InvalidRequest, LimitExceeded, Unfinished
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server import http2_gate
 from kvsidecar.server.header_block import BadHeaderBlock, count_fields, literal_fields
-from kvsidecar.server.http2_frames import PUSH_PROMISE, WINDOW_UPDATE
-from kvsidecar.server.http2_gate import CallQuotas, Gate, Passed
+from kvsidecar.server.http2_frames import CANCEL, PUSH_PROMISE, WINDOW_UPDATE, reset
+from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
 from tests.attacks.http2_client import (
     CONTINUATION,
     DATA,
@@ -87,7 +87,45 @@ def test_what_honest_clients_send_passes_unchanged_in_pieces_of_any_size() -> No
         assert not connection.refused
         assert connection.held() == (2, 100)
         connection.gate.close()
+        connection.gate.end_calls()
         assert connection.held() == (0, 0)
+
+
+def calls(count: int) -> bytes:
+    return b"".join(frame(HEADERS, 2 * number + 1, request(), END_HEADERS) for number in range(count))
+
+
+def test_few_calls_begin_at_once_and_the_others_when_asked_again() -> None:
+    connection = Connection()
+    many = calls(3 * CALLS_AT_ONCE)
+    passed = connection.gate.from_client(many)
+    assert (passed.calls, connection.gate.is_more) == (CALLS_AT_ONCE, True)
+    assert passed.to_server + connection.send(b"") == many
+    assert connection.gate.calls == 3 * CALLS_AT_ONCE
+
+
+def test_few_late_calls_end_at_once_and_who_has_sent_the_rest_meanwhile_is_not_late() -> None:
+    connection = Connection()
+    connection.send(calls(2 * CALLS_AT_ONCE + 2))
+    connection.seconds(LIMIT)
+    assert connection.gate.second().calls == CALLS_AT_ONCE
+    assert connection.gate.late
+    open_streams = list(connection.gate._calls)
+    connection.send(frame(DATA, open_streams[0], message(b"a")))
+    assert connection.gate.end_late().calls == CALLS_AT_ONCE
+    assert connection.gate.end_late().calls == 1
+    assert not connection.gate.late
+    assert list(connection.gate._calls) == open_streams[:1]
+
+
+def test_when_a_connection_is_over_its_calls_end_a_few_at_a_time() -> None:
+    connection = Connection()
+    connection.send(calls(CALLS_AT_ONCE + 1))
+    connection.gate.close()
+    assert connection.gate.end_calls() == b"".join(reset(2 * number + 1, CANCEL) for number in range(CALLS_AT_ONCE))
+    assert connection.held() == (1, 0)
+    assert connection.gate.end_calls() == reset(2 * CALLS_AT_ONCE + 1, CANCEL)
+    assert connection.held() == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +160,7 @@ def test_what_breaks_the_rules_ends_the_connection_in_words(data: bytes, error: 
     assert says in str(refused)
     assert str(refused).encode() in connection.to_client, "the GOAWAY says nothing"
     assert connection.gate.over
+    connection.gate.end_calls()
     assert connection.held() == (0, 0)
     assert connection.send(CALL) == b"", "something passes behind the end"
 

@@ -15,6 +15,7 @@ from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.handler import INTERNAL
 from kvsidecar.server.local_protocol import FRAMES_PER_ITERATION, MAX_EARLY_BYTES, MAX_HELD_BYTES, LocalConnection
 from kvsidecar.server.partial_messages import PartialMessages
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -58,7 +59,7 @@ class Handler:
         self.registered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.lookup: Callable[[Any, Any], Any] = lambda *_: pb.LookupReply(ready=True)
         self.taken: list[int] = []
-        self.steps = Steps(clock=lambda: 0.0, seconds=0.0)  # one a turn
+        self.steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one a turn
         self.steps.called()
         self.ended = False
 

@@ -7,16 +7,21 @@ import gc
 import socket
 from pathlib import Path
 
+import pytest
+
 from kvsidecar.server import grpc_front
 from kvsidecar.server.grpc_front import GrpcFront
+from kvsidecar.server.http2_frames import CANCEL, reset
+from kvsidecar.server.http2_gate import CALLS_AT_ONCE
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.server.unix_front import UnixFront
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
-from tests.attacks.http2_client import PREFACE, SETTINGS, frame
+from tests.attacks.http2_client import END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, request
 from tests.harness import eventually_in_loop
 
 CLIENTS = 20
+CALLS = 3 * CALLS_AT_ONCE
 
 
 async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collector(short_dir: Path) -> None:
@@ -49,3 +54,46 @@ async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collecto
         unix.stop_listening()
         front.close()
         await tasks.cancel()
+
+
+async def test_the_calls_of_a_connection_that_closes_end_before_it_in_several_turns_of_the_loop(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC would end all of them in one."""
+    tasks, turns, loop = TaskSet(lambda name, error: None), Turns(), asyncio.get_running_loop()
+    front = GrpcFront(grpc_front.LIMITS, lambda _: None, tasks, turns)
+    unix = UnixFront(SocketFiles(short_dir / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
+    turn, sent = 0, list[tuple[int, bytes]]()
+    send = grpc_front.End.send
+
+    def tick() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(tick)
+
+    def noted(end: grpc_front.End, data: bytes) -> None:
+        sent.append((turn, data))
+        send(end, data)
+
+    streams = [2 * number + 1 for number in range(CALLS)]
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(f"{short_dir}/server")
+        server.listen(1)
+        front.start(f"{short_dir}/server")
+        unix.listen()
+        client.connect(f"{short_dir}/kvs.sock")
+        begin = PREFACE + frame(SETTINGS)
+        begin += b"".join(frame(HEADERS, stream, request(), END_HEADERS) for stream in streams)
+        client.send(begin)
+        await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
+        tick()
+        monkeypatch.setattr(grpc_front.End, "send", noted)
+        client.close()
+        await eventually_in_loop(lambda: not front._relays)
+        ends = [(turn, data) for turn, data in sent if data]
+        assert front.quotas.calls.held == 0
+        assert len(ends) == len({turn for turn, _ in ends}) == CALLS // CALLS_AT_ONCE - 1, "the last ones end with it"
+        assert b"".join(data for _, data in ends) == b"".join(reset(each, CANCEL) for each in streams[:-CALLS_AT_ONCE])
+    unix.stop_listening()
+    front.close()
+    await tasks.cancel()

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvsidecar.server.renderings import CROWD_SECONDS, FEW, PAUSE, Rendering, Steps
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 
 STEPS = 20
@@ -23,7 +24,12 @@ class Figures:
         self.is_rendering = asyncio.Event()
         self.fails = False
         self.errors: list[BaseException] = []
-        self.rendering = Rendering(self.steps, TaskSet(lambda _, error: self.errors.append(error)), lambda: self.now)
+        self.rendering = Rendering(
+            self.steps,
+            TaskSet(lambda _, error: self.errors.append(error)),
+            LoopTime(lambda: self.now),
+            lambda: self.now,
+        )
 
     def steps(self) -> Steps:
         self.begun.append(self.now)

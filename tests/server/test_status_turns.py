@@ -9,6 +9,8 @@ from typing import Any
 
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.server.handler import Handler
+from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.steps import Steps
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 STEPS = 20
@@ -38,6 +40,7 @@ async def test_one_step_of_one_status_in_each_turn_of_the_loop() -> None:
         metrics=nothing,
         tasks=nothing,
         status=status,
+        steps=Steps(LoopTime(seconds=0.0)),
     )
     tick()
     admin = Caller(None, Grant(("*",), admin=True))

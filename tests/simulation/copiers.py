@@ -20,6 +20,7 @@ from kvsidecar.copier.process import Sessions
 from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
+from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import State
 from kvsidecar.types import Direction
@@ -36,7 +37,7 @@ class SimLink(NoProcessLink):
 
     def __init__(self, process: SimProcess) -> None:
         super().__init__(process.pid, process.answer, process.kill)
-        self._steps = Steps(clock=lambda: 0.0, seconds=0.0)  # one a turn
+        self._steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one a turn
         self._steps.called()
         self._at = process
 

@@ -31,6 +31,8 @@ from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import Instances
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Service
+from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -157,8 +159,9 @@ class World:
         self._committed = 0
         if rng.random() < 0.5:
             self.reload_shares()
+        loop_time = LoopTime(loop.time, 0.0)  # one step a turn
         self.instances = Instances(
-            self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True)
+            self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True), loop_time
         )
         checksums = Checksums(Verify.ALWAYS, self.cache) if rng.random() < 0.5 else None
         self.runner = JobRunner(self.cache, self.copiers, self.readiness, _metrics(), loop.time, checksums=checksums)
@@ -172,6 +175,7 @@ class World:
             metrics=_metrics(),
             tasks=self.tasks,
             status=lambda _: pb.StatusReply(),
+            steps=Steps(loop_time),
         )
         self.service = Service(self.handler)
         self.wire: deque[tuple[Call, Any]] | None = deque() if rng.random() < 0.5 else None

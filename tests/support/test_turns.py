@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from kvsidecar.support.turns import BURST_SECONDS, SECONDS, SHARE, Turns
+from kvsidecar.support.loop_time import SECONDS, LoopTime
+from kvsidecar.support.turns import BURST_SECONDS, FEW, SHARE, Turns
 
 
 class Clock:
@@ -23,7 +24,7 @@ async def turn_of_the_loop() -> None:
 
 async def test_users_alternate_however_many_steps_one_of_them_has() -> None:
     clock = Clock()
-    turns = Turns(clock)
+    turns = Turns(LoopTime(clock))
     taken: list[str] = []
 
     def step(user: str) -> None:
@@ -44,7 +45,7 @@ async def test_users_alternate_however_many_steps_one_of_them_has() -> None:
 
 
 async def test_a_step_may_take_further_ones_of_its_user() -> None:
-    turns = Turns(Clock())
+    turns = Turns(LoopTime(Clock()))
     taken: list[int] = []
 
     def step(number: int) -> None:
@@ -64,7 +65,7 @@ async def test_a_step_may_take_further_ones_of_its_user() -> None:
 
 
 async def test_the_step_that_ends_its_turn_is_its_last_one() -> None:
-    turns = Turns(Clock())
+    turns = Turns(LoopTime(Clock()))
     taken: list[int] = []
 
     def step(number: int) -> None:
@@ -81,7 +82,7 @@ async def test_the_step_that_ends_its_turn_is_its_last_one() -> None:
 
 async def test_who_has_used_more_than_a_burst_waits_for_its_share_and_others_do_not() -> None:
     clock = Clock()
-    turns = Turns(clock)
+    turns = Turns(LoopTime(clock))
     taken: list[str] = []
 
     def long_step() -> None:
@@ -103,7 +104,7 @@ async def test_who_has_used_more_than_a_burst_waits_for_its_share_and_others_do_
 
 
 async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
-    turns = Turns(Clock())
+    turns = Turns(LoopTime(Clock()))
     taken: list[int] = []
     errors: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context["exception"]))
@@ -121,7 +122,7 @@ async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
 
 async def test_what_a_step_causes_is_charged_to_its_user_and_ends_the_turn() -> None:
     clock = Clock()
-    turns = Turns(clock)
+    turns = Turns(LoopTime(clock))
     taken: list[str] = []
     turns.take("greedy", lambda: taken.append("greedy"), BURST_SECONDS)
     turns.take("other", lambda: taken.append("other"), SECONDS)
@@ -137,3 +138,22 @@ async def test_what_a_step_causes_is_charged_to_its_user_and_ends_the_turn() -> 
     async with asyncio.timeout(60):
         while len(taken) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.001)
+
+
+async def test_who_has_paid_for_all_is_forgotten_and_who_has_not_is_not() -> None:
+    clock = Clock()
+    turns = Turns(LoopTime(clock))
+    for number in range(4 * FEW):
+        turns.take(number, lambda: None)
+        await turn_of_the_loop()
+        clock.now += 1.0
+    assert len(turns._users) <= FEW + 1
+
+    def step() -> None:
+        clock.now += 1.0
+
+    turns.take("greedy", step)
+    for number in range(2 * FEW):
+        await turn_of_the_loop()
+        turns.take(number, lambda: None)
+    assert "greedy" in turns._users

@@ -1,0 +1,124 @@
+"""Divides a turn of the event loop among everything that can wait for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Final, Protocol, TypeVar
+
+T = TypeVar("T")
+
+SECONDS: Final = 0.0002
+"""How long steps begin in one turn of the loop."""
+
+
+class Lane(Protocol):
+    """Steps of one kind, in an order of their own."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has a step that may begin."""
+
+    def step(self) -> None:
+        """Take the next one. Called while it waits."""
+
+
+class LoopTime:
+    """Time for steps in each turn of the event loop.
+
+    A turn of the loop reads every socket that has something to read. Jobs, what users of gRPC cause, news for watchers
+    and texts that are rendered each come in steps of some tenths of a millisecond; if all of them took theirs in the
+    same turn, a scheduler's lookup would wait for their sum. With this it waits for `SECONDS` and the last step.
+
+    Whoever has a step takes it at once if time `is_left`, or else joins with its lane. Lanes that wait take one step
+    each, round and round, in the next turns.
+
+    Args:
+        clock: monotonic seconds.
+        seconds: how long steps begin in a turn; 0: one step a turn.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS) -> None:
+        self.clock = clock
+        self._seconds = seconds
+        self._lanes: deque[Lane] = deque()
+        self._until: float | None = None
+        """When this turn begins no more steps; None before its first. If it is not None, `_turn` is scheduled."""
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def is_left(self) -> bool:
+        """Whether a step may begin in this turn."""
+        if self._until is None:
+            self._begin()
+            return True
+        return self.clock() < self._until
+
+    def end(self) -> None:
+        """The step that runs is the last one of this turn: it has made work for somebody else."""
+        if self._until is None:
+            self._begin()
+        self._until = -math.inf
+
+    def join(self, lane: Lane) -> None:
+        """A lane waits from now on, until it has no step any more. May be called again meanwhile."""
+        if lane not in self._lanes:
+            self._lanes.append(lane)
+        if self._until is None:
+            self._begin()
+
+    # -- a lane of its own ---------------------------------------------------------------------------------------------
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Call it in one of the next turns, after those that wait."""
+        self._calls.append(call)
+        self.join(self)
+
+    async def run(self, steps: Generator[None, None, T]) -> T:
+        """Run a long computation, a step at a time, and return the generator's return value. Many at the same time take
+        turns, so that a short one need not wait for the end of a long one."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def step() -> None:
+            if result.done():
+                return  # nobody waits for it any more
+            try:
+                next(steps)
+            except StopIteration as end:
+                result.set_result(end.value)
+            except Exception as error:  # noqa: BLE001 - for whoever waits for the result
+                result.set_exception(error)
+            else:
+                self.later(step)
+
+        self.later(step)
+        try:
+            return await result
+        finally:
+            steps.close()
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._calls)
+
+    def step(self) -> None:
+        self._calls.popleft()()
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._until = self.clock() + self._seconds
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._until = None
+        while self._lanes and self.is_left():
+            lane = self._lanes.popleft()
+            try:
+                if lane.waits:
+                    lane.step()
+            finally:
+                if lane.waits:
+                    self.join(lane)

@@ -1,0 +1,125 @@
+"""What can wait shares a turn of the event loop, and nobody who waits is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from itertools import pairwise
+
+import pytest
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.steps import Steps
+from kvsidecar.support.turns import Turns
+
+
+class Clock:
+    """Steps take as long as they say."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.taken: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def take(self, name: str, seconds: float = 1.0) -> None:
+        self.taken.append(name)
+        self.now += seconds
+
+
+async def test_all_kinds_of_steps_together_have_the_time_of_one_turn() -> None:
+    clock = Clock()
+    time = LoopTime(clock, 1.0)
+    steps, turns = Steps(time, call_seconds=50.0), Turns(time)
+    steps.called()
+    assert steps.may_begin()
+    clock.take("job")
+    assert not steps.may_begin()
+    steps.later(lambda: clock.take("job"))
+    for user in range(2):
+        turns.take(user, lambda: clock.take("user"))
+        time.later(lambda: clock.take("news"))
+    seen = []
+    while len(clock.taken) < 6:
+        seen.append(len(clock.taken))
+        await asyncio.sleep(0)
+    assert seen == [1, 2, 3, 4, 5], "a step a turn"
+    assert clock.taken == ["job", "job", "user", "news", "user", "news"], "they take turns"
+
+
+async def test_a_step_that_ends_the_turn_does_so_for_all() -> None:
+    clock = Clock()
+    time = LoopTime(clock, 1.0)
+    steps, turns = Steps(time, call_seconds=50.0), Turns(time)
+    steps.called()
+    turns.take("user", lambda: clock.take("user", 0.0), 0.1)
+    assert not steps.may_begin()
+    assert not time.is_left()
+    await asyncio.sleep(0)
+    assert time.is_left()
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_step_that_raises_costs_neither_its_lane_nor_another_a_turn() -> None:
+    clock, loop = Clock(), asyncio.get_running_loop()
+    time = LoopTime(clock, 0.5)
+    turns = Turns(time)
+    reported: list[str] = []
+    loop.set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+
+    def fail() -> None:
+        raise ValueError("planned")
+
+    assert time.is_left()
+    clock.now += 1.0
+    time.later(fail)
+    time.later(lambda: clock.take("news"))
+    turns.take("user", lambda: clock.take("user"))
+    for _ in range(6):
+        await asyncio.sleep(0)
+    assert (sorted(clock.taken), reported) == (["news", "user"], ["planned"])
+
+
+async def test_many_who_compute_take_turns_and_the_loop_goes_on_between_any_two_steps() -> None:
+    time, order = LoopTime(seconds=0.0), list[str]()
+
+    def steps(name: str, count: int) -> Generator[None, None, str]:
+        for number in range(count):
+            order.append(f"{name}{number}")
+            yield
+        return name
+
+    async def bystander() -> None:
+        while True:
+            order.append("|")
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(bystander())
+    await asyncio.sleep(0)
+    assert await asyncio.gather(*(time.run(steps(*each)) for each in (("a", 20), ("b", 20), ("c", 1)))) == [*"abc"]
+    others.cancel()
+    taken = [each[0] for each in order]
+    assert all("|" in pair for pair in pairwise(taken)), "two steps without a look at the others"
+    assert order.index("c0") < order.index("a2"), "a short computation waits for a long one"
+
+
+async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> None:
+    time = LoopTime()
+
+    def fails() -> Generator[None, None, None]:
+        yield
+        raise InvalidRequest("no")
+
+    def goes_on() -> Generator[None, None, int]:
+        yield
+        yield
+        return 7
+
+    outcomes = await asyncio.gather(time.run(fails()), time.run(goes_on()), return_exceptions=True)
+    assert [type(outcomes[0]), outcomes[1]] == [InvalidRequest, 7]
+    cancelled = asyncio.create_task(time.run(goes_on()))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert await time.run(goes_on()) == 7
