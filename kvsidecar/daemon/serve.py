@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
-COLLECT = (100, 5, 2000)
+COLLECT = (100, 2, 5000)
 """`gc.set_threshold`: few objects in one go, which takes tenths of a millisecond, and seldom all, which takes 13 with a
 thousand connections. Jobs, clients and connections leave no garbage for it, and gRPC's calls what is young."""
 DESCRIPTORS = 65536

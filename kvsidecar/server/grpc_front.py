@@ -40,8 +40,10 @@ CALL_BYTES = 160 * 1024
 64 KiB that it reads ahead, and an answer that is not read."""
 MESSAGE_COPIES = 2
 """Of a message: as it arrived, and parsed."""
-CALLS_SECONDS = CALLS_AT_ONCE * 25e-6
-"""What gRPC and the loop take for the end of so many calls (measured)."""
+CALL_SECONDS = 25e-6
+"""What gRPC and the loop take for a call that begins, or ends, without its answer (measured)."""
+RELAYS_AT_ONCE = 16
+"""Connections whose second is counted in one turn of the loop."""
 LINGER_SECONDS = 5
 """Time for a client whose connection is over to read why."""
 
@@ -200,8 +202,10 @@ class GrpcFront:
     async def _each_second(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            for relay in tuple(self._relays):
+            for number, relay in enumerate(tuple(self._relays), 1):
                 relay.second()
+                if number % RELAYS_AT_ONCE == 0:
+                    await self.turns.loop_time.turn()
             connections, calls, nbytes = self._connections_of, self.quotas.calls, self.quotas.nbytes
             most = self._memory(connections.peak(), calls.peak(), nbytes.peak())
             await self._peak.used(self._memory(connections.held, calls.held, nbytes.held), most)
@@ -288,7 +292,7 @@ class _Relay:
         if self._gate.over:
             self._end()
         elif self._gate.late:
-            self._front.turns.take(self.client.user, self._end_late, CALLS_SECONDS)
+            self._front.turns.take(self.client.user, self._end_late)
 
     def _end_late(self) -> None:
         if not self._over:
@@ -301,7 +305,7 @@ class _Relay:
             self._server = End(front.connect(self.client), front.crowd, self._server_readable, self._update)
         self._server.send(passed.to_server)
         if passed.calls:
-            front.turns.end()  # gRPC is going to hand them over in one of the loop's next turns
+            front.turns.charge(self.client.user, passed.calls * CALL_SECONDS)
 
     def _server_readable(self) -> None:
         if self._server is not None:
@@ -330,17 +334,19 @@ class _Relay:
             self._end_calls()
 
     def _end_calls(self) -> None:
-        """gRPC ends all calls of a connection that closes in one turn of the loop. So they end before, a few in each turn,
-        and the connection with the last ones."""
+        """gRPC ends all calls of a connection that closes in one turn of the loop. So they end before, a few in each
+        turn, and the connection with the last ones."""
         self._ending = False
         server = self._server
         if server is not None and self._gate.calls > CALLS_AT_ONCE:
             server.listen(read=False)
             server.send(self._gate.end_calls())
             self._ending = True
-            self._front.turns.end()
-            self._front.turns.take(self.client.user, self._end_calls, CALLS_SECONDS)
+            self._front.turns.charge(self.client.user, CALLS_AT_ONCE * CALL_SECONDS)
+            self._front.turns.take(self.client.user, self._end_calls)
             return
+        if self._gate.calls:
+            self._front.turns.charge(self.client.user, self._gate.calls * CALL_SECONDS)
         self._gate.end_calls()
         if server is not None:
             server.close()

@@ -365,7 +365,7 @@ class Gate:
         return b"".join([h2.reset(stream, h2.CANCEL) for stream in streams])
 
     def second(self) -> Passed:
-        """A second has passed: end what has been waited for too long. While calls are `late`, go on with `end_late`."""
+        """A second has passed: refuse a connection that has been waited for too long. `end_late` ends calls."""
         self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_PER_SECOND)
         if not self.over and (not self._begun or self._block is not None):
             self._seconds += 1
@@ -379,14 +379,15 @@ class Gate:
                 call.seconds += 1
                 if call.seconds == MESSAGE_SECONDS + 1:
                     self._late.append(stream)
-        return self.end_late()
+        return self._result()
 
     @property
     def late(self) -> bool:
+        """Whether calls have been waited for too long."""
         return bool(self._late) and not self.over
 
     def end_late(self) -> Passed:
-        """End some of the calls that are late."""
+        """End some of them."""
         while self.late and self._passed.calls < CALLS_AT_ONCE:
             stream = self._late.pop()
             call = self._calls.get(stream)

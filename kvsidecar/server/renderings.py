@@ -57,6 +57,7 @@ class Rendering:
             self._askers += 1
             old = self._begun and self._askers <= FEW
             text = await asyncio.shield(self._task)
+            await self._time.turn()  # a crowd would be answered in one
             if not old:
                 return text
         return self._shared

@@ -76,6 +76,18 @@ class LoopTime:
         self._calls.append(call)
         self.join(self)
 
+    async def turn(self) -> None:
+        """Wait for a turn, and be the last one of it: what follows takes as long as a step."""
+        came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def come() -> None:
+            if not came.done():
+                came.set_result(None)
+                self.end()
+
+        self.later(come)
+        await came
+
     async def run(self, steps: Generator[None, None, T]) -> T:
         """Run a long computation, a step at a time, and return the generator's return value. Many at the same time take
         turns, so that a short one need not wait for the end of a long one."""

@@ -37,7 +37,7 @@ class Turns:
     """Steps of users, a lane of the loop's time: one user after the other, and each user's in their order."""
 
     def __init__(self, loop_time: LoopTime | None = None) -> None:
-        self._time = LoopTime() if loop_time is None else loop_time
+        self.loop_time = LoopTime() if loop_time is None else loop_time
         self._users: dict[Hashable, _User] = {}
         """Those with steps that wait, or whose time is not paid for; some others until `_forget`."""
         self._few = FEW
@@ -51,22 +51,25 @@ class Turns:
             seconds: about how long that takes which the step causes and does not do itself, such as a task that it
                 wakes. The user is charged for it; and if it is not 0, the step is the last one of its turn of the loop.
         """
-        now = self._time.clock()
+        now = self.loop_time.clock()
         queue = self._users.get(user)
         if queue is None:
             if len(self._users) > self._few:
                 self._forget(now)
             queue = self._users[user] = _User()
-        if queue.waiting or queue.used > now + BURST_SECONDS or self._next or not self._time.is_left():
+        if queue.waiting or queue.used > now + BURST_SECONDS or self._next or not self.loop_time.is_left():
             queue.waiting.append((step, seconds))
             if len(queue.waiting) == 1:
                 self._line_up(user, queue, now)
         else:
             self._run(queue, (step, seconds), now)
 
-    def end(self) -> None:
-        """The step that runs is the last one of this turn of the loop: it has made work for somebody else."""
-        self._time.end()
+    def charge(self, user: Hashable, seconds: float) -> None:
+        """What runs is the last of this turn of the loop: it has made work for somebody else, which takes about so long
+        and which the user pays for."""
+        queue = self._users.setdefault(user, _User())
+        queue.used = max(queue.used, self.loop_time.clock()) + seconds / SHARE
+        self.loop_time.end()
 
     @property
     def waits(self) -> bool:
@@ -77,10 +80,10 @@ class Turns:
         queue = self._users[user]
         queue.lined_up = False
         try:
-            self._run(queue, queue.waiting.popleft(), self._time.clock())
+            self._run(queue, queue.waiting.popleft(), self.loop_time.clock())
         finally:
             if queue.waiting:
-                self._line_up(user, queue, self._time.clock())
+                self._line_up(user, queue, self.loop_time.clock())
 
     def _line_up(self, user: Hashable, queue: _User, now: float) -> None:
         rest = queue.used - now - BURST_SECONDS
@@ -89,7 +92,7 @@ class Turns:
         if rest <= 0:
             queue.lined_up = True
             self._next.append(user)
-            self._time.join(self)
+            self.loop_time.join(self)
         elif not queue.resting:
             queue.resting = True
             asyncio.get_running_loop().call_later(rest, self._rested, user, queue)
@@ -97,16 +100,16 @@ class Turns:
     def _rested(self, user: Hashable, queue: _User) -> None:
         queue.resting = False
         if queue.waiting:
-            self._line_up(user, queue, max(self._time.clock(), queue.used - BURST_SECONDS))
+            self._line_up(user, queue, max(self.loop_time.clock(), queue.used - BURST_SECONDS))
 
     def _run(self, queue: _User, step: _Step, began: float) -> None:
         call, seconds = step
         if seconds:
-            self.end()
+            self.loop_time.end()
         try:
             call()
         finally:
-            queue.used = max(queue.used, began) + (self._time.clock() - began + seconds) / SHARE
+            queue.used = max(queue.used, began) + (self.loop_time.clock() - began + seconds) / SHARE
 
     def _forget(self, now: float) -> None:
         """Those who have nothing that waits or is not paid for; called the less often, the more stay."""

@@ -61,6 +61,27 @@ async def test_a_step_that_ends_the_turn_does_so_for_all() -> None:
     assert time.is_left()
 
 
+async def test_of_many_who_wait_for_a_turn_one_comes_in_each() -> None:
+    time, loop, turn = LoopTime(), asyncio.get_running_loop(), 0
+    came: list[int] = []
+
+    def tick() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(tick)
+
+    async def wait() -> None:
+        await time.turn()
+        came.append(turn)
+
+    tick()
+    gone = asyncio.create_task(time.turn())
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(*(wait() for _ in range(20)))
+    assert len(set(came)) == 20
+
+
 @pytest.mark.filterwarnings("ignore")
 async def test_a_step_that_raises_costs_neither_its_lane_nor_another_a_turn() -> None:
     clock, loop = Clock(), asyncio.get_running_loop()

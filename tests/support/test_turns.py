@@ -50,7 +50,7 @@ async def test_a_step_may_take_further_ones_of_its_user() -> None:
 
     def step(number: int) -> None:
         taken.append(number)
-        turns.end()
+        turns.charge("user", 0.0)
         if number in (0, 1):
             turns.take("user", functools.partial(step, 10 + number))
 
@@ -70,7 +70,7 @@ async def test_the_step_that_ends_its_turn_is_its_last_one() -> None:
 
     def step(number: int) -> None:
         taken.append(number)
-        turns.end()
+        turns.charge("user", 0.0)
 
     for number in range(3):
         turns.take("user", functools.partial(step, number))
@@ -112,7 +112,7 @@ async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
     def bad() -> None:
         raise ZeroDivisionError
 
-    turns.take("a", turns.end)
+    turns.take("a", lambda: turns.charge("a", 0.0))
     turns.take("a", bad)
     turns.take("a", lambda: taken.append(1))
     while not taken:
@@ -138,6 +138,18 @@ async def test_what_a_step_causes_is_charged_to_its_user_and_ends_the_turn() -> 
     async with asyncio.timeout(60):
         while len(taken) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.001)
+
+
+async def test_what_a_step_says_that_it_has_caused_is_charged_too() -> None:
+    clock = Clock()
+    turns = Turns(LoopTime(clock))
+    taken: list[str] = []
+    turns.take("greedy", lambda: turns.charge("greedy", BURST_SECONDS))
+    turns.take("greedy", lambda: taken.append("greedy"))
+    turns.take("other", lambda: taken.append("other"))
+    for _ in range(5):
+        await turn_of_the_loop()
+    assert taken == ["other"]
 
 
 async def test_who_has_paid_for_all_is_forgotten_and_who_has_not_is_not() -> None:
