@@ -451,24 +451,29 @@ class Client(OperatorCalls):
 
     def touch_nowait(
         self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], pause: float | None = None
-    ) -> None:
+    ) -> bool:
         """Say that the blocks of one request were used without a lookup, as where the engine's own cache had them.
 
         Those that the daemon has count as used now, the head of the request last, so that it is evicted last. Never
-        waits; if the daemon is lost or busy, nothing happens.
+        waits. Before the first connection is made, or has failed, the latest touches are kept, 1 MiB of them, and sent
+        then.
 
         Args:
-            groups: as of `lookup`; at most 8,192 hashes in all.
+            groups: as of `lookup`; any number of hashes, which go in several messages beyond 8,192.
             pause: seconds until the request's prompt is expected to be used again, infinity if it will not be; None: it
                 is not known. A daemon with `Eviction.RHYTHM` goes by it until then; one with `Eviction.LRU` does not
                 count blocks as used that will not be used again.
+
+        Returns:
+            False: it was not sent, because the daemon is lost or hangs, or this client is closed.
 
         Raises:
             ClientError: as `lookup`.
             ValueError: the pause is not positive; or as `lookup`.
         """
         seconds = NO_NEXT_USE if pause == inf else whole_seconds("pause", pause, NO_NEXT_USE - 1)
-        self._lookups.touch_nowait(LookupQuery(namespace, groups, LookupMode.BITMAP, touch=True, pause_seconds=seconds))
+        query = LookupQuery(namespace, groups, LookupMode.BITMAP, touch=True, pause_seconds=seconds)
+        return not self._closed and self._lookups.touch_nowait(query)
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         """`renew` without waiting for the answer."""

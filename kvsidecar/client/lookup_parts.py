@@ -118,7 +118,7 @@ class LookupParts:
             }
             share = sum([sum(each) for each in wanted.values()])
             fetch_tokens = query.fetch_tokens * share // max(1, self._wanted)
-        groups = {each.group: self._hashes(each) for each in pieces}
+        groups = {each.group: _hashes(query, each) for each in pieces}
         return replace(
             query,
             groups=groups,
@@ -128,11 +128,19 @@ class LookupParts:
             lease=self.lease,
         )
 
-    def _hashes(self, piece: _Piece) -> bytes | Sequence[bytes]:
-        hashes, width = self._query.groups[piece.group], self._query.namespace.hash_bytes
-        if isinstance(hashes, bytes):
-            return hashes[piece.first * width : piece.end * width]
-        return hashes[piece.first : piece.end]
+
+def touch_parts(query: LookupQuery) -> Iterator[LookupQuery]:
+    """A touch as messages, cut where a lookup of the same hashes is, the last part first: what is touched later is
+    evicted later, so that the head of a prompt stays longest."""
+    for pieces in reversed(list(_pieces(query))):
+        yield replace(query, groups={each.group: _hashes(query, each) for each in pieces})
+
+
+def _hashes(query: LookupQuery, piece: _Piece) -> bytes | Sequence[bytes]:
+    hashes, width = query.groups[piece.group], query.namespace.hash_bytes
+    if isinstance(hashes, bytes):
+        return hashes[piece.first * width : piece.end * width]
+    return hashes[piece.first : piece.end]
 
 
 def _pieces(query: LookupQuery) -> Iterator[list[_Piece]]:

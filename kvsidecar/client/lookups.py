@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 
-from kvsidecar.client.lookup_parts import LookupParts
+from kvsidecar.client.lookup_parts import LookupParts, touch_parts
 from kvsidecar.client.messages import LookupQuery, TransportError, to_milliseconds
 from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.transport import OnAnswer, Transport
@@ -25,6 +26,9 @@ UNAVAILABLE_SECONDS = 1.0
 POST_HASHES = 512
 """More are sent in the background: a message of more than 32 KiB may not fit into a socket at once, nor leave it whole.
 """
+
+EARLY_TOUCH_BYTES = 1 << 20
+"""Of touches that wait for the first connection; of more, the oldest are dropped."""
 
 
 class NoAnswer(Exception):
@@ -46,6 +50,10 @@ class Lookups:
         self._failing: tuple[Transport, float] | None = None
         """Calls fail although this transport's daemon is connected, since then."""
         self._said = False
+        self._early: deque[pb.LocalRequest] = deque()
+        """Touches that wait for the first connection."""
+        self._early_lock = threading.Lock()
+        supervisor.on_connected = self._send_early
 
     def lookup(self, query: LookupQuery, timeout: float | None) -> LookupResult:
         deadline = self._deadline(timeout)
@@ -86,9 +94,30 @@ class Lookups:
         pending = PendingLookup(self, transport, query)
         return pending if pending.begin() else None
 
-    def touch_nowait(self, query: LookupQuery) -> None:
-        if (transport := self._available_transport()) is not None:
-            post(transport, query.request(transport.connection.token), None)
+    def touch_nowait(self, query: LookupQuery) -> bool:
+        requests = [part.request(b"") for part in touch_parts(query)]  # no lease, so no token
+        with self._early_lock:
+            if self._supervisor.transport is None and not self._supervisor.attempts:
+                self._keep_early(requests)
+                return True
+        transport = self._available_transport()
+        return transport is not None and _post_in_turn(transport, requests)
+
+    def _keep_early(self, requests: list[pb.LocalRequest]) -> None:
+        if not self._supervisor.has_registration:
+            self._supervisor.start_without_registration()
+        self._early += requests
+        sizes = [each.ByteSize() for each in self._early]
+        while sum(sizes) > EARLY_TOUCH_BYTES:
+            del sizes[0]
+            self._early.popleft()
+
+    def _send_early(self, transport: Transport) -> None:
+        """This client is connected. What an attempt before this one was to tell is outdated."""
+        with self._early_lock:
+            early, self._early = self._early, deque()
+        if early and self._supervisor.attempts == 1:
+            _post_in_turn(transport, early)
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         if (transport := self._available_transport()) is not None:
@@ -332,6 +361,20 @@ class PendingLookup:
 def post(transport: Transport, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
     """Send a call without waiting, by whichever way takes it at once. False: the connection is closed."""
     return transport.post(request, on_answer) or transport.post_in_background(request, on_answer)
+
+
+def _post_in_turn(transport: Transport, requests: Sequence[pb.LocalRequest]) -> bool:
+    """Send calls without waiting, each when the one before was answered: their order counts."""
+    first, *others = requests
+    if not others:
+        return post(transport, first, None)
+    rest = iter(others)
+
+    def go_on(answer: Any) -> None:
+        if not isinstance(answer, TransportError) and (request := next(rest, None)) is not None:
+            transport.post_in_background(request, go_on)
+
+    return transport.post_in_background(first, go_on)
 
 
 class LeaseRenewal:

@@ -132,6 +132,8 @@ class Supervisor:
         """Whether the GPU is idle, for every session."""
         self.late_answers: set[object] = set()
         """Calls whose answers nobody waits for any more; the leases that they bring are released when they are read."""
+        self.on_connected: Callable[[Transport], None] = lambda _: None
+        """Called in the supervisor's thread with each new transport."""
         self.attempts = 0
         """Attempts to connect and attach that have succeeded or failed."""
         self.error: ClientError | None = None
@@ -327,6 +329,7 @@ class Supervisor:
             if session is not None and self.idle:
                 session.set_idle(True)
                 session.send_unsent()
+        self.on_connected(transport)
 
     def _wait_until_lost(self, transport: Transport, session: Session | None) -> str:
         """Returns how the daemon was lost; empty if this client disconnects first."""

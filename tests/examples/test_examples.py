@@ -17,14 +17,13 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from kvsidecar.integrations import next_use
 from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.terms import pause_after
 from tests.harness import SECONDS, DaemonProcess, environment, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -222,9 +221,8 @@ def test_an_agent_says_with_each_request_when_its_prompt_is_used_next(server: Se
         {"over": True},
     ]
     for each in server.asked:
-        request = SimpleNamespace(kv_transfer_params=each["kv_transfer_params"], output_token_ids=[7])
-        counters = Counters()
-        assert pause_after(request, counters, frozenset([7])) in (5.0, inf)
+        said, counters = next_use.said_in(each["kv_transfer_params"]), Counters()
+        assert next_use.pause_after(said, [7], counters, frozenset([7])) in (5.0, inf)
         assert counters.bad_pauses == 0
     whole = server.asked[-1]
     roles = ["system", "user", "assistant", "tool", "tool", "tool", "assistant", "user", "assistant"]

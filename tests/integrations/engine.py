@@ -310,9 +310,10 @@ class TinyDaemon:
     def release_nowait(self, lease: int) -> None:
         self.leases.pop(lease, None)
 
-    def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes], pause: float | None = None) -> None:
+    def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes], pause: float | None = None) -> bool:
         self.touched.append(dict(groups))
         self.pauses.append(pause)
+        return not self.reason
 
     def expire(self) -> None:
         """Short leases end by time."""

@@ -37,6 +37,7 @@ def terms(params: Any) -> tuple[Terms, Counters]:
         ({"ttl": 0.2, "idle_ttl": "1500ms"}, Terms(ttl=1, idle_ttl=2)),
         ({"ttl": None, "idle_ttl": 9e8}, Terms(idle_ttl=MAX_IDLE_SECONDS)),
         ({}, Terms()),
+        ({"ttl": 60, "pause": "soon"}, Terms(ttl=60)),
     ],
 )
 def test_a_request_bounds_how_long_its_blocks_are_kept(times: Any, expected: Terms) -> None:

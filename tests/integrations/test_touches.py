@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import touches
-from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from kvsidecar.integrations.vllm.terms import Terms, pause_after, terms_of
 from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyDaemon, TinyPool
 from tests.integrations.scheduling import attached, run
 
@@ -78,6 +77,19 @@ def test_a_touch_that_is_refused_disturbs_no_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(daemon, "touch_nowait", refuse)
     made.build_plan(Step())
     assert daemon.epoch == EPOCH
+    assert made.counters.unsent_touches == 1
+
+
+def test_touches_that_nobody_hears_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touches, "MAX_WAITING", 2)
+    made, daemon, clock, _ = ended(3)
+    assert made.counters.unsent_touches == 1, "more ended than are remembered"
+    clock.now += touches.AFTER_SECONDS
+    made.build_plan(Step())
+    assert made.counters.unsent_touches == 1
+    daemon.reason = NO_ANSWER
+    made.build_plan(Step())
+    assert made.counters.unsent_touches == 2
 
 
 TOOL = 7
@@ -110,17 +122,6 @@ def test_what_a_request_says_of_its_next_use_goes_with_its_touch(
     assert (len(daemon.touched), daemon.pauses) == (1, [pause])
     assert made.counters.pauses == (pause is not None or "tool_pause" in (said or {}))
     assert made.counters.bad_pauses == 0
-
-
-@pytest.mark.parametrize(
-    "said", [{"pause": 0}, {"pause": "soon"}, {"tool_pause": [5]}, {"over": 1}, {"pause": 10**400}]
-)
-def test_a_pause_that_cannot_be_read_is_ignored_and_counted(said: Any) -> None:
-    counters = Counters()
-    request = Said("bad", list(range(9)), kv_transfer_params={"kvsidecar": {**said, "ttl": 60}})
-    assert pause_after(request, counters, frozenset()) is None
-    assert (counters.pauses, counters.bad_pauses) == (1, 1)
-    assert terms_of(request, counters, hints=True, request_priority=False) == Terms(ttl=60)
 
 
 def test_after_a_reset_nothing_of_before_is_touched() -> None:

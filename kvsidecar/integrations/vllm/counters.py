@@ -74,6 +74,10 @@ class Counters:
     )
     pauses: int = _counter("Requests whose kv_transfer_params say when their prompt is used next, or that it is not.")
     bad_pauses: int = _counter("Of these, those that cannot be read; they are ignored.")
+    unsent_touches: int = _counter(
+        "Requests at whose end the daemon was not told that their blocks were used, and what follows: it is lost or "
+        "hangs, or too many ended at once."
+    )
     unknown_hints: int = _counter("KV hints of other kinds, and those beyond the first 64 of a request; ignored.")
     _reported: tuple[int, ...] = field(default=(), init=False, repr=False)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvsidecar.client import Client
+from kvsidecar.integrations import next_use
 from kvsidecar.integrations.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
 from kvsidecar.integrations.vllm.events import Events
@@ -23,7 +24,7 @@ from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.selection import Pool
 from kvsidecar.integrations.vllm.shared import EngineFacts, Shared
 from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, pause_after, terms_of
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
 from kvsidecar.integrations.vllm.touches import Touches
 from kvsidecar.integrations.vllm.waking import Alarm
 from kvsidecar.integrations.weights_version import WeightsVersion, read_name
@@ -68,7 +69,7 @@ class SchedulerSide:
         if watch is not None and events is not None:
             events.keys = self._weights_version.keys
         self._lookups = Lookups(shared, self._client)
-        self._touches = Touches(engine.groups, self._client, clock)
+        self._touches = Touches(engine.groups, self._client, self.counters, clock)
         self._tool_tokens = frozenset(options.tool_tokens)
         self._loads = Loads(shared, self._lookups)
         self._stores = Stores(shared, noted=watch is not None or options.publisher)
@@ -372,7 +373,9 @@ class SchedulerSide:
         if progress is not None:
             self._counts = True
             self._stores.store_remaining(progress, self._enabled)
-            self._touches.ended(request, pause_after(request, self.counters, self._tool_tokens))
+            said = next_use.said_in(getattr(request, "kv_transfer_params", None))
+            pause = next_use.pause_after(said, request.output_token_ids, self.counters, self._tool_tokens)
+            self._touches.ended(request, pause)
         self._stores.terms.pop(request_id, None)
         return False, None
 

@@ -88,10 +88,9 @@ class SchedulerClient:
             **self._fetch,
         )
 
-    def touch_nowait(self, groups: Mapping[int, bytes], pause: float | None) -> None:
+    def touch_nowait(self, groups: Mapping[int, bytes], pause: float | None) -> bool:
         """See `Client.touch_nowait`."""
-        if self.namespace is not None:
-            self._client.touch_nowait(self.namespace, self._keys(groups), pause)
+        return self.namespace is not None and self._client.touch_nowait(self.namespace, self._keys(groups), pause)
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         return self._client.renew_nowait(lease, lease_seconds)
