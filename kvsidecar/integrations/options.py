@@ -29,6 +29,12 @@ def read_count(value: Any) -> int:
     return value
 
 
+def read_token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError("it must be a list of token ids")  # noqa: TRY004 - one kind of error for a bad value
+    return tuple(map(read_count, value))
+
+
 def read_seconds(value: Any) -> float:
     seconds: float | None = None
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -115,20 +115,36 @@ class Engine:
             self.engine = sglang.Engine(model_path=model, **{**DEFAULTS, **(transfer or {}), **options})
         self._rids = itertools.count()
 
-    def generate(self, *prompts: Prompt, tokens: int = 8, adapter: str | None = None) -> list[Answer]:
+    def generate(
+        self,
+        *prompts: Prompt,
+        tokens: int = 8,
+        adapter: str | None = None,
+        next_use: dict[str, Any] | None = None,
+        session: str | None = None,
+    ) -> list[Answer]:
         """Run these prompts together; one alone may fail.
 
         Args:
             adapter: name of the adapter for all of them.
+            next_use: what each says of it to this project.
+            session: that each belongs to, and begins anew.
         """
         import fastapi
 
-        salts = {"cache_salt": [each.salt or "" for each in prompts]} if any(each.salt for each in prompts) else {}
+        salts: dict[str, Any] = (
+            {"cache_salt": [each.salt or "" for each in prompts]} if any(each.salt for each in prompts) else {}
+        )
         ids = [list(each.ids) for each in prompts]
         if adapter is not None:
             salts["lora_path"] = [adapter] * len(prompts)
+        if session is not None:
+            salts["session_params"] = {"id": session}
+        sampling = _sampling(tokens)
+        if next_use is not None:
+            sampling["custom_params"] = {"kvsidecar": next_use}
         try:
-            outputs = self.engine.generate(input_ids=ids, sampling_params=_sampling(tokens), **salts)
+            outputs = self.engine.generate(input_ids=ids, sampling_params=sampling, **salts)
         except fastapi.HTTPException as error:
             return [Answer((), 0, 0, error.status_code)]
         return [self._answer(output) for output in outputs]
@@ -143,6 +159,13 @@ class Engine:
             (meta["cached_tokens_details"] or {}).get("host", 0),
             int(status),
         )
+
+    def open_session(self, name: str) -> bool:
+        return bool(self.engine.open_session(1 << 20, name) == name)
+
+    def close_session(self, name: str) -> bool:
+        self.engine.close_session(name)
+        return True
 
     def reset(self) -> bool:
         """Forget the engine's own cache. Refused while a request runs, or has just ended."""
@@ -244,6 +267,16 @@ class SGLangProcess(EngineProcess):
     def ask(self, each: Prompt, tokens: int = 8, **options: Any) -> Answer:
         (answer,) = self.generate(each, tokens=tokens, **options)
         return answer  # type: ignore[return-value]
+
+    def open_session(self, name: str) -> None:
+        assert self._call("open_session", name)
+
+    def close_session(self, name: str) -> None:
+        self._call("close_session", name)
+
+    def touches(self) -> int:
+        """Ends of requests and sessions that the daemon was told."""
+        return int(self._call("counters").get("touches", 0))
 
     def forget(self) -> None:
         """Forget the engine's own cache, which is refused as long as the scheduler still ends a request."""

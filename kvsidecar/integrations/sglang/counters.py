@@ -33,6 +33,12 @@ class Counters:
         "Loads and stores that the daemon refused as invalid or not permitted; the log says why."
     )
     held_back_offloads: int = _counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
+    pauses: int = _counter("Requests whose custom_params say when their prompt is used next, or that it is not.")
+    bad_pauses: int = _counter("Of these, those that cannot be read; they are ignored.")
+    touches: int = _counter("Ends of requests and sessions that the daemon was told: their pages count as used.")
+    unsent_touches: int = _counter(
+        "Ends of requests and sessions that the daemon was not told: it is lost or hangs, or too many ended at once."
+    )
     unflushed_lookups: int = _counter(
         "Lookups not sent: the weights have changed, and the cache has not been flushed since."
     )

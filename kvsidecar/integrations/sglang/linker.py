@@ -10,6 +10,7 @@ import atexit
 import logging
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import sglang
@@ -26,10 +27,10 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.integrations.condition import ATTACHED, WhyNot, reason_gauges
-from kvsidecar.integrations.sglang import adapters, pools, ranks, sleeping
+from kvsidecar.integrations.sglang import adapters, endings, pools, ranks, sleeping
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
-from kvsidecar.integrations.sglang.groups import KV, groups_of
+from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
 from kvsidecar.integrations.sglang.metrics import Metrics
 from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
@@ -70,6 +71,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._side: RankSide | None = None
         self._metrics: Metrics | None = None
         self._events: Announcing | None = None
+        self._end_endings: Callable[[], None] = lambda: None
         began = time.monotonic()
         mine = ranks.ranks_of(params)
         token = mine.token()
@@ -99,6 +101,8 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
         )
         self._end_sleep = sleeping.watch(SchedulerWeightUpdaterManager, self._released)
+        if mine.rank == 0:  # the pages are the same on all ranks
+            self._end_endings = endings.watch(UnifiedRadixCache, self.is_mine, self._request_ended, side.session_ended)
         self._end_adapters = adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token))
         self.layer_done_counter = self._side.loads
         self.pools = {PoolName(pool.name): pool for pool in found_pools}
@@ -164,7 +168,9 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             elif wanted and full is not None:
                 events = Announcing(options, identity.namespace, instance, full.index, params.page_size, self._weights)
             notes = no_notes if events is None else events.notes
-            facts = RankFacts(identity, instance, groups, memory, params.page_size, order, notes)
+            window = -(-(getattr(params, "swa_retain_window", 0) or 0) // params.page_size)
+            trailing = {SWA: window, MAMBA: 1}
+            facts = RankFacts(identity, instance, groups, memory, params.page_size, order, notes, trailing)
             return RankSide(options, facts, mine, self._weights, self.counters), found, events
 
         return start
@@ -201,6 +207,19 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._side is not None:
             self._side.reset()
 
+    def is_mine(self, tree: UnifiedRadixCache) -> bool:
+        """Whether this is the linker of that tree."""
+        return tree.linker is not None and tree.linker.cache_linker is self
+
+    def _request_ended(self, tree: UnifiedRadixCache, request: Any) -> None:
+        if self._side is not None:
+            self._side.request_ended(
+                lambda: endings.hashes_of_request(tree, request),
+                endings.session_of(request),
+                request.sampling_params.custom_params,
+                request.output_ids,
+            )
+
     def _released(self) -> None:
         """SGLang's pages and its loads refer to this registration, so it is not made again."""
         if self._side is not None:
@@ -216,6 +235,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             atexit.unregister(self.close)
             self._end_watch()
             self._end_sleep()
+            self._end_endings()
             self._end_adapters()
             if self._events is not None:
                 self._events.close()
@@ -235,10 +255,7 @@ class Announcing:
         self.notes = self._events.notes
 
     def start(self, linker: KVSidecarLinker) -> None:
-        def is_mine(tree: UnifiedRadixCache) -> bool:
-            return tree.linker is not None and tree.linker.cache_linker is linker
-
-        self._end_wrap = self._events.wrap(UnifiedRadixCache, is_mine)
+        self._end_wrap = self._events.wrap(UnifiedRadixCache, linker.is_mine)
         if self._watches:
             self._client.watch(self._namespace)
 

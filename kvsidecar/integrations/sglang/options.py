@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsidecar.integrations.options import option, read_count, read_flag, read_options, read_seconds, read_text
+from kvsidecar.integrations.options import (
+    option,
+    read_count,
+    read_flag,
+    read_options,
+    read_seconds,
+    read_text,
+    read_token_ids,
+)
 
 PLACE = "linker_extra_config"
 
@@ -48,6 +56,12 @@ class Options:
         read_seconds,
         "longest time that flush_cache and a weight update wait for stores; then the daemon counts as hung and is "
         "given up",
+    )
+    tool_tokens: tuple[int, ...] = option(
+        (),
+        read_token_ids,
+        "ids of the tokens that begin a call of a tool, such as [151657] for Qwen's <tool_call>; after an answer with "
+        "one of them, a request's tool_pause counts instead of its pause",
     )
     residency: bool = option(
         True,

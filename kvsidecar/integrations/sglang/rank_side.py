@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvsidecar.client import DEVICE, BreakerState, Client, Completion, EventRing, GroupLayout, KVBuffers
 from kvsidecar.integrations.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.facts import Identity
+from kvsidecar.integrations.next_use import pause_after, said_in
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.jobs import Jobs
@@ -22,6 +23,7 @@ from kvsidecar.integrations.sglang.lookups import Lookups
 from kvsidecar.integrations.sglang.offloads import Offloads
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.touches import Touches
 from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
 from kvsidecar.integrations.sglang.weights import Weights
 
@@ -81,6 +83,8 @@ class RankFacts:
     """None if kernels are synchronous."""
     notes: Callable[[int, bytes], bytes] = no_notes
     """What other engines need to know about a group's blocks with these keys, joined."""
+    trailing: Mapping[str, int] = field(default_factory=dict)
+    """By pool: how many pages at the end of a request a hit needs. Of other pools it needs all."""
 
 
 class RankSide:
@@ -111,12 +115,15 @@ class RankSide:
         self._known = shared.known
         self._lookups = Lookups(shared, identity.namespace, weights.keys, options.lookup_budget)
         self.loads = Loads(shared, self._mark, options.load_timeout)
+        self._touches = Touches(shared, identity.namespace, weights.keys, facts.trailing)
+        self._tool_tokens = frozenset(options.tool_tokens)
         replicated = {group.index for group in groups.all if group.replicated}
         num_pages = max(layout.num_blocks for layout in self._layouts)
         self._offloads = Offloads(
             shared, lambda group: ranks.rank == 0 or group not in replicated, self._after, facts.notes, num_pages
         )
-        self._failed = False
+        self._failures: set[str] = set()
+        """Those that the log has already."""
         self._client.attach(
             instance=facts.instance,
             namespace=identity.namespace,
@@ -155,9 +162,7 @@ class RankSide:
             return [] if self.loads.may_fail else self._lookups.restorable(rid, transfers)
         except Exception as error:  # noqa: BLE001 - see above; it is logged and counted
             self._counters.refused_lookups += 1
-            if not self._failed:
-                self._failed = True
-                _log.exception("kvsidecar: a lookup has failed, and counts as a miss: %s", error)
+            self._log_once("a lookup has failed, and counts as a miss", error)
             return []
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
@@ -190,7 +195,36 @@ class RankSide:
             if each.keys
         }
 
+    def request_ended(
+        self, hashes: Callable[[], Sequence[str]], session: str | None, params: Any, answer: Collection[int]
+    ) -> None:
+        """A request has ended. Never raises: an error would end SGLang's scheduler.
+
+        Args:
+            hashes: tells those of all its pages that SGLang has.
+            session: see `Touches.request_ended`.
+            params: its custom parameters.
+            answer: its tokens.
+        """
+        try:
+            pause = pause_after(said_in(params), answer, self._counters, self._tool_tokens)
+            if not self._weights.mixed:
+                self._touches.request_ended(hashes(), session, pause)
+        except Exception as error:  # noqa: BLE001 - see above; it is logged and counted
+            self._counters.unsent_touches += 1
+            self._log_once("the daemon is not told of the end of a request", error)
+
+    def _log_once(self, failure: str, error: Exception) -> None:
+        if failure not in self._failures:
+            self._failures.add(failure)
+            _log.exception("kvsidecar: %s: %s", failure, error)
+
+    def session_ended(self, session: str) -> None:
+        """A session has been closed, or has expired."""
+        self._touches.session_ended(session)
+
     def completed(self) -> int:
+        self._touches.step()
         return self._offloads.completed()
 
     def pop(self) -> bool:

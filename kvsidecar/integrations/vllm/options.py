@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsidecar.integrations.options import option, read_count, read_flag, read_options, read_seconds, read_text
+from kvsidecar.integrations.options import (
+    option,
+    read_count,
+    read_flag,
+    read_options,
+    read_seconds,
+    read_text,
+    read_token_ids,
+)
 
 
 def _store_mode(value: Any) -> str:
     if value not in ("eager", "lazy"):
         raise ValueError('it must be "eager" or "lazy"')
     return str(value)
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise ValueError("it must be a list of token ids")  # noqa: TRY004 - one kind of error for a bad value
-    return tuple(map(read_count, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Options:
     )
     tool_tokens: tuple[int, ...] = option(
         (),
-        _token_ids,
+        read_token_ids,
         "ids of the tokens that begin a call of a tool, such as [151657] for Qwen's <tool_call>; after an answer with "
         "one of them, a request's tool_pause counts instead of its pause",
     )

@@ -1,0 +1,80 @@
+"""Notices that requests and sessions end, which SGLang tells no linker.
+
+Its prefix tree is told: of every request whose KV it gets or frees, and of sessions that are closed or have expired. So
+two methods of the tree are wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+RELEASE: Final = "on_release"
+"""Called when the KV of a request is the tree's or free. Not for the turns of a streaming session, which keeps it."""
+END_SESSION: Final = "release_radix_session"
+
+
+def hashes_of_request(tree: Any, request: Any) -> list[str]:
+    """The hashes of all pages of a request that the tree has, in their order."""
+    node = request.last_node
+    if not isinstance(node, int):  # nothing, or what a streaming session keeps
+        return []
+    return [*tree.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
+
+
+def session_of(request: Any) -> str | None:
+    """The id of the session that a request belongs to."""
+    own: str | None = request.session_id
+    return request.session.session_id if own is None and request.session is not None else own
+
+
+def watch(
+    tree_class: Any,
+    is_mine: Callable[[Any], bool],
+    request_ended: Callable[[Any, Any], None],
+    session_ended: Callable[[str], None],
+) -> Callable[[], None]:
+    """Watch the ends in one tree.
+
+    Args:
+        tree_class: SGLang's.
+        is_mine: whether a tree of this class is the one.
+        request_ended: called with the tree and a request that has ended.
+        session_ended: called with the id of a session that has ended.
+
+    Returns:
+        A function that ends this.
+    """
+    release, end_session = (getattr(tree_class, name, None) for name in (RELEASE, END_SESSION))
+    if release is None or end_session is None:
+        _log.warning("kvsidecar: this SGLang does not tell when requests end, so the daemon is not told either")
+        return lambda: None
+
+    @functools.wraps(release)
+    def on_release(tree: Any, request: Any, **options: Any) -> Any:
+        result = release(tree, request, **options)
+        if request.finished() and is_mine(tree):  # else it was only interrupted
+            request_ended(tree, request)
+        return result
+
+    @functools.wraps(end_session)
+    def release_radix_session(tree: Any, session_id: str) -> Any:
+        result = end_session(tree, session_id)
+        if is_mine(tree):
+            session_ended(session_id)
+        return result
+
+    wrapped = {RELEASE: (on_release, release), END_SESSION: (release_radix_session, end_session)}
+    for name, (new, _) in wrapped.items():
+        setattr(tree_class, name, new)
+
+    def end() -> None:
+        for name, (new, original) in wrapped.items():
+            if getattr(tree_class, name) is new:  # else somebody has wrapped it again
+                setattr(tree_class, name, original)
+
+    return end
