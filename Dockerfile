@@ -2,9 +2,8 @@
 # docker build --tag kvsidecar:$(git rev-parse --short HEAD) --build-arg REVISION=$(git rev-parse HEAD) .
 # (podman and buildah keep the health check with --format docker only.)
 # With a client of Mooncake Store, for a cluster tier: --build-arg VARIANT=-mooncake
-# On a base by its digest: --build-arg BASE=python:3.12-slim@sha256:... (docs/packages.md says how to find it)
-ARG PYTHON=3.12
-ARG BASE=python:${PYTHON}-slim
+# The digest is that of the index, for every processor. docs/packages.md says how to renew it, or use another base.
+ARG BASE=python:3.12.14-slim-trixie@sha256:f77ac9e44ae96ef2c90b8053ea08c31f8be030f824196b0ae4db6d462c84e51f
 ARG VARIANT=
 
 FROM ${BASE} AS build

@@ -209,6 +209,20 @@ def test_what_an_image_copies_is_enough_to_build_from(dockerfile: str, tmp_path:
     assert "SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION}" in text
 
 
+def test_images_of_others_are_named_by_exact_tag_and_digest() -> None:
+    compose = (ROOT / "examples" / "compose.yaml").read_text()
+    images = re.findall(r"^ +image: (\S+)$", compose, re.MULTILINE)
+    assert len(images) == 2
+    for path in ("Dockerfile", "deploy/kubernetes/vllm.Dockerfile"):
+        text = (ROOT / path).read_text()
+        defaults = dict(re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE))
+        bases = re.findall(r"^FROM \$\{(\w+)\}", text, re.MULTILINE)
+        assert len(bases) == len(re.findall(r"^FROM ", text, re.MULTILINE)), f"{path}: a base is a build argument"
+        images += [defaults[name] for name in bases]
+    for image in images:
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}", image), image
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_the_image_has_exact_versions_with_hashes_that_both_distributions_take(file: str) -> None:
     """Otherwise: python -m deploy.image.lock."""
