@@ -28,7 +28,7 @@ EXIT_CONFIG = 78
 
 def _client(where: dict[str, str | None], name: str, timeout: float) -> Client | RemoteClient:
     """A client for the daemon that the options select."""
-    from kvsidecar.client import Client, ClientError, RemoteClient, Tls
+    from kvsidecar.client import ClientError, RemoteClient, Tls
 
     address, tls = where["connect"], {option: where[f"connect_{option}"] for option in ("ca", "certificate", "key")}
     if _was_given("socket") and _was_given("connect"):
@@ -36,6 +36,12 @@ def _client(where: dict[str, str | None], name: str, timeout: float) -> Client |
     if address is None or _was_given("socket"):
         if given := [option for option in tls if _was_given(f"connect_{option}")]:
             raise click.UsageError(f"--connect-{given[0]} goes with --connect")
+        if sys.platform != "linux":
+            raise click.UsageError(
+                "a daemon needs Linux, so it is on another machine: name it with --connect HOST:PORT"
+            )
+        from kvsidecar.client import Client
+
         return Client(where["socket"], name=name, timeout=timeout)
     if missing := [option for option, path in tls.items() if not path]:
         raise click.UsageError(f"--connect needs --connect-{missing[0]}: TCP is served with mTLS only")

@@ -8,12 +8,12 @@
 Imports `protocol`, `types`, `errors`, the generated messages, and the parts of `support` that both ends need; no daemon
 code, and torch only in `kvsidecar.client.torch`. Begin with `client`, the calls; the docstring of `states` draws the
 states behind them, that of `supervisor` describes the threads and locks.
+
+Elsewhere than on Linux there is `RemoteClient`, and nothing of what an engine needs on its daemon's host.
 """
 
-from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers, PhysicalRange
-from kvsidecar.client.client import Client
-from kvsidecar.client.lookups import LeaseRenewal, PendingLookup
-from kvsidecar.client.ordering import DEVICE, Completion, EventRing
+import sys
+
 from kvsidecar.client.remote import RemoteClient, Tls
 from kvsidecar.client.types import (
     BACKPRESSURE,
@@ -41,6 +41,12 @@ from kvsidecar.errors import (
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
 from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Priority, Region, Residency, State
+
+if sys.platform == "linux":
+    from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers, PhysicalRange
+    from kvsidecar.client.client import Client
+    from kvsidecar.client.lookups import LeaseRenewal, PendingLookup
+    from kvsidecar.client.ordering import DEVICE, Completion, EventRing
 
 __all__ = [
     "BACKPRESSURE",

@@ -12,9 +12,10 @@ from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.ledger import Ledger
+from kvsidecar.client.local_operator import Operator
 from kvsidecar.client.lookups import LeaseRenewal, Lookups, PendingLookup
 from kvsidecar.client.messages import MAX_TTL_SECONDS, LookupQuery, Registration, Watching, whole_seconds
-from kvsidecar.client.operator import Operator, OperatorCalls
+from kvsidecar.client.operator import OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.types import DEFAULT, Blocks, Default, JobDone, LookupResult, Readiness, ResidencyChange

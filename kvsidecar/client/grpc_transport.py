@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kvsidecar.client.channel_options import CHANNEL_OPTIONS
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.messages import TransportError, method_of
 from kvsidecar.client.send_queue import SendQueue
@@ -19,14 +20,6 @@ from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-
-CHANNEL_OPTIONS = [
-    # By default the channels of a process share connections and their backoff: a channel to a new daemon would wait up
-    # to two minutes because of the old one.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
 
 POST_SECONDS = 1.0
 """Time limit of a call whose answer nobody needs. A lookup has none: it may bring a lease, which would be lost with the

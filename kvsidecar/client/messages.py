@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, count, islice
+from typing import TYPE_CHECKING
 
 import grpc
 
-from kvsidecar.client.buffers import Descriptor, KVBuffers
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.ledger import Job
 from kvsidecar.client.types import GroupHits, JobDone, LookupResult, Readiness
@@ -28,6 +28,9 @@ from kvsidecar.protocol.wire import (
 )
 from kvsidecar.types import PROTOCOL, Direction, GroupLayout, LookupMode, Namespace, Outcome, State
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvsidecar.client.buffers import Descriptor, KVBuffers
 
 FIELDS_BYTES = 64
 """Upper bound of what the integers of a job, or of a group, take in a message."""

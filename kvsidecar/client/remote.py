@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.grpc_transport import CHANNEL_OPTIONS
+from kvsidecar.client.channel_options import CHANNEL_OPTIONS
 from kvsidecar.client.lookup_parts import LookupParts
 from kvsidecar.client.messages import LookupQuery
 from kvsidecar.client.operator import OperatorCalls, operator_error

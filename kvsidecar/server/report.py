@@ -25,6 +25,7 @@ from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.core.tiering import Tiering
+from kvsidecar.protocol.as_json import field_json, message_json
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
 from kvsidecar.server import convert as translate
 from kvsidecar.server.overview import Device
@@ -351,30 +352,6 @@ def message_text(message: Message) -> Generator[None, None, bytes]:
                 entries.append(json.dumps(message_json(each) if field.message_type else each))
             value = f"[{', '.join(entries)}]"
         else:
-            value = json.dumps(_field_json(message, field))
+            value = json.dumps(field_json(message, field))
         fields.append(f"{json.dumps(field.name)}: {value}")
     return f"{{{', '.join(fields)}}}\n".encode()
-
-
-def message_json(message: Message) -> dict[str, Any]:
-    """A protobuf message as JSON for people and jq: every field, under its own name, and numbers as numbers.
-
-    (protobuf's own JSON form writes 64-bit integers as strings.)
-    """
-    return {field.name: _field_json(message, field) for field in message.DESCRIPTOR.fields}
-
-
-def _field_json(message: Message, field: Any) -> Any:
-    value = getattr(message, field.name)
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return dict(value)
-    if field.is_repeated:
-        return [message_json(each) if field.message_type else each for each in value]
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    if field.message_type is not None:
-        return message_json(value)
-    if field.enum_type is not None:
-        # STATE_READY -> "ready", as /ready says it
-        return field.enum_type.values_by_number[value].name.partition("_")[2].lower()
-    return value

@@ -26,7 +26,7 @@ def status(as_json: bool, **where: str | None) -> None:
     from rich.console import Console
 
     from kvsidecar.cli.status_view import render
-    from kvsidecar.server.report import message_json
+    from kvsidecar.protocol.as_json import message_json
 
     with connected(where, "kvsidecar status") as client:
         reply = client.status(everything=as_json)
@@ -97,7 +97,7 @@ def engines(as_json: bool, **where: str | None) -> None:
     from rich.console import Console
 
     from kvsidecar.cli.operate.commands import engines_table
-    from kvsidecar.server.report import message_json
+    from kvsidecar.protocol.as_json import message_json
 
     with connected(where, "kvsidecar engines") as client:
         reply = client.status(everything=True)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import socket as sockets
 import time
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, RenderableType
 
 from kvsidecar.cli.status_view import brief, no_engine, plain_table, printable, rank_cells
-from kvsidecar.client import Client, Namespace, RemoteClient
+from kvsidecar.client import Namespace, RemoteClient
 from kvsidecar.errors import DaemonUnreachable
 from kvsidecar.protocol.wire import STATE_FROM_WIRE, namespace_from_wire
 from kvsidecar.support.units import count, format_duration, format_size
 from kvsidecar.types import State
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvsidecar.client import Client
 
 POLL_SECONDS = 0.2
 LISTED = 20

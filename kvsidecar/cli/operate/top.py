@@ -7,24 +7,32 @@ import os
 import select
 import signal
 import sys
-import termios
 import time
-import tty
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 
 from kvsidecar.cli.operate.top_view import Screen, render
-from kvsidecar.client import Client, RemoteClient
 from kvsidecar.errors import ClientError
 from kvsidecar.protocol.figures import Rates, Sample, Worth, rates_between
 from kvsidecar.v1 import sidecar_pb2 as pb
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import termios
+    import tty
+if TYPE_CHECKING:
+    from kvsidecar.client import Client, RemoteClient
+
 ANSWER_SECONDS = 1.0
 """Timeout of a status request, and so the longest delay of a key press."""
 _HISTORY = 60
+_KEY_SECONDS = 0.05
+"""How often Windows is asked for a key."""
 _QUIT = frozenset("qQ\x03\x04")
 """q, and Ctrl-C and Ctrl-D if the terminal does not turn them into signals."""
 
@@ -101,24 +109,48 @@ def _keys() -> Iterator[Callable[[float], str]]:
     SIGTERM ends `live` like q, so that the terminal is restored.
     """
 
-    def key_within(seconds: float) -> str:
-        if not select.select([] if fd is None else [fd], [], [], seconds)[0] or fd is None:
-            return ""
-        return os.read(fd, 1).decode(errors="replace") or "\x04"  # the terminal is gone
-
     def end(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, end)
-    fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-    mode = None if fd is None else termios.tcgetattr(fd)
     try:
-        if fd is not None:
-            tty.setcbreak(fd)
-        yield key_within
+        with _terminal_keys() as key_within:
+            yield key_within
     except KeyboardInterrupt:
         pass
     finally:
-        if fd is not None and mode is not None:
-            termios.tcsetattr(fd, termios.TCSADRAIN, mode)
         signal.signal(signal.SIGTERM, before)
+
+
+if sys.platform == "win32":
+
+    @contextlib.contextmanager
+    def _terminal_keys() -> Iterator[Callable[[float], str]]:
+        def key_within(seconds: float) -> str:
+            until = time.monotonic() + seconds
+            while not msvcrt.kbhit():
+                if (left := until - time.monotonic()) <= 0:
+                    return ""
+                time.sleep(min(left, _KEY_SECONDS))  # the console cannot be waited for together with a timeout
+            return msvcrt.getwch()
+
+        yield key_within
+
+else:
+
+    @contextlib.contextmanager
+    def _terminal_keys() -> Iterator[Callable[[float], str]]:
+        def key_within(seconds: float) -> str:
+            if not select.select([] if fd is None else [fd], [], [], seconds)[0] or fd is None:
+                return ""
+            return os.read(fd, 1).decode(errors="replace") or "\x04"  # the terminal is gone
+
+        fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        mode = None if fd is None else termios.tcgetattr(fd)
+        try:
+            if fd is not None:
+                tty.setcbreak(fd)
+            yield key_within
+        finally:
+            if fd is not None and mode is not None:
+                termios.tcsetattr(fd, termios.TCSADRAIN, mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,8 @@ def size(
 
 
 def _memory_of_this_machine() -> int:
+    if sys.platform != "linux":
+        raise click.UsageError("name the memory of the daemon's machine with --host-memory")
     from kvsidecar.support.memory_limits import resolve_size
 
     return resolve_size(Size.parse(HOST_SHARE))

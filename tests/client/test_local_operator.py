@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvsidecar.client.connection import connect
-from kvsidecar.client.operator import Operator
+from kvsidecar.client.local_operator import Operator
 from kvsidecar.errors import AttachRefused, ClientError, DaemonUnreachable, RequestDenied
 from kvsidecar.v1 import sidecar_pb2 as pb
 
