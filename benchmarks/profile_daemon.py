@@ -54,6 +54,8 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "server/local_protocol.py",
             "server/service.py",
+            "server/attach_protocol.py",
+            "server/attachment.py",
             "server/decoding.py",
             "server/grpc_front.py",
             "server/http2_gate.py",

@@ -16,6 +16,7 @@ from kvsidecar.core import sessions as instances
 from kvsidecar.protocol import framing
 from kvsidecar.server import (
     arrivals,
+    attach_protocol,
     attach_socket,
     attach_stream,
     local_protocol,
@@ -71,7 +72,7 @@ LIMITS = (
     (attach_socket, "HELLO_SECONDS"),
     (partial_messages, "MAX_PARTIAL_BYTES"),
     (partial_messages, "MESSAGE_SECONDS"),
-    (local_protocol, "MAX_EARLY_BYTES"),
+    (attach_protocol, "MAX_EARLY_BYTES"),
     (local_protocol, "MAX_UNREAD_BYTES"),
     (local_protocol, "LINGER_SECONDS"),
 )

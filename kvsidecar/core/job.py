@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ class JobResult:
     """On the monotonic clock of its copier; 0 if nothing was copied."""
 
 
+@dataclass(eq=False, slots=True)
 class Job:
     """A store or a load, from the message that asks for it to its answer.
 
@@ -72,49 +73,34 @@ class Job:
         on_done: called once, with the result.
     """
 
-    __slots__ = (
-        "_copying", "_over", "direction", "ended", "grant", "idle_ttl", "lease", "num_blocks", "number", "on_done",
-        "order", "parts", "priority", "result", "stopped", "taken", "timer", "traceparent", "ttl",
-    )  # fmt: skip
+    number: int
+    direction: Direction
+    parts: Sequence[JobBlocks]
+    _: KW_ONLY
+    lease: int | None = None
+    order: StoreOrder | None = None
+    ttl: float = 0.0
+    idle_ttl: float = 0.0
+    priority: Priority = Priority.NORMAL
+    traceparent: bytes = b""
+    on_done: Callable[[JobResult], None] = lambda _: None
+    num_blocks: int = field(init=False)
+    taken: float = field(default=0.0, init=False)
+    """Monotonic seconds."""
+    ended: float = field(default=0.0, init=False)
+    """A store's blocks can be looked up from then on."""
+    grant: StoreGrant | LoadGrant | None = field(default=None, init=False)
+    """Slots or pins that the job holds."""
+    timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    """Cancels it at its deadline."""
+    stopped: Refusal | None = field(default=None, init=False)
+    """Why its copy must not start, if it has not started yet."""
+    result: JobResult | None = field(default=None, init=False)
+    _copying: Copying | None = field(default=None, init=False)
+    _over: asyncio.Future[None] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        number: int,
-        direction: Direction,
-        parts: Sequence[JobBlocks],
-        *,
-        lease: int | None = None,
-        order: StoreOrder | None = None,
-        ttl: float = 0.0,
-        idle_ttl: float = 0.0,
-        priority: Priority = Priority.NORMAL,
-        traceparent: bytes = b"",
-        on_done: Callable[[JobResult], None] = lambda _: None,
-    ) -> None:
-        self.number = number
-        self.direction = direction
-        self.parts = parts
-        self.num_blocks = sum([len(part.block_ids) for part in parts])
-        self.lease = lease
-        self.order = order
-        self.ttl = ttl
-        self.idle_ttl = idle_ttl
-        self.priority = priority
-        self.traceparent = traceparent
-        self.on_done = on_done
-        self.taken = 0.0
-        """Monotonic seconds."""
-        self.ended = 0.0
-        """A store's blocks can be looked up from then on."""
-        self.grant: StoreGrant | LoadGrant | None = None
-        """Slots or pins that the job holds."""
-        self.timer: asyncio.TimerHandle | None = None
-        """Cancels it at its deadline."""
-        self.stopped: Refusal | None = None
-        """Why its copy must not start, if it has not started yet."""
-        self.result: JobResult | None = None
-        self._copying: Copying | None = None
-        self._over: asyncio.Future[None] | None = None
+    def __post_init__(self) -> None:
+        self.num_blocks = sum([len(part.block_ids) for part in self.parts])
 
     def copy(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from kvsidecar.cache.block import LoadGrant, StoreGrant
@@ -34,6 +35,7 @@ UNEXPECTED = JobResult(Outcome.FAILED, error="internal error; see the daemon's l
 """The answer to a job that ended with an unexpected error: without one its client would wait for ever."""
 
 
+@dataclass(eq=False)
 class JobRunner:
     """Runs jobs. Used from the event loop; every decision is made in one step of it, without an await in between.
 
@@ -46,31 +48,20 @@ class JobRunner:
         zeroing: zeroes what is freed; None: nothing does.
     """
 
-    def __init__(
-        self,
-        cache: BlockCache,
-        copiers: Copiers,
-        readiness: DaemonReadiness,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        *,
-        checksums: Checksums | None = None,
-        guard: SleepGuard = NO_GUARD,
-        on_ended: Callable[[RankSession, Job], None] | None = None,
-        tiering: Tiering | None = None,
-        zeroing: Zeroing | None = None,
-    ) -> None:
-        self._zeroing = zeroing
-        self._cache = cache
-        self._copiers = copiers
-        self._readiness = readiness
-        self._metrics = metrics
-        self._clock = clock
-        self._checksums = checksums
-        self._guard = guard
-        self._on_ended = on_ended
-        self._tiering = tiering
-        self._counts = {direction: _Counts(metrics, direction) for direction in Direction}
+    cache: BlockCache
+    copiers: Copiers
+    readiness: DaemonReadiness
+    metrics: Metrics
+    clock: Callable[[], float]
+    _: KW_ONLY
+    checksums: Checksums | None = None
+    guard: SleepGuard = NO_GUARD
+    on_ended: Callable[[RankSession, Job], None] | None = None
+    tiering: Tiering | None = None
+    zeroing: Zeroing | None = None
+
+    def __post_init__(self) -> None:
+        self._counts = {direction: _Counts(self.metrics, direction) for direction in Direction}
         self._running: dict[Direction, dict[Job, None]] = {direction: {} for direction in Direction}
         """Jobs that are not over, in the order in which they were taken."""
 
@@ -81,7 +72,7 @@ class JobRunner:
     def oldest_seconds(self, direction: Direction) -> float:
         """Age of the oldest job that is not over; 0 if there is none."""
         oldest = next(iter(self._running[direction]), None)
-        return 0.0 if oldest is None else self._clock() - oldest.taken
+        return 0.0 if oldest is None else self.clock() - oldest.taken
 
     async def wait_for(self, direction: Direction) -> None:
         """Return when all jobs of this direction that run now are over."""
@@ -100,7 +91,7 @@ class JobRunner:
             deadline: seconds from now after which its copy must not start any more.
         """
         self._keep_awake_for(session, job)
-        job.taken = self._clock()
+        job.taken = self.clock()
         session.add(job)
         self._running[job.direction][job] = None
         if deadline is not None:
@@ -116,7 +107,7 @@ class JobRunner:
 
     def refuse(self, reason: Refusal) -> None:
         """Count the refusal of a request that is no job."""
-        self._metrics.refuse(reason)
+        self.metrics.refuse(reason)
 
     # -- the way through -------------------------------------------------------------------------------------------
 
@@ -142,7 +133,7 @@ class JobRunner:
             session.tasks.report(f"{job.direction}-job", error)
 
     def _begin_store(self, session: RankSession, job: Job) -> JobResult | None:
-        if (refusal := self._readiness.refusal) is not None:
+        if (refusal := self.readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, job.parts)
         if any(part.slice for part in job.parts):
@@ -150,7 +141,7 @@ class JobRunner:
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         parts_of = _shard_parts(groups, job.parts)
-        grant = self._cache.begin_store(parts_of, session.copier.numa_node, job.ttl, job.priority, job.idle_ttl)
+        grant = self.cache.begin_store(parts_of, session.copier.numa_node, job.ttl, job.priority, job.idle_ttl)
         if isinstance(grant, Refusal):
             return _declined(grant)
         job.grant = grant
@@ -163,7 +154,7 @@ class JobRunner:
             Part(part.group, part.block_ids[granted.index], granted.slots)
             for part, granted in zip(job.parts, grant.parts, strict=True)
         ]
-        checksums, checks = self._checksums, None
+        checksums, checks = self.checksums, None
         if checksums is not None:
             checks = checksums.to_take(_stored(grant, groups, job.parts))
         failpoints.hit("store.before_copy")
@@ -181,15 +172,15 @@ class JobRunner:
             return None
 
         later = partial(self._step, session, job, go_on)
-        return go_on() if self._zeroing is None or self._zeroing.may_write(grant, later) else None
+        return go_on() if self.zeroing is None or self.zeroing.may_write(grant, later) else None
 
     def _begin_load(self, session: RankSession, job: Job) -> JobResult | None:
-        if (refusal := self._readiness.read_refusal) is not None:
+        if (refusal := self.readiness.read_refusal) is not None:
             return _declined(refusal)
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         groups = _groups(session, job.parts)
-        grant = self._cache.begin_load(_shard_parts(groups, job.parts), job.lease, self._clock())
+        grant = self.cache.begin_load(_shard_parts(groups, job.parts), job.lease, self.clock())
         if isinstance(grant, Refusal):
             return _declined(grant)
         job.grant = grant
@@ -201,17 +192,17 @@ class JobRunner:
         ]
         checks = None
         places: list[tuple[int, int]] = []
-        if self._checksums is not None:
-            checks, places = self._checksums.to_compare(_loaded(grant, groups, job.parts))
+        if self.checksums is not None:
+            checks, places = self.checksums.to_compare(_loaded(grant, groups, job.parts))
         failpoints.hit("load.before_copy")
 
         def copied(done: Done) -> JobResult:
             if done.ended is Ended.CORRUPT:
                 for index in done.values:
-                    self._cache.mark_corrupt(grant, *places[index])
+                    self.cache.mark_corrupt(grant, *places[index])
                 return _declined(Refusal.CHECKSUM)
-            if self._tiering is not None:
-                self._tiering.used(grant)
+            if self.tiering is not None:
+                self.tiering.used(grant)
             return _done(job.num_blocks, 0, done)
 
         self._copy(session, job, parts, checks, copied)
@@ -266,14 +257,14 @@ class JobRunner:
             self._count(job.direction, result)
             if result.nbytes:
                 session.copied_bytes[job.direction] += result.nbytes
-                self._metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
-                self._metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)
+                self.metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
+                self.metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)
                 if job.direction is Direction.LOAD and session.registration.rank == 0:
-                    self._metrics.loaded_tokens.inc(_tokens(job.parts, session.registration.namespace.block_size))
-            job.end(result, self._clock())
-            if self._on_ended is not None:
+                    self.metrics.loaded_tokens.inc(_tokens(job.parts, session.registration.namespace.block_size))
+            job.end(result, self.clock())
+            if self.on_ended is not None:
                 # The client is answered in this turn of the loop, and need not wait for the record.
-                asyncio.get_running_loop().call_soon(self._on_ended, session, job)
+                asyncio.get_running_loop().call_soon(self.on_ended, session, job)
 
     def _end_grant(self, job: Job, *, stored: bool) -> None:
         """End the job's grant.
@@ -284,24 +275,24 @@ class JobRunner:
         grant, job.grant = job.grant, None
         if isinstance(grant, StoreGrant):
             if stored:
-                self._cache.seal_all(grant)
-                if self._tiering is not None:
-                    self._tiering.stored(grant)
+                self.cache.seal_all(grant)
+                if self.tiering is not None:
+                    self.tiering.stored(grant)
             else:
-                self._cache.abort_all(grant)
+                self.cache.abort_all(grant)
         elif grant is not None:
-            self._cache.end_load(grant)
+            self.cache.end_load(grant)
 
     def _keep_awake_for(self, session: RankSession, job: Job) -> None:
         """Keep the loop awake for the end of this job, unless it is a paced store, whose end is not urgent, or so many
         jobs are running that nothing sleeps."""
-        if self.num_running < MANY_JOBS and self._copiers.pace(session.copier.uuid, job.direction) is None:
-            self._guard.keep_awake()
+        if self.num_running < MANY_JOBS and self.copiers.pace(session.copier.uuid, job.direction) is None:
+            self.guard.keep_awake()
 
     def _count(self, direction: Direction, result: JobResult) -> None:
         self._counts[direction].outcomes[result.outcome].inc()
         if result.reason is not None:
-            self._metrics.refuse(result.reason)
+            self.metrics.refuse(result.reason)
         if result.nbytes:
             self._counts[direction].copied(result)
 

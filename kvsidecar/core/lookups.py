@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
@@ -59,6 +59,7 @@ class Choice:
     """That the caller need not compute if all of it comes."""
 
 
+@dataclass(eq=False)
 class LookupService:
     """Answers at once, whatever the state of the pool. Used from the event loop.
 
@@ -72,35 +73,25 @@ class LookupService:
         on_clear: called with a namespace of which blocks are cleared; None: all of all.
     """
 
-    def __init__(
-        self,
-        cache: BlockCache,
-        readiness: DaemonReadiness,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        *,
-        lease_max: float,
-        guard: SleepGuard = NO_GUARD,
-        owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner],
-        tiering: Tiering | None = None,
-        pins: Pins | None = None,
-        on_clear: Callable[[Namespace | None], None] = lambda _: None,
-    ) -> None:
-        self._tiering = tiering
-        self._on_clear = on_clear
-        self._pins = Pins(cache, clock, 0) if pins is None else pins
-        self._guard = guard
-        self._owners_of = owners_of
-        self._cache = cache
-        self._readiness = readiness
-        self._metrics = metrics
-        self._clock = clock
-        self._lease_max = lease_max
+    cache: BlockCache
+    readiness: DaemonReadiness
+    metrics: Metrics
+    clock: Callable[[], float]
+    _: KW_ONLY
+    lease_max: float
+    guard: SleepGuard = NO_GUARD
+    owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner]
+    tiering: Tiering | None = None
+    pins: Pins | None = None
+    on_clear: Callable[[Namespace | None], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         # By hash width, a space to look up in for a namespace without blocks: an answer that came sooner than for one
         # with blocks would tell a tenant which models the node serves (benchmarks/lookup_timing.py).
         self._nobodys: dict[int, Space] = {}
-        self._hits = metrics.lookup_blocks.labels("hit")
-        self._misses = metrics.lookup_blocks.labels("miss")
+        self._pins = Pins(self.cache, self.clock, 0) if self.pins is None else self.pins
+        self._hits = self.metrics.lookup_blocks.labels("hit")
+        self._misses = self.metrics.lookup_blocks.labels("miss")
 
     def lookup(
         self,
@@ -132,36 +123,36 @@ class LookupService:
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
         """
-        self._guard.keep_awake()
-        if (refusal := self._readiness.read_refusal) is not None:
-            self._metrics.refuse(refusal)
+        self.guard.keep_awake()
+        if (refusal := self.readiness.read_refusal) is not None:
+            self.metrics.refuse(refusal)
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
             return LookupAnswer(False, nothing)
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
         if touch:
-            found = self._cache.touch(parts, pause)
+            found = self.cache.touch(parts, pause)
             return LookupAnswer(True, _answers(groups, found, mode))
         granted = None
-        lease_seconds = min(lease_seconds, self._lease_max)
+        lease_seconds = min(lease_seconds, self.lease_max)
         if lease_seconds > 0 and self._has_too_many(owner, sum([len(hashes) for _, hashes in groups])):
-            self._metrics.refuse(Refusal.LIMIT)
+            self.metrics.refuse(Refusal.LIMIT)
             lease_seconds = 0.0
         if lease_seconds > 0:
-            now = self._clock()
-            granted, found = self._cache.lookup_and_lease(parts, mode, now, lease_seconds, owner, lease)
+            now = self.clock()
+            granted, found = self.cache.lookup_and_lease(parts, mode, now, lease_seconds, owner, lease)
         else:
-            found = [self._cache.lookup(space, hashes, mode) for space, hashes in parts]
+            found = [self.cache.lookup(space, hashes, mode) for space, hashes in parts]
         result = _answers(groups, found, mode)
         hits = sum([each.hits for each in result])
         misses = sum([len(hashes) for _, hashes in groups]) - hits
         self._hits.inc(hits)
         self._misses.inc(misses)
-        self._metrics.models.looked_up(namespace.model, hits, misses)
+        self.metrics.models.looked_up(namespace.model, hits, misses)
         if lease_seconds > 0 and granted is None and hits:
-            self._metrics.refuse(Refusal.QUOTA)
+            self.metrics.refuse(Refusal.QUOTA)
         asking = False
-        if (tiering := self._tiering) is not None and fetch_seconds > 0 and misses:
+        if (tiering := self.tiering) is not None and fetch_seconds > 0 and misses:
             rest = (tiering, parts, groups, found, result, fetch_seconds, prefill_rate)
             if choice is not None:
                 result, asking = self._fetch_chosen(choice, *rest)
@@ -227,31 +218,31 @@ class LookupService:
         return tuple(result), asking
 
     def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
-        held = [self._cache.held(each) for each in ([None] if owner is None else self._owners_of(owner))]
+        held = [self.cache.held(each) for each in ([None] if owner is None else self.owners_of(owner))]
         leases, leased = sum([each[0] for each in held]), sum([each[1] for each in held])
         return leases >= MAX_LEASES or leased + blocks > MAX_LEASED_BLOCKS
 
     def _space(self, namespace: Namespace, group: int) -> Space:
-        space = self._cache.find_space(namespace, group)
+        space = self.cache.find_space(namespace, group)
         if space is None:
             width = namespace.hash_bytes
-            space = self._nobodys.get(width) or self._nobodys.setdefault(width, self._cache.empty_space(width))
+            space = self._nobodys.get(width) or self._nobodys.setdefault(width, self.cache.empty_space(width))
         return space
 
     def release(self, lease: int) -> bool:
         """End a lease. False if it has ended already."""
-        return self._cache.release(lease)
+        return self.cache.release(lease)
 
     def renew(self, lease: int, lease_seconds: float) -> float:
         """Extend a lease to ``lease_seconds`` from now. Returns the seconds granted, 0 if it has ended already."""
         self.expire()
-        granted = min(lease_seconds, self._lease_max)
-        return granted if self._cache.renew(lease, self._clock(), granted) else 0.0
+        granted = min(lease_seconds, self.lease_max)
+        return granted if self.cache.renew(lease, self.clock(), granted) else 0.0
 
     def expire(self) -> None:
         """End the leases whose time is over."""
-        if expired := self._cache.expire(self._clock()):
-            self._metrics.refuse(Refusal.LEASE_EXPIRED, len(expired) - self._pins.expired(expired))
+        if expired := self.cache.expire(self.clock()):
+            self.metrics.refuse(Refusal.LEASE_EXPIRED, len(expired) - self._pins.expired(expired))
 
     def pin(
         self, name: str, owner: str, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]], seconds: float
@@ -261,8 +252,8 @@ class LookupService:
         Raises:
             Unavailable: the daemon is not ready.
         """
-        if (refusal := self._readiness.read_refusal) is not None:
-            self._metrics.refuse(refusal)
+        if (refusal := self.readiness.read_refusal) is not None:
+            self.metrics.refuse(refusal)
             raise Unavailable("the daemon cannot pin: it is not serving blocks", refusal=refusal)
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
@@ -274,25 +265,25 @@ class LookupService:
 
     def clear(self, namespace: Namespace | None) -> int:
         """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
-        if self._tiering is not None:
-            self._tiering.forget(namespace)
-        self._on_clear(namespace)
+        if self.tiering is not None:
+            self.tiering.forget(namespace)
+        self.on_clear(namespace)
         self._pins.clear(namespace)
-        return self._cache.clear(namespace)
+        return self.cache.clear(namespace)
 
     def clear_share(self, name: str) -> int | None:
         """`clear` all namespaces of a share; None if there is no such share."""
-        if name not in [share.name for share in self._cache.shares]:
+        if name not in [share.name for share in self.cache.shares]:
             return None
         return sum([self.clear(namespace) for namespace in self._namespaces(lambda space: space.share.name == name)])
 
     def clear_blocks(self, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]]) -> int:
         """Forget these blocks. A slower tier forgets the whole namespace: it has no order for less."""
-        if self._tiering is not None:
-            self._tiering.forget(namespace)
-        self._on_clear(namespace)
-        found = [(self._cache.find_space(namespace, group), as_keys(hashes)) for group, hashes in groups]
-        return sum([self._cache.clear_blocks(space, hashes) for space, hashes in found if space is not None])
+        if self.tiering is not None:
+            self.tiering.forget(namespace)
+        self.on_clear(namespace)
+        found = [(self.cache.find_space(namespace, group), as_keys(hashes)) for group, hashes in groups]
+        return sum([self.cache.clear_blocks(space, hashes) for space, hashes in found if space is not None])
 
     def clear_unused(self, namespace: Namespace | None, share: str, seconds: float) -> int:
         """Forget the blocks of a namespace, a share or all that nobody has used for so long; in slower tiers, all of
@@ -302,15 +293,15 @@ class LookupService:
             lambda space: namespace in (None, space.namespace) and share in ("", space.share.name)
         )
         for each in chosen:
-            if self._tiering is not None:
-                self._tiering.forget(each)
-            self._on_clear(each)
+            if self.tiering is not None:
+                self.tiering.forget(each)
+            self.on_clear(each)
         return sum(
-            [self._cache.clear_unused(space, seconds) for space in self._cache.spaces if space.namespace in chosen]
+            [self.cache.clear_unused(space, seconds) for space in self.cache.spaces if space.namespace in chosen]
         )
 
     def _namespaces(self, chosen: Callable[[Space], bool]) -> dict[Namespace, None]:
-        return dict.fromkeys(space.namespace for space in self._cache.spaces if chosen(space))
+        return dict.fromkeys(space.namespace for space in self.cache.spaces if chosen(space))
 
 
 def _answers(

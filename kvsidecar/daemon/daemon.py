@@ -213,7 +213,7 @@ class Daemon:
             readiness=self.readiness,
             metrics=self._metrics,
             tasks=self._tasks,
-            status=self._report.reply,
+            make_status=self._report.reply,
             watches=self._watches,
             steps=copiers.steps,
         )

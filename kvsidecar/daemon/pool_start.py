@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,6 +29,7 @@ SELF_TEST_SESSION = 0
 _log = log.get("daemon")
 
 
+@dataclass(eq=False)
 class PoolStart:
     """Pins the pool in every copier, chunk by chunk, and has each copier copy to it and back.
 
@@ -38,24 +40,17 @@ class PoolStart:
         pins: of blocks, which may have to leave a place for the self-test.
     """
 
-    def __init__(
-        self,
-        pool: HostPool,
-        copiers: Copiers,
-        cache: BlockCache,
-        runner: JobRunner,
-        pins: Pins,
-        readiness: DaemonReadiness,
-    ) -> None:
-        self._pool = pool
-        self._copiers = copiers
-        self._cache = cache
-        self._runner = runner
-        self._pins = pins
-        self._readiness = readiness
+    pool: HostPool
+    copiers: Copiers
+    cache: BlockCache
+    runner: JobRunner
+    pins: Pins
+    readiness: DaemonReadiness
+
+    def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._serves_kept = False
-        self.progress = PinProgress(pool.nbytes, 0, 0.0, None, 0.0)
+        self.progress = PinProgress(self.pool.nbytes, 0, 0.0, None, 0.0)
 
     def stop(self) -> None:
         """`pin` ends with `PinStopped`, if it is still under way."""
@@ -75,15 +70,15 @@ class PoolStart:
         def before_unpin() -> None:
             asyncio.run_coroutine_threadsafe(self._end_loads(), loop).result()
 
-        await asyncio.to_thread(self._pool.pin, progressed, self._stop, before_unpin)
+        await asyncio.to_thread(self.pool.pin, progressed, self._stop, before_unpin)
         if not self._has_kept:
-            nbytes = min(SELF_TEST_BYTES, self._pool.nbytes)
-            await self._self_test({0, self._pool.nbytes - nbytes}, nbytes)
-        self._cache.readable_below = None
+            nbytes = min(SELF_TEST_BYTES, self.pool.nbytes)
+            await self._self_test({0, self.pool.nbytes - nbytes}, nbytes)
+        self.cache.readable_below = None
 
     @property
     def _has_kept(self) -> bool:
-        return bool(self._cache.adopted.kept_blocks)
+        return bool(self.cache.adopted.kept_blocks)
 
     async def _progressed(self, progress: PinProgress) -> None:
         """Some chunks, from the first one on, are pinned in every copier. The next one is pinned after this.
@@ -91,8 +86,8 @@ class PoolStart:
         Raises:
             DeviceError, PinFailed: the self-test failed.
         """
-        self._cache.readable_below = progress.pinned_bytes
-        self._readiness.pinning(
+        self.cache.readable_below = progress.pinned_bytes
+        self.readiness.pinning(
             pinned_bytes=progress.pinned_bytes,
             bytes_per_second=progress.bytes_per_second,
             eta_seconds=progress.eta_seconds,
@@ -106,7 +101,7 @@ class PoolStart:
             offset, nbytes = place  # which stays free: stores are declined until the daemon is ready
             await self._self_test([offset], min(SELF_TEST_BYTES, nbytes))
             self._serves_kept = True
-            self._readiness.serve_kept(True)
+            self.readiness.serve_kept(True)
             _log.info("serving kept blocks", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
 
     def _place_among_kept(self, progress: PinProgress) -> tuple[int, int] | None:
@@ -115,18 +110,18 @@ class PoolStart:
         Raises:
             PinFailed: there is none.
         """
-        while (place := self._cache.find_place(progress.pinned_bytes)) is None:
+        while (place := self.cache.find_place(progress.pinned_bytes)) is None:
             if progress.pinned_bytes < progress.total_bytes:
                 return None
-            if not (name := self._pins.give_up()):
+            if not (name := self.pins.give_up()):
                 raise PinFailed("the self-test finds no free slot among the kept blocks")
             _log.warning("a pin has ended: pins hold the whole pool, and the self-test needs a place", pin=name)
         return place
 
     async def _end_loads(self) -> None:
         """Begin no more loads, and wait for those that run: chunks that they read are going to be unpinned."""
-        self._readiness.serve_kept(False)
-        await self._runner.wait_for(Direction.LOAD)
+        self.readiness.serve_kept(False)
+        await self.runner.wait_for(Direction.LOAD)
 
     async def _self_test(self, offsets: Iterable[int], nbytes: int) -> None:
         """Have each copier copy a random pattern from these places in the pool to its device and back.
@@ -135,7 +130,7 @@ class PoolStart:
             DeviceError: the copy failed or came back different.
         """
         layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
-        for copier in self._copiers:
+        for copier in self.copiers:
             _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
             try:
                 for offset in offsets:
@@ -144,7 +139,7 @@ class PoolStart:
                 await copier.close_session(SELF_TEST_SESSION, process)
 
     async def _copy_there_and_back(self, copier: Copier, offset: int, nbytes: int) -> None:
-        window = self._pool.view()[offset : offset + nbytes]
+        window = self.pool.view()[offset : offset + nbytes]
         pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
         parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
         window[:] = pattern

@@ -3,5 +3,5 @@ metrics and a page. They translate messages into calls of `core`, and results in
 
 Imports `core` and below; the only package of the daemon that imports gRPC or aiohttp. Begin with `handler`, which all
 transports share. Engines connect to `attach_socket`; their messages arrive through `local_protocol`, or through
-`service` over gRPC.
+`service` over gRPC, and both drive `attach_protocol`.
 """

@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.sessions import Instances
@@ -41,6 +42,7 @@ _caused = log.limited("attach")
 """For lines that clients cause."""
 
 
+@dataclass(eq=False)
 class AttachSocket:
     """Serves the attach socket on the event loop.
 
@@ -54,30 +56,22 @@ class AttachSocket:
             Welcome: its memory may be in use until all of these processes have ended.
     """
 
-    def __init__(
-        self,
-        socket_files: SocketFiles,
-        *,
-        epoch: int,
-        instances: Instances,
-        on_gone: Callable[[Peer], None],
-        local_connection: Callable[[Peer], LocalConnection] | None,
-        refuse: Callable[[Refusal], None],
-        tasks: TaskSet,
-        turns: Turns,
-        pidfds: Callable[[], Mapping[int, int]] = dict,
-    ) -> None:
-        self._epoch = epoch
-        self._instances = instances
-        self._on_gone = on_gone
-        self._local_connection = local_connection
-        self._refuse = refuse
-        self.tasks, self.turns, self.crowd = tasks, turns, Crowd()
-        self._pidfds = pidfds
-        self.arrivals = Arrivals()
+    socket_files: SocketFiles
+    _: KW_ONLY
+    epoch: int
+    instances: Instances
+    on_gone: Callable[[Peer], None]
+    local_connection: Callable[[Peer], LocalConnection] | None
+    refuse: Callable[[Refusal], None]
+    tasks: TaskSet
+    turns: Turns
+    pidfds: Callable[[], Mapping[int, int]] = dict
+
+    def __post_init__(self) -> None:
+        self.crowd, self.arrivals = Crowd(), Arrivals()
         # In turn with what follows: else connections would come faster than their Hellos are read.
         self._listener = PathListener(
-            socket_files, socket_files.attach_path, self._accepted, tasks, _caused, turns, TURNS
+            self.socket_files, self.socket_files.attach_path, self._accepted, self.tasks, _caused, self.turns, TURNS
         )
         self._connections: set[_Connection] = set()
 
@@ -105,10 +99,10 @@ class AttachSocket:
 
     def reject(self, connection: socket.socket, error: KVSidecarError) -> None:
         """Count a refusal and send the error, as far as the socket buffer takes it."""
-        self._refuse(REASONS.get(type(error), Refusal.REGISTER_REFUSED))
+        self.refuse(REASONS.get(type(error), Refusal.REGISTER_REFUSED))
         _caused.warning("attach connection refused", error=str(error))
         with contextlib.suppress(OSError):
-            connection.send(frame(pb.Welcome(epoch=self._epoch, error=str(error)).SerializeToString()))
+            connection.send(frame(pb.Welcome(epoch=self.epoch, error=str(error)).SerializeToString()))
 
     def welcome(self, arrival: Arrival, who: peers.Credentials, hello: pb.Hello) -> tuple[Peer, LocalConnection | None]:
         """Add the client and answer its Hello. Returns what serves the rest of its connection, if the local protocol is
@@ -117,9 +111,9 @@ class AttachSocket:
         Raises:
             OSError: the connection is broken, or the process has no descriptors.
         """
-        pidfds = self._pidfds()
+        pidfds = self.pidfds()
         shared = fence.create() if hello.fence else None
-        peer = self._instances.add_peer(
+        peer = self.instances.add_peer(
             **who._asdict(),
             client=hello.client,
             fds=arrival.take_fds(),
@@ -129,10 +123,10 @@ class AttachSocket:
             fence=shared,
         )
         _log.debug("client connected", pid=who.pid, uid=who.uid, client=hello.client, fds=hello.num_fds)
-        local = self._local_connection(peer) if self._local_connection is not None else None
+        local = self.local_connection(peer) if self.local_connection is not None else None
         welcome = pb.Welcome(
             token=peer.token,
-            epoch=self._epoch,
+            epoch=self.epoch,
             local_protocol=local is not None,
             num_pidfds=1 + len(pidfds),
             fence=hello.fence,
@@ -146,7 +140,7 @@ class AttachSocket:
             finally:
                 os.close(own)
         except OSError:
-            self._on_gone(peer)
+            self.on_gone(peer)
             raise
         return peer, local
 
@@ -154,7 +148,7 @@ class AttachSocket:
         self._connections.discard(connection)
         self.arrivals.end(arrival)
         if peer is not None:
-            self._on_gone(peer)
+            self.on_gone(peer)
 
 
 class _Connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from kvsidecar.core.job import Job, JobResult, StoreOrder
@@ -34,33 +35,28 @@ Send = Callable[[pb.AttachReply], None]
 """Sends or queues a reply. Never waits."""
 
 
+@dataclass(eq=False)
 class AttachStream:
     """The stream from registration to `close`: starts the requested jobs, and sends results and readiness changes."""
 
-    def __init__(
-        self,
-        session: RankSession,
-        send: Send,
-        *,
-        instances: Instances,
-        readiness: DaemonReadiness,
-        runner: JobRunner,
-        watches: Watches | None = None,
-    ) -> None:
-        self._watches = watches
-        self._session = session
-        self._send = send
-        self._instances = instances
-        self._runner = runner
-        self._flushes = 0
-        self._stop_listening = readiness.listen(self._send_readiness)
+    session: RankSession
+    send: Send
+    _: KW_ONLY
+    instances: Instances
+    readiness: DaemonReadiness
+    runner: JobRunner
+    watches: Watches | None = None
+    _flushes: int = 0
+
+    def __post_init__(self) -> None:
+        self._stop_listening = self.readiness.listen(self._send_readiness)
 
     def close(self) -> None:
         """Accept no more requests. The results of running jobs are still sent."""
         self._stop_listening()
 
     def _send_readiness(self, snapshot: Snapshot) -> None:
-        self._send(pb.AttachReply(readiness=convert.readiness_to(snapshot)))
+        self.send(pb.AttachReply(readiness=convert.readiness_to(snapshot)))
 
     def handle(self, message: pb.AttachRequest) -> None:
         """Handle one request. Jobs start in the order of their messages.
@@ -74,19 +70,19 @@ class AttachStream:
             case "load":
                 self._start(message.load, Direction.LOAD)
             case "flush":
-                self._session.tasks.spawn(self._flush(message.flush), name="flush")
+                self.session.tasks.spawn(self._flush(message.flush), name="flush")
             case "idle":
-                self._instances.set_idle(self._session, message.idle.idle)
+                self.instances.set_idle(self.session, message.idle.idle)
             case "register" | "watch":
                 raise InvalidRequest("a stream can register only once")
             case _:
                 # From a newer client. The protocol number refuses incompatible clients; unknown extras are ignored.
-                _caused.warning("unknown attach message ignored", instance=self._session.registration.instance)
+                _caused.warning("unknown attach message ignored", instance=self.session.registration.instance)
 
     def _start(self, message: pb.Store | pb.Load, direction: Direction) -> None:
         """Start a job, or decline it at once. When this returns, the blocks of a load are pinned: the next message may
         release their lease."""
-        session, runner = self._session, self._runner
+        session, runner = self.session, self.runner
         if message.job in session.jobs:
             raise InvalidRequest(f"job {message.job} is still running: a job number may be reused after its JobDone")
         refusal = self._refusal()
@@ -105,14 +101,14 @@ class AttachStream:
 
     def _refusal(self) -> Refusal | None:
         """Why this rank cannot start a job now, or None."""
-        if self._session.ending:
+        if self.session.ending:
             return Refusal.DRAINING
-        if self._session.denied:
+        if self.session.denied:
             return Refusal.DENIED
-        return Refusal.LIMIT if len(self._session.jobs) >= MAX_JOBS else None
+        return Refusal.LIMIT if len(self.session.jobs) >= MAX_JOBS else None
 
     def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
-        parts = convert.blocks_from(message.blocks, self._session.registration.namespace.hash_bytes)
+        parts = convert.blocks_from(message.blocks, self.session.registration.namespace.hash_bytes)
         order, lease, ttl, idle_ttl, priority = None, None, 0.0, 0.0, Priority.NORMAL
         if isinstance(message, pb.Store):
             ttl, idle_ttl = message.ttl_seconds, message.idle_ttl_seconds
@@ -120,11 +116,11 @@ class AttachStream:
                 priority = convert.priority_from(message.priority)
             order = self._order(message.event) if message.event else None
             for each in message.blocks:
-                if each.notes and self._watches is not None:
-                    namespace, user = self._session.registration.namespace, self._session.peer.uid
-                    self._watches.note(namespace, each.group, each.hashes, each.notes, user=user)
+                if each.notes and self.watches is not None:
+                    namespace, user = self.session.registration.namespace, self.session.peer.uid
+                    self.watches.note(namespace, each.group, each.hashes, each.notes, user=user)
         elif message.lease:
-            mine = self._instances.may_use_lease(message.lease, self._session.peer.uid)
+            mine = self.instances.may_use_lease(message.lease, self.session.peer.uid)
             lease = message.lease if mine else NO_LEASE
         return Job(
             message.job,
@@ -140,17 +136,17 @@ class AttachStream:
         )
 
     def _done(self, job: int, result: JobResult) -> None:
-        self._send(pb.AttachReply(done=convert.job_done_to(job, result)))
+        self.send(pb.AttachReply(done=convert.job_done_to(job, result)))
 
     def _order(self, event: int) -> StoreOrder:
         """The event that a store waits for. Raises InvalidRequest if the rank's ring has no event of this number."""
-        if not 1 <= event <= self._session.num_events:
-            raise InvalidRequest(f"event {event} is not in this rank's ring of {self._session.num_events} events")
-        return StoreOrder(event - 1, partial(self._send, pb.AttachReply(wait_issued=pb.WaitIssued(event=event))))
+        if not 1 <= event <= self.session.num_events:
+            raise InvalidRequest(f"event {event} is not in this rank's ring of {self.session.num_events} events")
+        return StoreOrder(event - 1, partial(self.send, pb.AttachReply(wait_issued=pb.WaitIssued(event=event))))
 
     async def _flush(self, message: pb.Flush) -> None:
         """Reply when the named jobs have ended, or at the client's timeout with those that have not."""
-        running = self._session.jobs
+        running = self.session.jobs
         named = message.jobs or [job for job, each in running.items() if each.direction is Direction.STORE]
         wanted = {job: running[job] for job in named if job in running}
         for each in wanted.values():
@@ -161,7 +157,7 @@ class AttachStream:
         if wanted:
             seconds = message.timeout_ms / 1000
             if self._flushes >= MAX_FLUSHES:
-                self._runner.refuse(Refusal.LIMIT)
+                self.runner.refuse(Refusal.LIMIT)
                 seconds = 0.0
             self._flushes += 1
             try:
@@ -169,4 +165,4 @@ class AttachStream:
             finally:
                 self._flushes -= 1
         pending = [job for job, each in wanted.items() if each.result is None]
-        self._send(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))
+        self.send(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import MAX_GROUPS
 from kvsidecar.core.residency import Watches
-from kvsidecar.core.sessions import Instances, RankSession
+from kvsidecar.core.sessions import ID_BITS, Instances, RankSession
 from kvsidecar.errors import (
     InvalidRequest,
     KVSidecarError,
@@ -56,74 +57,56 @@ _caused = log.limited("rpc")
 """For lines that clients cause."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Handler:
     """Handles all requests. A method refuses with a `KVSidecarError`; the transport answers with its status code.
 
     Args:
         tasks: owns work that must outlive the connection, such as ending sessions.
-        status: builds, in steps, the reply to Status for this caller, or a page of it.
+        make_status: builds, in steps, the reply to Status for this caller, or a page of it.
         watches: of what the pool holds; None: nobody may watch.
         steps: turns of the messages of Attach streams.
     """
 
-    def __init__(
-        self,
-        *,
-        epoch: int,
-        instances: Instances,
-        runner: JobRunner,
-        lookups: LookupService,
-        readiness: DaemonReadiness,
-        metrics: Metrics,
-        tasks: TaskSet,
-        status: Callable[[Caller, pb.StatusPage | None], Generator[None, None, pb.StatusReply]],
-        watches: Watches | None = None,
-        steps: Steps | None = None,
-    ) -> None:
-        self.steps = Steps() if steps is None else steps
-        self._epoch = epoch
-        self._watches = watches
-        self._watching: set[WatchStream] = set()
-        self._instances = instances
-        self._runner = runner
-        self._lookups = lookups
-        self._readiness = readiness
-        self._metrics = metrics
-        self.tasks = tasks
-        self._status = status
-        self._on_lost: dict[int, Callable[[KVSidecarError], object]] = {}
-        """Ends the stream of a session with an error."""
+    epoch: int
+    instances: Instances
+    runner: JobRunner
+    lookups: LookupService
+    readiness: DaemonReadiness
+    metrics: Metrics
+    tasks: TaskSet
+    make_status: Callable[[Caller, pb.StatusPage | None], Generator[None, None, pb.StatusReply]]
+    watches: Watches | None = None
+    steps: Steps = field(default_factory=Steps)
+    _watching: set[WatchStream] = field(default_factory=set)
+    _on_lost: dict[int, Callable[[KVSidecarError], object]] = field(default_factory=dict)
+    """Ends the stream of a session with an error."""
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
     def caller(self, token: bytes) -> Caller:
         """The caller with this token; without a token, an anonymous one. Raises UnknownPeer if the token is invalid."""
-        return self._instances.peer(token).caller if token else self._instances.access.anonymous
+        return self.instances.peer(token).caller if token else self.instances.access.anonymous
 
     def uid_of(self, token: bytes) -> int | None:
         """The user of the open connection with this token, or None."""
-        return self._instances.uid_of(token)
+        return self.instances.uid_of(token)
 
     @property
     def access(self) -> Access:
-        return self._instances.access
+        return self.instances.access
 
     @property
     def open_to_all(self) -> bool:
         """Whether lookups and leases need no identity: without a policy, whoever can connect may use everything."""
-        return self._instances.access.policy is None
+        return self.instances.access.policy is None
 
     def count_refusal(self, error: KVSidecarError) -> None:
         """Count a refusal. The transport calls this when it is going to answer with an error, or ends a stream."""
         if (reason := REASONS.get(type(error))) is not None:
-            self._metrics.refuse(reason)
+            self.metrics.refuse(reason)
 
     # -- attach ----------------------------------------------------------------------------------------------------
-
-    def start_registration(self, first: Any) -> asyncio.Task[RankSession | KVSidecarError]:
-        """Register the rank of a stream's first message. It runs in a task because a driver call that imports memory
-        cannot be cancelled when the client dies. The task returns a refusal instead of raising it."""
-        return self.tasks.spawn(self._try_to_register(first), name="register")
 
     def open(self, session: RankSession, send: Send, on_lost: Callable[[KVSidecarError], object]) -> AttachStream:
         """Send the reply to a registration, and return the rank's stream.
@@ -133,24 +116,19 @@ class Handler:
                 copier that has the rank's memory.
         """
         self._on_lost[session.id] = on_lost
-        registered = pb.Registered(
-            epoch=self._epoch,
-            session=session.id,
-            readiness=convert.readiness_to(self._readiness.now),
-            version=__version__,
-            device_order=bool(session.num_events),
-            device_order_refused=session.device_order_refused,
-        )
+        registered = self._registered(session.id)
+        registered.device_order = bool(session.num_events)
+        registered.device_order_refused = session.device_order_refused
         send(pb.AttachReply(registered=registered))
         if session.lost:  # since it was registered, when nobody could be told yet
             on_lost(_lost(session))
         return AttachStream(
             session,
             send,
-            instances=self._instances,
-            readiness=self._readiness,
-            runner=self._runner,
-            watches=self._watches,
+            instances=self.instances,
+            readiness=self.readiness,
+            runner=self.runner,
+            watches=self.watches,
         )
 
     def watch(
@@ -170,19 +148,24 @@ class Handler:
             KVSidecarError: the watcher is refused.
         """
         check_protocol(first.protocol)
-        if self._watches is None:
+        if self.watches is None:
             raise InvalidRequest("this daemon has no watchers")
-        peer, namespace = self._instances.peer(first.token), namespace_from_wire(first.namespace)
+        peer, namespace = self.instances.peer(first.token), namespace_from_wire(first.namespace)
         if problem := namespace.problem():
             raise InvalidRequest(problem)
         permit(peer.caller, namespace)
         stream = WatchStream(
-            peer, namespace, send, unread_bytes, on_lost, self._instances.watches_of, self._watches, self._readiness
+            peer, namespace, send, unread_bytes, on_lost, self.instances.watches_of, self.watches, self.readiness
         )
         self._watching.add(stream)
         stream.on_close = self._watching.discard
-        stream.begin(self._epoch)
+        # The number is no rank's: a watcher has nothing that could outlive the stream.
+        stream.begin(self._registered(secrets.randbits(ID_BITS) | 1))
         return stream
+
+    def _registered(self, session: int) -> pb.Registered:
+        readiness = convert.readiness_to(self.readiness.now)
+        return pb.Registered(epoch=self.epoch, session=session, readiness=readiness, version=__version__)
 
     def end_watches(self, peer: Peer) -> None:
         """The process of a client is gone."""
@@ -201,7 +184,7 @@ class Handler:
     async def end(self, session: RankSession, *, gone: bool) -> None:
         """End a session, see `Instances.end`. Returns when its memory is unmapped."""
         first = not session.ending
-        await self._instances.end(session, gone=gone)
+        await self.instances.end(session, gone=gone)
         if first:
             _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
         self._on_lost.pop(session.id, None)
@@ -215,16 +198,17 @@ class Handler:
 
     def copier_lost(self, copier: Copier) -> None:
         """The process that copied for a device has ended, and its copies with it: its ranks must attach again."""
-        for session in self._instances:
+        for session in self.instances:
             if session.copier is copier and (on_lost := self._on_lost.get(session.id)) is not None:
                 on_lost(_lost(session))
 
-    async def _try_to_register(self, first: Any) -> RankSession | KVSidecarError:
+    async def register(self, first: Any) -> RankSession | KVSidecarError:
+        """Register the rank of a stream's first message, or return why it is refused."""
         try:
             return await self._register(first)
         except KVSidecarError as error:
             denied = isinstance(error, NotPermitted | LimitExceeded)
-            self._metrics.refuse(REASONS[type(error)] if denied else Refusal.REGISTER_REFUSED)
+            self.metrics.refuse(REASONS[type(error)] if denied else Refusal.REGISTER_REFUSED)
             _caused.warning("attach refused", reason=str(error))
             return error
         except Exception as error:  # noqa: BLE001 - the client must get a reply
@@ -238,10 +222,10 @@ class Handler:
             raise InvalidRequest("the first message of an Attach stream must be `register`")
         message: pb.Register = first.register
         check_protocol(message.protocol)
-        if self._readiness.refusal is Refusal.DRAINING:
+        if self.readiness.refusal is Refusal.DRAINING:
             raise Unavailable("the daemon is draining and accepts no new ranks", refusal=Refusal.DRAINING)
         registration = await self.steps.loop_time.run(convert.registration_from(message))
-        session = await self._instances.register(registration)
+        session = await self.instances.register(registration)
         _log.info(
             "rank attached",
             instance=registration.instance,
@@ -260,13 +244,12 @@ class Handler:
         self.steps.called()
         namespace = _namespace(request.namespace)
         permit(caller, namespace)
-        if len(request.groups) > MAX_GROUPS:
-            raise InvalidRequest(f"a lookup in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
+        groups = _groups(request, namespace, "a lookup")
         mode = convert.mode_from(request.mode)
-        owner = self._instances.peer(request.token).token if request.token else None
-        result = self._lookups.lookup(
+        owner = self.instances.peer(request.token).token if request.token else None
+        result = self.lookups.lookup(
             namespace,
-            [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups],
+            groups,
             mode,
             lease_seconds=request.lease_ms / 1000,
             owner=owner,
@@ -279,7 +262,7 @@ class Handler:
             if request.choose and mode is LookupMode.BITMAP
             else None,
         )
-        reply = pb.LookupReply(ready=result.ready, epoch=self._epoch, asking=result.asking)
+        reply = pb.LookupReply(ready=result.ready, epoch=self.epoch, asking=result.asking)
         if result.lease:
             reply.lease, reply.lease_ms = result.lease, int(result.lease_seconds * 1000)
         for group in result.groups:
@@ -292,13 +275,13 @@ class Handler:
 
     def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:
         self._identify(caller)
-        mine = self._instances.may_use_lease(request.lease, caller.uid)
-        return pb.ReleaseReply(released=mine and self._lookups.release(request.lease))
+        mine = self.instances.may_use_lease(request.lease, caller.uid)
+        return pb.ReleaseReply(released=mine and self.lookups.release(request.lease))
 
     def renew(self, request: pb.RenewRequest, caller: Caller) -> pb.RenewReply:
         self._identify(caller)
-        mine = self._instances.may_use_lease(request.lease, caller.uid)
-        granted = self._lookups.renew(request.lease, request.lease_ms / 1000) if mine else 0
+        mine = self.instances.may_use_lease(request.lease, caller.uid)
+        granted = self.lookups.renew(request.lease, request.lease_ms / 1000) if mine else 0
         return pb.RenewReply(renewed=granted > 0, lease_ms=int(granted * 1000))
 
     def _identify(self, caller: Caller) -> None:
@@ -310,8 +293,8 @@ class Handler:
 
     async def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
         page = request.page if request.HasField("page") else None
-        reply = await self.steps.loop_time.run(self._status(caller, page))
-        reply.session_ended = bool(request.session) and not self._instances.lives(request.session)
+        reply = await self.steps.loop_time.run(self.make_status(caller, page))
+        reply.session_ended = bool(request.session) and not self.instances.lives(request.session)
         return reply
 
     def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearReply:
@@ -330,47 +313,40 @@ class Handler:
 
     def _clear(self, request: pb.ClearRequest, namespace: Namespace | None) -> int:
         if request.groups and namespace is not None:
-            packed = [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups]
-            return self._lookups.clear_blocks(namespace, packed)
+            return self.lookups.clear_blocks(namespace, _groups(request, namespace, "a clear"))
         if request.unused_seconds:
-            return self._lookups.clear_unused(namespace, request.share, request.unused_seconds)
+            return self.lookups.clear_unused(namespace, request.share, request.unused_seconds)
         if not request.share:
-            return self._lookups.clear(namespace)
-        blocks = self._lookups.clear_share(request.share)
+            return self.lookups.clear(namespace)
+        blocks = self.lookups.clear_share(request.share)
         if blocks is None:
             raise InvalidRequest(f"there is no share {request.share!r}")
         return blocks
 
     def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
-        if not caller.grant.admin:
-            raise _not_admin(caller, "pin blocks")
+        _admit(caller, "pin blocks")
         namespace = _namespace(request.namespace)
-        if len(request.groups) > MAX_GROUPS:
-            raise InvalidRequest(f"a pin in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
-        groups = [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups]
+        groups = _groups(request, namespace, "a pin")
         owner = str(caller.identity or "anonymous")
-        pin = self._lookups.pin(request.name, owner, namespace, groups, request.seconds)
+        pin = self.lookups.pin(request.name, owner, namespace, groups, request.seconds)
         _log.info("pinned", name=pin.name, by=owner, namespace=str(namespace), blocks=pin.blocks, bytes=pin.nbytes)
         return pb.PinReply(blocks=pin.blocks, bytes=pin.nbytes)
 
     def unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
-        if not caller.grant.admin:
-            raise _not_admin(caller, "unpin blocks")
-        if unpinned := self._lookups.unpin(request.name):
+        _admit(caller, "unpin blocks")
+        if unpinned := self.lookups.unpin(request.name):
             _log.info("unpinned", name=request.name, by=str(caller.identity or "anonymous"))
         return pb.UnpinReply(unpinned=unpinned)
 
     def drain(self, _request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
-        if not caller.grant.admin:
-            raise _not_admin(caller, "drain")
-        self._readiness.drain("an operator asked to drain")
+        _admit(caller, "drain")
+        self.readiness.drain("an operator asked to drain")
         _log.info("draining", by=str(caller.identity or "anonymous"))
         return pb.DrainReply()
 
     def cancel_drain(self, _request: pb.CancelDrainRequest, caller: Caller) -> pb.CancelDrainReply:
-        if not caller.grant.admin:
-            raise _not_admin(caller, "cancel a drain")
-        if cancelled := self._readiness.cancel_drain():
+        _admit(caller, "cancel a drain")
+        if cancelled := self.readiness.cancel_drain():
             _log.info("drain cancelled", by=str(caller.identity or "anonymous"))
         return pb.CancelDrainReply(cancelled=cancelled)
 
@@ -383,7 +359,7 @@ class Handler:
             raise _not_admin(caller, "clear all namespaces")
         if not self.open_to_all:
             permit(caller, namespace)
-        elif namespace not in self._instances.attached_namespaces(caller.uid):
+        elif namespace not in self.instances.attached_namespaces(caller.uid):
             raise _not_admin(caller, "clear a namespace in which they have no rank attached")
 
 
@@ -393,6 +369,11 @@ def check_protocol(version: int) -> None:
         raise ProtocolMismatch(
             f"the daemon speaks protocol {PROTOCOL}, the client {version}: use the same kvsidecar release on both sides"
         )
+
+
+def _admit(caller: Caller, what: str) -> None:
+    if not caller.grant.admin:
+        raise _not_admin(caller, what)
 
 
 def _not_admin(caller: Caller, what: str) -> KVSidecarError:
@@ -410,6 +391,13 @@ _CACHED_BYTES = 1024
 
 def _lost(session: RankSession) -> Unavailable:
     return Unavailable(f"{session.copier.uuid}: {session.lost}: attach again", refusal=Refusal.DEVICE_LOST)
+
+
+def _groups(request: Any, namespace: Namespace, what: str) -> list[tuple[int, PackedHashes]]:
+    """The blocks that a request names. Raises InvalidRequest."""
+    if len(request.groups) > MAX_GROUPS:
+        raise InvalidRequest(f"{what} in {len(request.groups)} groups is over the limit of {MAX_GROUPS}")
+    return [(group.group, PackedHashes(group.hashes, namespace.hash_bytes)) for group in request.groups]
 
 
 def _namespace(message: pb.Namespace) -> Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -47,6 +47,7 @@ MESSAGES_IN_A_STEP = 4
 """So many take about a tenth of a millisecond."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Report:
     """Reads all parts; changes none. Used from the event loop.
 
@@ -55,65 +56,51 @@ class Report:
         numa_nodes: the nodes that the pool is split over.
     """
 
-    def __init__(
-        self,
-        *,
-        epoch: int,
-        backend: str,
-        cache: BlockCache,
-        copiers: Copiers,
-        instances: Instances,
-        runner: JobRunner,
-        readiness: DaemonReadiness,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        tiering: Tiering | None = None,
-        watches: Watches | None = None,
-        pins: Iterable[Pin] = (),
-    ) -> None:
-        self._tiering = tiering
-        self._watches = watches
-        self._pins = pins
-        self._epoch = epoch
-        self._backend = backend
-        self._cache = cache
-        self._copiers = copiers
-        self._instances = instances
-        self._runner = runner
-        self._readiness = readiness
-        self._metrics = metrics
-        self._clock = clock
-        self._started_at = clock()
-        self.page_kind = ""
-        self.numa_nodes: tuple[int, ...] = ()
+    epoch: int
+    backend: str
+    cache: BlockCache
+    copiers: Copiers
+    instances: Instances
+    runner: JobRunner
+    readiness: DaemonReadiness
+    metrics: Metrics
+    clock: Callable[[], float]
+    tiering: Tiering | None = None
+    watches: Watches | None = None
+    pins: Iterable[Pin] = ()
+    page_kind: str = ""
+    numa_nodes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._started_at = self.clock()
 
     def gauges(self) -> Gauges:
         """For a scrape of /metrics."""
         queued = dict.fromkeys(Direction, 0)
         running = dict.fromkeys(Direction, 0)
-        for copier in self._copiers:
+        for copier in self.copiers:
             for direction in Direction:
                 waiting, in_flight = copier.copies(direction)
                 queued[direction] += waiting
                 running[direction] += in_flight
         return Gauges(
-            readiness=self._readiness.now,
-            cache=self._cache.stats(),
-            attached_ranks=len(self._instances),
+            readiness=self.readiness.now,
+            cache=self.cache.stats(),
+            attached_ranks=len(self.instances),
             jobs_queued=queued,
             jobs_running=running,
-            oldest_inflight_seconds={direction: self._runner.oldest_seconds(direction) for direction in Direction},
-            imported_bytes=self._instances.imported_bytes(),
-            watchers=0 if self._watches is None else len(self._watches),
-            notes_bytes=0 if self._watches is None else self._watches.notes_bytes,
-            tiers=[] if self._tiering is None else self._tiering.gauges(),
-            shares=self._cache.shares,
+            oldest_inflight_seconds={direction: self.runner.oldest_seconds(direction) for direction in Direction},
+            imported_bytes=self.instances.imported_bytes(),
+            watchers=0 if self.watches is None else len(self.watches),
+            notes_bytes=0 if self.watches is None else self.watches.notes_bytes,
+            tiers=[] if self.tiering is None else self.tiering.gauges(),
+            shares=self.cache.shares,
             used_by_model=self._used_by_model if self._shows_names else None,
         )
 
     def _used_by_model(self) -> dict[str, int]:
         used: dict[str, int] = {}
-        for space in self._cache.spaces:
+        for space in self.cache.spaces:
             model = space.namespace.model
             used[model] = used.get(model, 0) + space.blocks.readable * space.block_bytes
         return used
@@ -121,11 +108,11 @@ class Report:
     @property
     def _shows_names(self) -> bool:
         """Whether clients that nobody has identified, such as those of the HTTP port, may see whose it is."""
-        return self._instances.access.anonymous.grant.admin
+        return self.instances.access.anonymous.grant.admin
 
     def tiers(self) -> dict[str, str]:
         """For /ready: by name, why a tier is off."""
-        return {} if self._tiering is None else self._tiering.off()
+        return {} if self.tiering is None else self.tiering.off()
 
     def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> Generator[None, None, pb.StatusReply]:
         """For the Status RPC: all of it for an admin, what is the caller's own for others. In steps: namespaces and
@@ -138,26 +125,26 @@ class Report:
         gauges = self.gauges()
         yield
         reply = pb.StatusReply(
-            epoch=self._epoch,
+            epoch=self.epoch,
             version=__version__,
-            uptime_seconds=self._clock() - self._started_at,
-            readiness=translate.readiness_to(self._readiness.now),
+            uptime_seconds=self.clock() - self._started_at,
+            readiness=translate.readiness_to(self.readiness.now),
             pool=pb.PoolStatus(
                 total_bytes=gauges.readiness.pool_bytes,
                 page_kind=self.page_kind,
                 numa_nodes=self.numa_nodes,
-                carrier=self._readiness.warm_start.carrier,
-                eviction=self._cache.eviction,
+                carrier=self.readiness.warm_start.carrier,
+                eviction=self.cache.eviction,
             ),
-            backend=self._backend,
+            backend=self.backend,
             partial=not everything,
         )
         if everything:
             self._add_totals(reply, gauges)
             yield
         visible = self._visible(caller)
-        namespaces = yield from _by_namespace([each for each in self._cache.spaces if visible(each.namespace)])
-        ranks = [session for session in self._instances if everything or session.peer.uid == caller.uid]
+        namespaces = yield from _by_namespace([each for each in self.cache.spaces if visible(each.namespace)])
+        ranks = [session for session in self.instances if everything or session.peer.uid == caller.uid]
         reply.totals.namespaces, reply.totals.ranks = len(namespaces), len(ranks)
         reply.totals.blocks = sum([each.blocks for each in namespaces.values()])
         reply.totals.bytes = sum([each.bytes for each in namespaces.values()])
@@ -184,19 +171,19 @@ class Report:
 
     def _named(self, namespace: Namespace, usage: pb.NamespaceStatus, largest: Namespace) -> pb.NamespaceStatus:
         usage.namespace.CopyFrom(namespace_to_wire(namespace))
-        usage.differs.extend(self._instances.options.differences(namespace, largest))
+        usage.differs.extend(self.instances.options.differences(namespace, largest))
         return usage
 
     def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
         """Which namespaces are shown. Without a policy the caller's own are those in which it has ranks."""
         if caller.grant.admin:
             return lambda _: True
-        if self._instances.access.policy is None:
-            return self._instances.attached_namespaces(caller.uid).__contains__
+        if self.instances.access.policy is None:
+            return self.instances.attached_namespaces(caller.uid).__contains__
         return caller.grant.may_use
 
     def _add_totals(self, reply: pb.StatusReply, gauges: Gauges) -> None:
-        value, cache, found = self._metrics.value, gauges.cache, self._readiness.warm_start
+        value, cache, found = self.metrics.value, gauges.cache, self.readiness.warm_start
         reply.pool.MergeFrom(
             pb.PoolStatus(
                 used_bytes=cache.used_bytes,
@@ -234,10 +221,10 @@ class Report:
             )
         )
         reply.tiers.extend(map(_tier, gauges.tiers))
-        reply.pins.extend([self._pin(pin) for pin in self._pins])
+        reply.pins.extend([self._pin(pin) for pin in self.pins])
         if len(gauges.shares) > 1:
             reply.shares.extend(map(_share, sorted(gauges.shares, key=lambda share: -share.used)))
-        reply.refusals.update(self._metrics.refusal_counts())
+        reply.refusals.update(self.metrics.refusal_counts())
 
     def _rank(self, session: RankSession) -> pb.RankStatus:
         registration = session.registration
@@ -250,7 +237,7 @@ class Report:
             pid=session.peer.pid,
             imported_bytes=session.imported_bytes,
             jobs_running=len(session.jobs),
-            attached_seconds=self._clock() - session.attached_at,
+            attached_seconds=self.clock() - session.attached_at,
             namespace=namespace_to_wire(registration.namespace),
             idle=session.idle,
             stored_bytes=session.copied_bytes[Direction.STORE],
@@ -267,7 +254,7 @@ class Report:
 
     def devices(self) -> list[Device]:
         """For the page."""
-        return [Device(copier.uuid, copier.down, copier.deaths) for copier in self._copiers]
+        return [Device(copier.uuid, copier.down, copier.deaths) for copier in self.copiers]
 
     def _pin(self, pin: Pin) -> pb.PinStatus:
         return pb.PinStatus(
@@ -276,13 +263,13 @@ class Report:
             namespace=namespace_to_wire(pin.namespace),
             blocks=pin.blocks,
             bytes=pin.nbytes,
-            seconds_left=max(0.0, pin.expires_at - self._clock()),
+            seconds_left=max(0.0, pin.expires_at - self.clock()),
         )
 
     def json(self) -> Generator[None, None, bytes]:
         """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either.
         Renders it in steps."""
-        reply = yield from self.reply(self._instances.access.anonymous)
+        reply = yield from self.reply(self.instances.access.anonymous)
         return (yield from message_text(reply))
 
 

@@ -9,13 +9,11 @@ from typing import Any, NoReturn
 import grpc
 
 from kvsidecar.core.access import Caller
-from kvsidecar.core.sessions import RankSession
-from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, UnknownPeer
-from kvsidecar.server.attach_stream import AttachStream
+from kvsidecar.errors import KVSidecarError, LimitExceeded, UnknownPeer
+from kvsidecar.server.attachment import Attachment
 from kvsidecar.server.fair_queue import FairQueue
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.status_codes import code_of
-from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import log
 from kvsidecar.types import TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -96,175 +94,76 @@ class Service(pb_grpc.SidecarServicer):
         await abort(context, error)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
-        try:
-            # Not wait_for: in Python 3.11 that loses the cancellation of a stream which ends with its first message.
-            async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
-                first = await context.read()
-        except TimeoutError:
-            silent = LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once")
-            await self._refuse(context, silent)
-        stream = _Attached(self._handler, context)
-        if isinstance(first, pb.AttachRequest) and first.HasField("watch"):
-            await stream.serve_watcher(first.watch)
-            return
-        registering = self._handler.start_registration(first)
-        try:
-            session = await asyncio.shield(registering)
-        except asyncio.CancelledError:
-            registering.add_done_callback(self._end_orphan)
-            raise
-        if isinstance(session, KVSidecarError):
-            await abort(context, session)
-        await stream.serve_rank(session)
-
-    def _end_orphan(self, registering: asyncio.Task[RankSession | KVSidecarError]) -> None:
-        if not registering.cancelled() and registering.exception() is None:
-            session = registering.result()
-            if isinstance(session, RankSession):
-                self._handler.tasks.spawn(self._handler.end(session, gone=True), name="end-orphan")
+        await _Attached(self._handler, context).serve()
 
 
-class Outbox:
-    """What waits to be written to a client, in a task of its own."""
+class _Attached(Attachment):
+    """One Attach stream of gRPC. What waits to be written is written in a task of its own."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, handler: Handler, context: Context) -> None:
+        super().__init__(handler)
         self._context = context
-        self._waiting: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
-        self._bytes = 0
+        self._unread: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
+        self._unread_bytes = 0
+        self._over: asyncio.Future[KVSidecarError | None] = asyncio.get_running_loop().create_future()
 
-    def __len__(self) -> int:
-        return self._waiting.qsize()
-
-    def put(self, reply: pb.AttachReply | None) -> None:
-        """None: `write` returns behind all that was put before."""
-        self._waiting.put_nowait(reply)
-        self._bytes += 0 if reply is None else reply.ByteSize()
-
-    def put_copy(self, reply: pb.AttachReply) -> None:
-        """The caller may change the message afterwards."""
-        kept = pb.AttachReply()
-        kept.CopyFrom(reply)
-        self.put(kept)
+    def send(self, reply: pb.AttachReply) -> None:
+        if reply.HasField("residency"):  # its sender is going to change it
+            shared, reply = reply, pb.AttachReply()
+            reply.CopyFrom(shared)
+        self._unread.put_nowait(reply)
+        self._unread_bytes += reply.ByteSize()
 
     def unread_bytes(self) -> int:
-        return self._bytes
+        return self._unread_bytes
 
-    async def write(self) -> None:
+    def tell(self, error: KVSidecarError | None) -> None:
+        self._over.set_result(error)
+
+    async def serve(self) -> None:
+        """Serve the stream until it and its session have ended."""
+        reader = self._handler.tasks.spawn(self._read(), name="attach-reader")
+        writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
         try:
-            while (reply := await self._waiting.get()) is not None:
+            await asyncio.wait([self._over])
+            error = self._over.result()
+            if self._protocol.session and not isinstance(error, LimitExceeded):  # else the client does not read
+                self._unread.put_nowait(None)
+                # A client whose attach connection has ended is mostly gone, and may not read.
+                await asyncio.wait([writer], timeout=LINGER_SECONDS if isinstance(error, UnknownPeer) else None)
+        finally:
+            self.gone()
+            reader.cancel()
+            writer.cancel()
+        if error is not None:
+            await abort(self._context, error)
+
+    async def _read(self) -> None:
+        """Read until the client half-closes. (gRPC says so of a broken stream, too, and then cancels the call.)"""
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+                message = await self._context.read()
+        except TimeoutError:
+            silent = LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once")
+            self._handler.count_refusal(silent)
+            self.tell(silent)
+            return
+        while message is not grpc.aio.EOF:
+            if self._unread.qsize() >= MAX_UNREAD:
+                text = f"{MAX_UNREAD} replies wait for this client to read them"
+                self.lose(LimitExceeded(f"{text}: read the Attach stream while jobs are sent"))
+                return
+            self.receive(message)
+            if self._registering is not None:
+                await asyncio.wait([self._registering])
+            message = await self._context.read()
+        self.finish()
+
+    async def _write(self) -> None:
+        try:
+            while (reply := await self._unread.get()) is not None:
                 await self._context.write(reply)
-                self._bytes -= reply.ByteSize()
+                self._unread_bytes -= reply.ByteSize()
         except grpc.aio.BaseError as error:
             # The client is gone, though the handler has not been cancelled yet.
             _log.debug("a reply was not written", error=str(error))
-
-
-class _Attached:
-    """One Attach stream of gRPC: of a watcher, or of a rank after its registration. Made in the stream's own task."""
-
-    def __init__(self, handler: Handler, context: Context) -> None:
-        self._handler = handler
-        self._context = context
-        # Of a rank: one reply per job, and readiness changes. Beyond MAX_UNREAD replies the stream is ended.
-        self._outbox = Outbox(context)
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._reading = False
-        self._lost: KVSidecarError | None = None
-        """Why the stream must end, whatever its client says."""
-
-    def _lose(self, error: KVSidecarError) -> None:
-        first, self._lost = self._lost is None, self._lost or error
-        if self._reading and first:
-            self._task.cancel()
-
-    async def serve_watcher(self, first: pb.Watch) -> None:
-        """Serve the stream until it ends."""
-        refused: KVSidecarError | None
-        try:
-            stream = self._handler.watch(first, self._outbox.put_copy, self._outbox.unread_bytes, self._lose)
-        except KVSidecarError as error:
-            refused = error
-        else:
-            writer = self._handler.tasks.spawn(self._outbox.write(), name="watch-writer")
-            try:
-                refused = self._lost or await self._read(stream)
-            finally:
-                stream.close()
-                writer.cancel()
-        if refused is not None:
-            self._handler.count_refusal(refused)
-            await abort(self._context, refused)
-
-    async def serve_rank(self, session: RankSession) -> None:
-        """Serve the stream until it and the session have ended."""
-        stream = self._handler.open(session, self._outbox.put, self._lose)
-        writer = self._handler.tasks.spawn(self._outbox.write(), name="attach-writer")
-        try:
-            refused = await self._serve(stream, session, writer)
-        finally:
-            writer.cancel()
-        if refused is not None:
-            await abort(self._context, refused)
-
-    async def _serve(
-        self, stream: AttachStream, session: RankSession, writer: asyncio.Task[None]
-    ) -> KVSidecarError | None:
-        """Read, end the session, and write outstanding replies. Returns the error to end the stream with, or None."""
-        refused: KVSidecarError | None = None
-        gone = True
-        try:
-            refused = self._lost or await self._read(stream)
-            gone = False
-            if refused is not None:
-                self._handler.count_refusal(refused)
-        finally:
-            stream.close()
-            if gone:
-                writer.cancel()  # nobody reads the outstanding replies
-            await self._end(session, gone=gone)
-        if not isinstance(refused, LimitExceeded):  # else the client does not read
-            self._outbox.put(None)
-            # A client whose attach connection has ended is mostly gone, and may not read.
-            await asyncio.wait([writer], timeout=LINGER_SECONDS if isinstance(self._lost, UnknownPeer) else None)
-        return refused
-
-    async def _read(self, stream: AttachStream | WatchStream) -> KVSidecarError | None:
-        """Read until the client half-closes. Returns the error to end the stream with, or None.
-
-        Raises:
-            CancelledError: the client has gone.
-        """
-        self._reading = True
-        try:
-            while (message := await self._context.read()) is not grpc.aio.EOF:
-                if isinstance(message, InvalidRequest):  # it did not parse
-                    raise message
-                if len(self._outbox) >= MAX_UNREAD:
-                    raise LimitExceeded(
-                        f"{MAX_UNREAD} replies wait for this client to read them: "
-                        "read the Attach stream while jobs are sent"
-                    )
-                stream.handle(message)
-        except KVSidecarError as error:
-            return error
-        except asyncio.CancelledError:
-            if self._lost is None or self._task.uncancel():  # gRPC also reports that the client has gone
-                raise
-            return self._lost
-        finally:
-            self._reading = False
-        return None
-
-    async def _end(self, session: RankSession, *, gone: bool) -> None:
-        """End the session in a separate task, because this coroutine is cancelled when the client dies."""
-        tasks = self._handler.tasks
-        try:
-            await asyncio.shield(tasks.spawn(self._handler.end(session, gone=gone), name=f"end-{session.id:x}"))
-        except asyncio.CancelledError:
-            # grpc.aio reports the end of a broken stream like a half-close, and cancels afterwards. The client is gone,
-            # so jobs that have not started must not start.
-            if not gone:
-                tasks.spawn(self._handler.end(session, gone=True), name=f"end-{session.id:x}")
-            raise

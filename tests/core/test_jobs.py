@@ -327,7 +327,7 @@ async def test_a_store_that_would_evict_what_is_used_before_it_is_declined_and_c
 
 async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) -> None:
     now = 0.0
-    world.runner._clock = lambda: now
+    world.runner.clock = lambda: now
     job = world.job(Direction.STORE, "a")
     worker = await world.started(Direction.STORE)
     now = 7.0
@@ -536,7 +536,7 @@ async def test_a_job_that_is_over_leaves_nothing_for_the_garbage_collector(world
 
 async def test_kept_blocks_are_loaded_before_the_daemon_is_ready_and_nothing_is_stored(world: World) -> None:
     await world.stored("a", "b")
-    readiness = world.runner._readiness = DaemonReadiness(SLOTS * SLOT)
+    readiness = world.runner.readiness = DaemonReadiness(SLOTS * SLOT)
     readiness.pinning(pinned_bytes=SLOT)
     world.cache.readable_below = SLOT
     assert (await world.job(Direction.LOAD, "a")).reason is Refusal.NOT_READY

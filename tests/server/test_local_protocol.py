@@ -12,8 +12,9 @@ import pytest
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
+from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES
 from kvsidecar.server.handler import INTERNAL
-from kvsidecar.server.local_protocol import FRAMES_PER_ITERATION, MAX_EARLY_BYTES, MAX_HELD_BYTES, LocalConnection
+from kvsidecar.server.local_protocol import FRAMES_PER_ITERATION, MAX_HELD_BYTES, LocalConnection
 from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
@@ -66,7 +67,7 @@ class Handler:
     def count_refusal(self, _error: Exception) -> None:
         """It counts nothing."""
 
-    async def start_registration(self, _first: Any) -> Any:
+    async def register(self, _first: Any) -> Any:
         return await self.registered
 
     def open(

@@ -39,7 +39,7 @@ async def test_one_step_of_one_status_in_each_turn_of_the_loop() -> None:
         readiness=nothing,
         metrics=nothing,
         tasks=nothing,
-        status=status,
+        make_status=status,
         steps=Steps(LoopTime(seconds=0.0)),
     )
     tick()

@@ -41,7 +41,7 @@ class Daemon:
             readiness=DaemonReadiness(1),
             metrics=nothing,
             tasks=nothing,
-            status=nothing,
+            make_status=nothing,
             watches=self.watches,
         )
         self.sent: list[pb.AttachReply] = []

@@ -174,7 +174,7 @@ class World:
             readiness=self.readiness,
             metrics=_metrics(),
             tasks=self.tasks,
-            status=lambda _: pb.StatusReply(),
+            make_status=lambda _: pb.StatusReply(),
             steps=Steps(loop_time),
         )
         self.service = Service(self.handler)

@@ -1,0 +1,109 @@
+"""An Attach stream, whatever carries it: what is to be done when something arrives. Pure; `Attachment` does it.
+
+::
+
+    NEW --begin--> REGISTERING --accepted--> OPEN --finish, gone--> ENDING --ended--> OVER
+     |              | |   '-------finish-----> LEAVING --accepted-----^
+     |              | '--gone---> ORPHANED <--gone--'                 |
+     |              |                 '-----------accepted------------'
+     '--finish--> LEAVING         each of the three --refused--> OVER
+     '--gone----> OVER
+
+A registration cannot be cancelled, because the driver call that imports memory cannot: a stream that ends meanwhile
+waits for its session and ends it, in order (LEAVING) or as that of a client that has gone (ORPHANED).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final, Literal
+
+from kvsidecar.core.sessions import RankSession
+from kvsidecar.errors import KVSidecarError, LimitExceeded
+
+MAX_EARLY_BYTES = 1024 * 1024
+"""Limit of messages that are kept while the driver imports the rank's memory."""
+
+State = Enum("State", "NEW REGISTERING LEAVING ORPHANED OPEN ENDING OVER")
+S = State
+_NEXT: Final[dict[State, dict[str, State]]] = {
+    S.NEW: {"begin": S.REGISTERING, "finish": S.LEAVING, "gone": S.OVER},
+    S.REGISTERING: {"accepted": S.OPEN, "refused": S.OVER, "finish": S.LEAVING, "gone": S.ORPHANED},
+    S.LEAVING: {"accepted": S.ENDING, "refused": S.OVER, "gone": S.ORPHANED},
+    S.ORPHANED: {"accepted": S.ENDING, "refused": S.OVER},
+    S.OPEN: {"finish": S.ENDING, "gone": S.ENDING},
+    S.ENDING: {"ended": S.OVER},
+    S.OVER: {},
+}
+_IGNORED = ("finish", "gone", "ended")
+"""What may happen in every state, and changes nothing where the table lacks it."""
+
+Do = Literal["register", "open", "take", "end", "cut", "tell"]
+
+
+class AttachProtocol:
+    """Each method returns what to do, in order, and with what:
+
+    register: the first message, None if there was none; then call `accepted` or `refused`. open: the stream of a
+    session. take: a message. end: a session, in order; then call `ended`. cut: the same, of a client that has gone:
+    jobs that have not started must not start. tell: the client, that the stream is over, with an error or None.
+    """
+
+    def __init__(self) -> None:
+        self.state = State.NEW
+        self.session: RankSession | None = None
+        """A rank's, once it is registered; a watcher has none."""
+        self._early: list[Any] = []
+        self._early_bytes = 0
+        self._error: KVSidecarError | None = None
+
+    def receive(self, message: Any, nbytes: int = 0) -> list[tuple[Do, Any]]:
+        """Raises LimitExceeded: too much has arrived before the reply to the registration."""
+        match self.state:
+            case State.NEW:
+                self._enter("begin")
+                return [("register", message)]
+            case State.REGISTERING:
+                self._early.append(message)
+                self._early_bytes += nbytes
+                if self._early_bytes > MAX_EARLY_BYTES:
+                    raise LimitExceeded(f"{self._early_bytes} bytes arrived before the reply to the registration")
+            case State.OPEN:
+                return [("take", message)]
+        return []
+
+    def accepted(self, session: RankSession | None) -> list[tuple[Do, Any]]:
+        orphaned, self.session = self.state is State.ORPHANED, session
+        self._enter("accepted")
+        if orphaned:
+            return [("cut", session)]
+        todo: list[tuple[Do, Any]] = [("open", session), *[("take", each) for each in self._early]]
+        self._early.clear()
+        return todo if self.state is State.OPEN else [*todo, ("end", session)]
+
+    def refused(self, error: KVSidecarError) -> list[tuple[Do, Any]]:
+        self._enter("refused")
+        return [("tell", error)]
+
+    def finish(self, error: KVSidecarError | None = None) -> list[tuple[Do, Any]]:
+        """The client half-closes, or there is an error: the first of these counts."""
+        begun = self.state is not State.NEW
+        if not self._enter("finish"):
+            return []
+        self._error = error
+        if self.state is State.ENDING:
+            return [("end", self.session)]
+        return [] if begun else [("register", None)]
+
+    def gone(self) -> list[tuple[Do, Any]]:
+        self._enter("gone")
+        return [("cut", self.session)] if self.state is State.ENDING else []
+
+    def ended(self) -> list[tuple[Do, Any]]:
+        return [("tell", self._error)] if self._enter("ended") else []
+
+    def _enter(self, event: str) -> bool:
+        """The only place where the state changes. Returns whether it does."""
+        before, self.state = self.state, _NEXT[self.state].get(event, self.state)
+        assert self.state is not before or event in _IGNORED, f"{event!r} is impossible in {before}"
+        return self.state is not before

@@ -1,0 +1,124 @@
+"""What an Attach stream does next, in every order in which things can happen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvsidecar.errors import InvalidRequest, LimitExceeded, UnknownPeer
+from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES, AttachProtocol, Do, State
+
+SESSION: Any = object()
+REFUSED, FIRST_ERROR, LATER_ERROR = InvalidRequest("refused"), LimitExceeded("first"), UnknownPeer("later")
+
+
+def open_stream() -> AttachProtocol:
+    stream = AttachProtocol()
+    stream.receive("register")
+    stream.accepted(SESSION)
+    return stream
+
+
+def test_a_stream_is_registered_opened_ended_and_told() -> None:
+    stream = AttachProtocol()
+    assert stream.receive("register") == [("register", "register")]
+    assert stream.accepted(SESSION) == [("open", SESSION)]
+    assert stream.receive("store") == [("take", "store")]
+    assert stream.finish() == [("end", SESSION)]
+    assert stream.receive("store") == []
+    assert stream.ended() == [("tell", None)]
+    assert stream.state is State.OVER
+
+
+def test_what_comes_early_is_taken_in_order_and_before_the_end() -> None:
+    stream = AttachProtocol()
+    stream.receive("register")
+    assert stream.receive(1) == stream.receive(2) == stream.finish() == stream.receive(3) == []
+    assert stream.accepted(SESSION) == [("open", SESSION), ("take", 1), ("take", 2), ("end", SESSION)]
+
+
+def test_what_comes_early_has_a_bound_in_bytes() -> None:
+    stream = AttachProtocol()
+    stream.receive("register", MAX_EARLY_BYTES)
+    stream.receive(1, MAX_EARLY_BYTES)
+    with pytest.raises(LimitExceeded):
+        stream.receive(2, 1)
+
+
+def test_a_client_that_ends_the_stream_before_it_says_anything_is_refused_as_one_that_does_not_register() -> None:
+    stream = AttachProtocol()
+    assert stream.finish() == [("register", None)]
+    assert stream.refused(REFUSED) == [("tell", REFUSED)]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_refused_registration_is_told_once_whether_or_not_the_client_has_left(leaves: bool) -> None:
+    stream = AttachProtocol()
+    stream.receive("register")
+    if leaves:
+        stream.finish(FIRST_ERROR)
+    assert stream.refused(REFUSED) == [("tell", REFUSED)]
+    assert stream.finish() == stream.gone() == stream.ended() == []
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_session_of_a_client_that_has_gone_meanwhile_is_cut_and_takes_nothing(leaves: bool) -> None:
+    stream = AttachProtocol()
+    stream.receive("register")
+    stream.receive(1)
+    if leaves:
+        stream.finish()
+    assert stream.gone() == []
+    assert stream.accepted(SESSION) == [("cut", SESSION)]
+
+
+def test_a_client_that_goes_while_its_session_ends_lets_no_job_start() -> None:
+    stream = open_stream()
+    stream.finish()
+    assert stream.gone() == [("cut", SESSION)]
+    assert stream.ended() == [("tell", None)]
+    assert stream.ended() == [], "told twice"
+
+
+def test_the_first_error_counts() -> None:
+    stream = open_stream()
+    stream.finish(FIRST_ERROR)
+    assert stream.finish(LATER_ERROR) == []
+    assert stream.ended() == [("tell", FIRST_ERROR)]
+
+
+def test_a_registration_is_not_answered_twice() -> None:
+    with pytest.raises(AssertionError):
+        open_stream().accepted(SESSION)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_in_any_order_a_session_is_opened_and_ended_once_and_nothing_follows_its_end(seed: int) -> None:
+    rng, stream, done = random.Random(seed), AttachProtocol(), list[tuple[Do, Any]]()
+    registering = ending = 0
+    while stream.state is not State.OVER:
+        event = rng.choice(["receive", "receive", "finish", "gone", "answer", "ended"])
+        before = len(done)
+        if event == "receive":
+            done += stream.receive("message", 1)
+        elif event == "answer" and registering:
+            registering = 0
+            done += stream.accepted(SESSION) if rng.random() < 0.7 else stream.refused(REFUSED)
+        elif event == "ended" and ending:
+            done += stream.ended()
+        elif event in ("finish", "gone"):
+            done += stream.finish() if event == "finish" else stream.gone()
+        kinds = [do for do, _ in done[before:]]
+        registering += kinds.count("register")
+        ending += kinds.count("end") + kinds.count("cut")
+    kinds = [do for do, _ in done]
+    assert kinds.count("register") <= 1
+    assert kinds.count("end") <= 1
+    assert kinds.count("tell") <= 1
+    if "open" in kinds:
+        assert ending
+        last_take = max((i for i, do in enumerate(kinds) if do == "take"), default=0)
+        assert last_take < min(i for i, do in enumerate(kinds) if do in ("end", "cut"))
+        assert stream.session is SESSION
