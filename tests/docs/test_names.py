@@ -19,6 +19,7 @@ metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' genera
 
 OF_OTHERS = {
     "--disable-radix-cache": "SGLang",
+    "--enable-session-radix-cache": "SGLang",
     "--enable-hierarchical-cache": "SGLang",
     "--enable-memory-saver": "SGLang",
     "--enable-metrics": "SGLang",
