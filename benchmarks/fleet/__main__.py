@@ -15,7 +15,7 @@ or network is used: the daemon's code decides, and times follow from the rates g
 With --pool-tokens, the trace is replayed over one pool of so many tokens by each policy of eviction, and by one that
 knows what comes, which no policy can exceed. --agentic names a file of recorded sessions of coding agents, of which so
 many run at once, 4 hours by default and the first half hour not counted; --log names a log of requests, of vLLM or of a
-gateway, of which the first quarter is not counted (benchmarks/fleet/agentic.py and log.py have the formats).
+gateway, of which the first quarter is not counted (kvsidecar/cli/size/agentic.py and log.py have the formats).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet import report
-from benchmarks.fleet.agentic import WARM_SECONDS, Sessions
 from benchmarks.fleet.cases import ADMISSIONS, HOURS, MODELS, SECTIONS, load, mix_of, plan, run
 from benchmarks.fleet.fit import fit, statistics
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Log, Prefill, Source, Task, load_uses, run_policy
 from benchmarks.fleet.trace import BLOCK_TOKENS
+from kvsidecar.cli.size.agentic import WARM_SECONDS, Sessions
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.support.units import GiB, TiB, parse_size
 

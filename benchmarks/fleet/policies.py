@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.fleet.agentic import Sessions, schedule
 from benchmarks.fleet.cases import WARM_SHARE, load
-from benchmarks.fleet.log import read_log
 from benchmarks.fleet.node import HASH_BYTES, LEASE_SECONDS, Kept, pack
-from benchmarks.fleet.trace import Mix
-from benchmarks.fleet.uses import Use, Uses, uses_of
+from benchmarks.fleet.trace import Mix, uses_of
 from kvsidecar.cache.arrays import Bools, Ints, first_of_each
+from kvsidecar.cli.size.agentic import Sessions, schedule
+from kvsidecar.cli.size.log import read_log
+from kvsidecar.cli.size.uses import Use, Uses
 from kvsidecar.types import Eviction, LookupMode
 
 POLICIES: Final[tuple[str, ...]] = tuple(map(str, Eviction))

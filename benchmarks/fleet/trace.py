@@ -19,6 +19,7 @@ import numpy as np
 
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cli.size.json_lines import read_lines
+from kvsidecar.cli.size.uses import Use, Uses, runs_of
 
 BLOCK_TOKENS: Final = 512
 MAX_TOKENS: Final = 128_000
@@ -181,3 +182,9 @@ class _Maker:
 def _zipf(count: int) -> Any:
     weights = 1 / np.arange(1, count + 1)
     return weights / weights.sum()
+
+
+def uses_of(trace: Trace, warm_share: float) -> Uses:
+    """The prompts of a trace. It does not name the blocks of answers."""
+    prompts = [Use(each.at, each.input_tokens, runs_of(each.blocks)) for each in trace.requests]
+    return Uses(trace.name, BLOCK_TOKENS, trace.num_blocks, warm_share * trace.seconds, prompts)

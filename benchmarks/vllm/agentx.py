@@ -91,7 +91,7 @@ def main() -> None:
     parser = runs.arguments(__doc__)
     runs.add_shape(parser, SHAPE, TINY_SHAPE)
     parser.add_argument(
-        "--trace", type=Path, required=True, help="sessions, as benchmarks.fleet.agentic describes them"
+        "--trace", type=Path, required=True, help="sessions, as kvsidecar.cli.size.agentic describes them"
     )
     parser.add_argument("--concurrency", default="", help=f"agents at once, comma-separated; {CONCURRENCY}")
     parser.add_argument("--max-tokens", type=int, default=0, help="longest prompt with its answer")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.fleet.agentic import MAX_THINK, Request, read_sessions
+from kvsidecar.cli.size.agentic import MAX_THINK, Request, read_sessions
 
 Ints = npt.NDArray[np.int64]
 
@@ -53,7 +53,7 @@ class Sessions:
     """So many agents at once. Each waits for its answer, then for the recorded pause, and asks again.
 
     Args:
-        path: of the recorded sessions, as `benchmarks.fleet.agentic` describes them.
+        path: of the recorded sessions, as `kvsidecar.cli.size.agentic` describes them.
         concurrency: agents.
         seconds: after which nothing new is sent.
         warm_seconds: of these, at the beginning; what is sent then is not counted.

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet import __main__ as command
-from benchmarks.fleet.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, schedule
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
-from benchmarks.fleet.log import read_log
 from benchmarks.fleet.node import Hardware, Kept
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill
 from benchmarks.fleet.policies import Task as PoolTask
 from benchmarks.fleet.policies import replay as replay_pool
 from benchmarks.fleet.replay import Case, Router, replay
-from benchmarks.fleet.trace import Mix, Request, Trace, generate, read
-from benchmarks.fleet.uses import Uses, runs_of, uses_of
+from benchmarks.fleet.trace import Mix, Request, Trace, generate, read, uses_of
+from kvsidecar.cli.size.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, schedule
 from kvsidecar.cli.size.json_lines import BadFile
+from kvsidecar.cli.size.log import read_log
+from kvsidecar.cli.size.uses import Uses, runs_of
 from kvsidecar.support.units import GiB, MiB, TiB
 
 SMALL = Mix(hours=0.2, rate=0.42, returns=0.3)
@@ -426,14 +426,14 @@ def test_prompts_of_a_log_of_a_gateway_are_read(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("INFO nothing\n", "there is no prompt; vLLM logs them with"),
-        ('{"timestamp": 1}\n', "line 1: there is no 'block_tokens'"),
+        ('{"timestamp": 1, "hash_ids": []}\n', "line 1: there is no 'block_tokens'"),
         ('{"timestamp": "noon", "prompt_token_ids": [1]}\n', "line 1: 'timestamp' must be"),
         ('{"timestamp": 1, "prompt_token_ids": ["a"]}\n', "line 1: 'prompt_token_ids' must be"),
         ('{"timestamp": 1, "block_tokens": 0, "input_tokens": 1, "hash_ids": []}\n', "line 1: 'block_tokens'"),
         (
             '{"timestamp": 1, "prompt_token_ids": [1]}\n'
             '{"timestamp": 1, "block_tokens": 8, "input_tokens": 8, "hash_ids": [1]}\n',
-            "line 2: its blocks have 8 tokens, those before 64",
+            "line 2: its blocks are made from hashes, those before from tokens",
         ),
     ],
 )

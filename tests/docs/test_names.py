@@ -30,6 +30,8 @@ OF_OTHERS = {
     "--blocks": "benchmarks.warm_restart",
     "--compare": "benchmarks.daemon.show",
     "--enable-log-requests": "vLLM",
+    "--logging-config.formatter": "vLLM",
+    "--max-log-len": "vLLM",
     "--disable-hybrid-kv-cache-manager": "vLLM",
     "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",

@@ -76,7 +76,7 @@ def _retention(context: click.Context, parameter: click.Parameter, value: str) -
 )
 @click.option("--small-pages", is_flag=True, help="The pool gets no huge pages (--huge-pages none).")
 @click.option("--bench", metavar="FILE", type=click.Path(), help="JSON of kvsidecar bench, for the time to pin.")
-@click.option("--trace", metavar="FILE", type=click.Path(), help="Mooncake's format: replay it, to say what it hits.")
+@click.option("--trace", metavar="FILE", type=click.Path(), help="Requests to replay, to say what they hit.")
 @click.option("--running", is_flag=True, help="Take the model's figures from what an engine has stored in a daemon.")
 @daemon_options
 @click.option("--json", "as_json", is_flag=True, help="Print all figures, and the lines to paste, as one JSON object.")
@@ -105,6 +105,9 @@ def size(
     it is the name of a namespace of the daemon, or may be left out. Prints the size of a token, a block and a session;
     the pool, disk, memory limit and huge pages; the time to pin; and the lines of the configuration, systemd and Helm.
     docs/sizing.md has examples.
+
+    --trace takes a log of vLLM or of a gateway, a trace in Mooncake's format, or recorded sessions, of which --sessions
+    run at once; it is replayed over the pool, half of it and twice as much.
 
     Exit codes: 0, 69 no daemon answers (with --running), 78 the model or an option cannot be used.
     """
@@ -141,7 +144,7 @@ def size(
         machine = plans.Machine(gpus, host_memory, disk, not small_pages, _pin_rate(bench))
         demand = plans.Demand(context, sessions, shared_prefix, retention)
         found = plans.plan(kv, demand, machine)
-        hits = _hits(Path(trace), kv, found) if trace else {}
+        hits = _hits(Path(trace), kv, found, sessions) if trace else {}
     except (BadModel, BadFile, ValueError) as error:
         fail(str(error), EXIT_CONFIG)
     if as_json:
@@ -190,17 +193,23 @@ def _pin_rate(file: str | None) -> float | None:
         raise ValueError(f"--bench {file} has no figure of pinning: kvsidecar bench --only pin --json FILE") from None
 
 
-def _hits(path: Any, kv: KV, found: Any) -> dict[str, float]:
-    """Hits with the pool, with pool and disk, and with room for everything."""
-    from kvsidecar.cli.size.hits import BLOCK_TOKENS, hit_rate, read
+def _hits(path: Any, kv: KV, found: Any, sessions: int) -> dict[str, float]:
+    """Hits with pools of several sizes by each policy of eviction, with the disk, and with room for everything."""
+    from kvsidecar.cli.size.hits import hit_rate, most_hits, read
+    from kvsidecar.cli.size.progress import Progress
+    from kvsidecar.types import Eviction
 
-    prompts = read(path)
-    block_bytes = max(1.0, kv.token_bytes * BLOCK_TOKENS)
-    hits = {f"the pool of {format_size(found.pool_bytes)}": hit_rate(prompts, int(found.pool_bytes / block_bytes))}
-    if found.disk_bytes > found.pool_bytes:
-        most = int(found.disk_bytes / block_bytes)
-        hits[f"the disk of {format_size(found.disk_bytes)}, if it gets every block (disk_admission = all)"] = hit_rate(
-            prompts, most
-        )
-    hits["room for everything"] = hit_rate(prompts, sum(len(prompt.hashes) for prompt in prompts) // 16 + 1)
-    return hits
+    progress = Progress()
+    uses = read(path, sessions, progress)
+
+    def rate(nbytes: float, eviction: Eviction = Eviction.LRU) -> float:
+        return hit_rate(uses, int(nbytes / max(1.0, kv.token_bytes)), eviction, progress)
+
+    pool, hits = found.pool_bytes, {}
+    for times, words in ((0.5, "half the pool"), (1, f"the pool of {format_size(pool)}"), (2, "twice the pool")):
+        hits[words] = rate(times * pool)
+        hits[f"{words} and --eviction rhythm"] = rate(times * pool, Eviction.RHYTHM)
+    if found.disk_bytes > pool:
+        every = f"the disk of {format_size(found.disk_bytes)}, if it gets every block (disk_admission = all)"
+        hits[every] = rate(found.disk_bytes)
+    return {**hits, "room for everything": most_hits(uses)}

@@ -1,75 +1,156 @@
 """What a trace of requests hits in a pool of a given size: the daemon's own cache decides, block by block.
 
-A prompt is looked up, its hits are used, and all of it is stored. Hits are those of an engine: of a prompt, the blocks
-before the first miss. What the engine's own cache on the GPU would have hit is among them. `benchmarks.fleet` also
-simulates the times of copies, the tiers' admission and several nodes.
+A prompt is looked up, its hits are used, and the rest is stored in steps as an engine computes it. Hits are those of an
+engine: of a prompt, the blocks before the first miss. What the engine's own cache on the GPU would have hit is among
+them. `benchmarks.fleet` also simulates the times of copies, the tiers' admission and several nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
-from kvsidecar.cli.size.json_lines import read_lines
+from kvsidecar.cli.size.agentic import Sessions, schedule
+from kvsidecar.cli.size.json_lines import parse_line, read_lines, read_text
+from kvsidecar.cli.size.log import read_log
+from kvsidecar.cli.size.progress import Progress
+from kvsidecar.cli.size.uses import Use, Uses, runs_of
 from kvsidecar.errors import Refusal
-from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.types import Eviction, LookupMode, Namespace
 
-BLOCK_TOKENS: Final = 512
+MOONCAKE_TOKENS: Final = 512
+"""Of a block of Mooncake's traces."""
+STEP_TOKENS: Final = 8192
+"""That an engine computes, and stores, at once."""
+LEASE_SECONDS: Final = 60.0
 HASH_BYTES: Final = 16
 SLAB_BLOCKS: Final = 8192
+HOURS: Final = 1.5
+"""Of recorded sessions; the first half hour is not counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    at: float
-    """Seconds."""
-    tokens: int
-    hashes: bytes
-    """Of its full blocks of `BLOCK_TOKENS`, joined."""
+def read(path: Path, sessions: int, progress: Progress | None = None) -> Uses:
+    """The requests of a file in whichever format it is: Mooncake's, recorded sessions (`agentic`), or a log (`log`).
+
+    Args:
+        sessions: how many recorded ones run at once. Other formats have the times of their requests.
+
+    Raises:
+        BadFile: it is none of them; the text names the line.
+    """
+    first = _first_object(path)
+    if "requests" in first and "block" in first:
+        return schedule(Sessions(path, sessions, HOURS))
+    if "hash_ids" in first and "input_length" in first:
+        return _read_mooncake(path, progress)
+    return read_log(path, progress)
 
 
-def read(path: Path) -> list[Prompt]:
+def _first_object(path: Path) -> dict[str, object]:
+    """Of a file that begins with one; empty if it does not."""
+    first = next(read_text(path))
+    return parse_line(path, first).values if first.text.startswith("{") else {}
+
+
+def _read_mooncake(path: Path, progress: Progress | None) -> Uses:
     """A trace as Mooncake publishes it: on each line an object with timestamp (ms), input_length, and hash_ids, one
     for each 512 tokens.
 
     Raises:
         BadFile: it is something else.
     """
-    found = []
-    for line in read_lines(path):
+    found, known = [], dict[int, int]()
+    for number, line in enumerate(read_lines(path), 1):
+        if progress is not None:
+            progress.read(path.name, number)
         tokens = line.count("input_length")
-        numbers = line.counts("hash_ids")[: tokens // BLOCK_TOKENS]
-        words = np.zeros((len(numbers), 2), np.uint64)
-        words[:, 0] = numbers
-        words[:, 1] = words[:, 0] * np.uint64(0x9E3779B97F4A7C15)
-        found.append(Prompt(line.number("timestamp") / 1000, tokens, words.tobytes()))
-    found.sort(key=lambda prompt: prompt.at)
-    return found
+        hashes = line.counts("hash_ids")[: tokens // MOONCAKE_TOKENS]
+        numbers = np.array([known.setdefault(each, len(known)) for each in hashes], np.int64)
+        found.append(Use(line.number("timestamp") / 1000, tokens, runs_of(numbers)))
+    found.sort(key=lambda use: use.at)
+    return Uses(path.name, MOONCAKE_TOKENS, len(known), 0.0, found)
 
 
-def hit_rate(prompts: Sequence[Prompt], blocks: int) -> float:
-    """Share of the prompts' tokens that a pool of so many blocks hits, from empty."""
-    cache = BlockCache(SlotAllocator(max(1, blocks) * SLOT_ALIGN, max(1, min(blocks, SLAB_BLOCKS)) * SLOT_ALIGN))
-    namespace = Namespace("size", "bf16", "layout", BLOCK_TOKENS, 1, 1, "number", HASH_BYTES)
-    space = cache.open_space(namespace, 0, 1, 0, SLOT_ALIGN)
-    tokens = hits = 0
-    for prompt in prompts:
-        found = cache.lookup(space, prompt.hashes, LookupMode.PREFIX).count(True)
-        hits += found * BLOCK_TOKENS
-        tokens += prompt.tokens
-        split = found * HASH_BYTES
-        if found:
-            loaded = cache.begin_load([(space, 0, prompt.hashes[:split])], None, prompt.at)
-            assert not isinstance(loaded, Refusal), "what was just found cannot be loaded"
+class _Pool:
+    """The daemon's cache, without bytes."""
+
+    def __init__(self, blocks: int, block_tokens: int, eviction: Eviction) -> None:
+        slots = SlotAllocator(blocks * SLOT_ALIGN, min(blocks, SLAB_BLOCKS) * SLOT_ALIGN)
+        self._cache = BlockCache(slots, eviction=eviction)
+        namespace = Namespace("size", "bf16", "layout", block_tokens, 1, 1, "number", HASH_BYTES)
+        self._space = self._cache.open_space(namespace, 0, 1, 0, SLOT_ALIGN)
+        self._most_bytes = blocks * HASH_BYTES
+        self._step_bytes = -(-STEP_TOKENS // block_tokens) * HASH_BYTES
+
+    def prompt(self, use: Use) -> int:
+        """Blocks that are hit."""
+        cache, packed = self._cache, _packed(use.runs.numbers())
+        cache.expire(use.at)
+        parts = [(self._space, packed)]
+        lease, (found,) = cache.lookup_and_lease(parts, LookupMode.PREFIX, use.at, LEASE_SECONDS, None)
+        hits = found.count(True)
+        if lease is not None:
+            loaded = cache.begin_load([(self._space, 0, packed[: hits * HASH_BYTES])], lease.id, use.at)
+            assert not isinstance(loaded, Refusal), "what is leased cannot be loaded"
+            cache.release(lease.id)
             cache.end_load(loaded)
-        new = prompt.hashes[split : max(1, blocks) * HASH_BYTES]  # the head of a prompt that is larger than the pool
-        stored = cache.begin_store([(space, 0, new)]) if new else Refusal.NOT_FOUND
-        if not isinstance(stored, Refusal):
-            cache.seal_all(stored)
-    return hits / tokens if tokens else 0.0
+        self._store(packed, hits * HASH_BYTES)
+        cache.touch(parts)
+        return hits
+
+    def answer(self, use: Use) -> None:
+        self._cache.expire(use.at)
+        packed = _packed(use.runs.numbers())
+        self._store(packed, 0)
+        self._cache.touch([(self._space, _packed(use.prompt.numbers()) + packed)])
+
+    def _store(self, packed: bytes, start: int) -> None:
+        end = min(len(packed), self._most_bytes)  # the head of a prompt that is larger than the pool
+        for at in range(start, end, self._step_bytes):
+            stored = self._cache.begin_store([(self._space, 0, packed[at : min(end, at + self._step_bytes)])])
+            if not isinstance(stored, Refusal):
+                self._cache.seal_all(stored)
+
+
+def hit_rate(uses: Uses, tokens: int, eviction: Eviction = Eviction.LRU, progress: Progress | None = None) -> float:
+    """Share of the prompts' tokens that a pool of so many tokens hits, from empty."""
+    pool = _Pool(max(1, tokens // uses.block_tokens), uses.block_tokens, eviction)
+    asked = hits = 0
+    for number, use in enumerate(uses.uses):
+        if progress is not None:
+            progress.replayed(f"a pool of {tokens:,} tokens, {eviction}", number, len(uses.uses))
+        if not use.tokens:
+            pool.answer(use)
+            continue
+        found = pool.prompt(use) * uses.block_tokens
+        if use.at >= uses.warm:
+            asked += use.tokens
+            hits += min(found, use.tokens)
+    return hits / asked if asked else 0.0
+
+
+def most_hits(uses: Uses) -> float:
+    """The same with room for everything."""
+    seen = np.zeros(uses.num_blocks, np.bool_)
+    asked = hits = 0
+    for use in uses.uses:
+        numbers = use.runs.numbers()
+        if use.tokens and use.at >= uses.warm:
+            missed = np.flatnonzero(~seen[numbers])
+            asked += use.tokens
+            hits += min(use.tokens, (int(missed[0]) if len(missed) else len(numbers)) * uses.block_tokens)
+        seen[numbers] = True
+    return hits / asked if asked else 0.0
+
+
+def _packed(numbers: Ints) -> bytes:
+    """Hashes of blocks with these numbers, joined."""
+    words = np.zeros((len(numbers), 2), np.uint64)
+    words[:, 0] = numbers
+    words[:, 1] = words[:, 0] * np.uint64(0x9E3779B97F4A7C15)
+    return words.tobytes()

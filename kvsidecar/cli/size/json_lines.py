@@ -21,18 +21,19 @@ class Line:
     """
 
     def __init__(self, path: Path, number: int, values: dict[str, Any]) -> None:
-        self._path, self._number, self._values = path, number, values
+        self._path, self._number = path, number
+        self.values = values
 
     def refuse(self, why: str) -> NoReturn:
         raise BadFile(f"{self._path}, line {self._number}: {why}")
 
     def has(self, name: str) -> bool:
-        return name in self._values
+        return name in self.values
 
     def value(self, name: str) -> Any:
-        if name not in self._values:
+        if name not in self.values:
             self.refuse(f"there is no {name!r}")
-        return self._values[name]
+        return self.values[name]
 
     def number(self, name: str) -> float:
         """Not negative."""

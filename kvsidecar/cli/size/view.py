@@ -52,8 +52,8 @@ def rows(kv: KV, demand: Demand, machine: Machine, found: Plan, hits: Mapping[st
     )
     yield "huge pages", f"{found.huge_page_count} of 2 MiB, if the pool is to have its own (else transparent ones)"
     yield "pinned after", pin_text(machine, found)
-    for size, share in hits.items():
-        yield "hits", f"{share:.1%} of the trace's prompt tokens with {size}"
+    for number, (size, share) in enumerate(hits.items()):
+        yield "" if number else "hits", f"{share:.1%}{'' if number else ' of the prompt tokens'} with {size}"
 
 
 def group_texts(kv: KV) -> Iterator[str]:

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvsidecar.cli.main import main
-from kvsidecar.cli.size.hits import hit_rate, read
 from kvsidecar.support.units import GiB
+from tests.cli.size.test_hits import alternating
 from tests.harness import DaemonProcess, Rank, done
 
 LLAMA = ("size", "Llama-3.1-8B", "--host-memory", "512GiB")
@@ -70,41 +70,17 @@ def test_what_is_wrong_is_one_sentence(arguments: tuple[str, ...], code: int, wo
     assert "Traceback" not in refused.output
 
 
-def trace(path: Path) -> Path:
-    """Two sessions of 40 blocks that alternate, each prompt 512 tokens longer."""
-    lines = []
-    for turn in range(10):
-        for session in range(2):
-            blocks = list(range(session * 1000, session * 1000 + 40 + turn))
-            lines.append(
-                {
-                    "timestamp": turn * 1000 + session,
-                    "input_length": len(blocks) * 512,
-                    "output_length": 1,
-                    "hash_ids": blocks,
-                }
-            )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_a_trace_hits_what_the_pool_has_room_for(tmp_path: Path) -> None:
-    prompts = read(trace(tmp_path / "trace.jsonl"))
-    total = sum(prompt.tokens for prompt in prompts) // 512
-    assert hit_rate(prompts, 200) == pytest.approx(1 - 2 * 49 / total), "every block but the first time"
-    assert hit_rate(prompts, 45) < 0.1, "each session evicts the other"
-    assert 0.1 < hit_rate(prompts, 80) < 0.7
-
-
 def test_the_command_says_what_a_trace_hits(tmp_path: Path) -> None:
-    file = str(trace(tmp_path / "trace.jsonl"))
+    file = str(alternating(tmp_path / "trace.jsonl"))
     shown = run(
         "size", "Llama-3.1-8B", "--host-memory", "64GiB", "--context", "1Ki", "--sessions", "1", "--trace", file
     )
-    assert "of the trace's prompt tokens with the pool of" in shown.output
+    assert "of the prompt tokens with half the pool" in shown.output
     assert "with room for everything" in shown.output
     body = json.loads(run(*LLAMA, "--trace", file, "--json").stdout)
-    assert list(body["hits"]) == ["the pool of 413 GiB", "room for everything"]
+    pools = ("half the pool", "the pool of 413 GiB", "twice the pool")
+    policies = [each for pool in pools for each in (pool, f"{pool} and --eviction rhythm")]
+    assert list(body["hits"]) == [*policies, "room for everything"]
 
 
 def test_measured_pinning_is_used(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.fleet.trace import BLOCK_TOKENS, Trace
 from kvsidecar.cache.arrays import Ints
 
 
@@ -61,9 +60,3 @@ class Uses:
     """Seconds after which it is counted."""
     uses: Sequence[Use]
     """In order of time."""
-
-
-def uses_of(trace: Trace, warm_share: float) -> Uses:
-    """The prompts of a trace. It does not name the blocks of answers."""
-    prompts = [Use(each.at, each.input_tokens, runs_of(each.blocks)) for each in trace.requests]
-    return Uses(trace.name, BLOCK_TOKENS, trace.num_blocks, warm_share * trace.seconds, prompts)

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.fleet.uses import NO_RUNS, Runs, Use, Uses, runs_of
 from kvsidecar.cli.size.json_lines import BadFile, Line, is_count, is_number, read_lines, shown
+from kvsidecar.cli.size.uses import NO_RUNS, Runs, Use, Uses, runs_of
 
 MAX_THINK: Final = 300.0
 """Seconds: longer pauses count as these, as in InferenceX's AgentX."""
