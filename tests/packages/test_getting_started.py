@@ -128,6 +128,8 @@ def test_a_real_prometheus_scrapes_the_daemon_and_answers_the_dashboard(terminal
     eventually(lambda: json.loads(terminals.run(ask))["data"]["result"], terminals.logs, pause=0.2)
     (ready,) = json.loads(terminals.run(ask))["data"]["result"]
     assert ready["value"][1] == "1"
+    flags = terminals.answers("9090", "/api/v1/status/flags")["data"]
+    assert flags["storage.tsdb.path"] == "prometheus-data", "Debian's default belongs to another user"
     (group, *_) = terminals.answers("9090", "/api/v1/rules")["data"]["groups"]
     assert group["rules"]
     wanted = list(queries())
