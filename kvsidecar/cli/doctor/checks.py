@@ -203,7 +203,8 @@ def _huge_pages(facts: Facts) -> Iterable[Result]:
     explicit = ", ".join(f"{count} free of {format_size(size)}" for size, count in memory.hugetlb_free.items())
     text = f"transparent (shmem_enabled): {memory.thp or 'not in this kernel'}; explicit: {explicit or 'none'}"
     if memory.page_kind:
-        text += f"; the pool gets {memory.page_kind}"
+        anyway = " all the same, by MADV_COLLAPSE" if (memory.thp, memory.page_kind) == ("never", "thp") else ""
+        text += f"; the pool gets {memory.page_kind}{anyway}"
     if memory.page_kind == "small" and facts.config.huge_pages != "none":
         tables = format_size(memory_limits.page_table_bytes(1 << 30))
         cost = f"pages, which are slow to pin and cost {tables} of page tables per GiB in each process that maps it"

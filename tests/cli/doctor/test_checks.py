@@ -195,6 +195,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "is unknown",
         "topology",
     ),
+    ("huge pages", memory(thp="never"), OK, "never; explicit: 0 free of 2 MiB; the pool gets thp all the same", ""),
     ("huge pages", memory(thp="deny", page_kind="small"), WARNING, "2 MiB of page tables per GiB", "advise to"),
     (
         "huge pages",
