@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,18 @@ def test_the_cache_outlives_a_crash_and_a_stop_and_everything_says_so(short_dir:
         assert daemon.terminate() == 0
     with started(short_dir, *flags) as daemon:
         all_there(daemon, "a", "b", "c", "d")
+
+
+def test_a_copy_of_the_directory_is_taken_over_at_another_path(short_dir: Path, pool_dir: Path) -> None:
+    with started(short_dir, "--pool-dir", str(pool_dir)) as daemon:
+        store(daemon, "a", "b", "c")
+        assert daemon.terminate() == 0
+    moved = pool_dir.with_name("moved")
+    shutil.copytree(pool_dir, moved)
+    shutil.rmtree(pool_dir)
+    with started(short_dir, "--pool-dir", str(moved)) as daemon:
+        assert cold_reason(daemon) == ""
+        all_there(daemon, "a", "b", "c")
 
 
 def test_the_self_test_writes_over_no_kept_block_also_of_a_full_pool(short_dir: Path, pool_dir: Path) -> None:
