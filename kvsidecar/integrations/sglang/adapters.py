@@ -8,7 +8,6 @@ which waits for their requests, so that the content of a request's adapter does 
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import weakref
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from kvsidecar.integrations import content
+from kvsidecar.integrations import content, wrapping
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -88,18 +87,10 @@ def wrap(requests: type, adapters: Adapters) -> Callable[[], None]:
     Returns:
         A function that ends this.
     """
-    original = requests.__init__  # type: ignore[misc]
 
-    @functools.wraps(original)
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
+    def init(original: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)
         if self.lora_id is not None:
             self.extra_key = adapters.extra_key(self.extra_key or "", self.lora_id)
 
-    requests.__init__ = init  # type: ignore[misc]
-
-    def end() -> None:
-        if requests.__init__ is init:  # type: ignore[misc]  # else somebody has wrapped it again
-            requests.__init__ = original  # type: ignore[misc]
-
-    return end
+    return wrapping.wrap(requests, "__init__", init)

@@ -6,9 +6,10 @@ the same addresses: what the daemon has mapped would not be the engine's any mor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Final
+
+from kvsidecar.integrations.wrapping import wrap
 
 KV_CACHE: Final = "kv_cache"
 """SGLang's tag of the memory of the KV cache; no tag stands for all."""
@@ -24,22 +25,12 @@ def watch(updater: Any, releasing: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that ends this.
     """
-    original = getattr(updater, RELEASE, None)
-    if original is None:
-        return lambda: None
 
-    @functools.wraps(original)
-    def release(self: Any, request: Any) -> Any:
+    def release(original: Callable[..., Any], self: Any, request: Any) -> Any:
         tags = request.tags
         # Without the memory saver nothing is released.
         if self.memory_saver_adapter.enabled and (not tags or KV_CACHE in tags):
             releasing()
         return original(self, request)
 
-    setattr(updater, RELEASE, release)
-
-    def end() -> None:
-        if getattr(updater, RELEASE) is release:  # else somebody has wrapped it again
-            setattr(updater, RELEASE, original)
-
-    return end
+    return wrap(updater, RELEASE, release) if hasattr(updater, RELEASE) else lambda: None

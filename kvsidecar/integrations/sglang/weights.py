@@ -9,13 +9,14 @@ KV any more, nothing is stored and nothing looked up; then a new version begins.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvsidecar.integrations.weights_version import WeightsVersion
+from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -146,31 +147,21 @@ def watch(updater: Any, changing: Callable[[str], None], changed: Callable[[Any]
     Raises:
         ValueError: this version has none of these methods.
     """
-    originals = {name: getattr(updater, name) for name in METHODS if hasattr(updater, name)}
-    if not originals:
+    names = [name for name in METHODS if hasattr(updater, name)]
+    if not names:
         raise ValueError(f"{updater.__name__} of this SGLang has no method that is known to update weights")
-    wrapped = {}
-    for name, original in originals.items():
-        wrapped[name] = _announced(original, name, changing, changed)
-        setattr(updater, name, wrapped[name])
 
-    def end() -> None:
-        for name, original in originals.items():
-            if getattr(updater, name) is wrapped[name]:  # else somebody has wrapped it again
-                setattr(updater, name, original)
-
-    return end
-
-
-def _announced(
-    original: Callable[..., Any], name: str, changing: Callable[[str], None], changed: Callable[[Any], None]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def announced(updater: Any, *arguments: Any, **options: Any) -> Any:
+    def announced(name: str, original: Callable[..., Any], updater: Any, *arguments: Any, **options: Any) -> Any:
         changing(name)
         try:
             return original(updater, *arguments, **options)
         finally:
             changed(updater)
 
-    return announced
+    ends = [wrap(updater, name, partial(announced, name)) for name in names]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end

@@ -5,11 +5,11 @@ loaded, because an idle engine reports nothing. Imports vLLM.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import secrets
 import weakref
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm.v1.engine import core as vllm_core
 
 from kvsidecar.integrations import content
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, UNKNOWN, AdapterLoads, Adapters, Files, files_of
+from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.vllm")
 
@@ -43,54 +44,49 @@ def hash_by_content(adapters: Adapters) -> bool:
     if not hasattr(kv_cache_utils, _EXTRA_KEYS) or not any(_EXTRA_KEYS in each.co_names for each in codes):
         return False
     _hashed = weakref.ref(adapters)
-    if inspect.unwrap(getattr(kv_cache_utils, _EXTRA_KEYS)) is getattr(kv_cache_utils, _EXTRA_KEYS):
-        # vLLM's KV events have imported the function itself: they go on saying the name.
-        setattr(kv_cache_utils, _EXTRA_KEYS, _by_content(getattr(kv_cache_utils, _EXTRA_KEYS)))
-    core = getattr(vllm_core, "EngineCore", None)
-    if hasattr(core, _ADD) and inspect.unwrap(getattr(core, _ADD)) is getattr(core, _ADD):
-        setattr(core, _ADD, _announced(getattr(core, _ADD)))
+    # vLLM's KV events have imported the function itself: they go on saying the name.
+    _wrap_once(kv_cache_utils, _EXTRA_KEYS, _by_content)
+    _wrap_once(getattr(vllm_core, "EngineCore", None), _ADD, _announced)
     return True
 
 
-def _announced(original: Any) -> Any:
-    @functools.wraps(original)
-    def add_lora(core: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        adapters = _hashed() if _hashed is not None else None
-        if adapters is None:
-            return original(core, lora_request, *args, **kwargs)
-        adapters.loading(lora_request.lora_int_id, inplace=bool(getattr(lora_request, "load_inplace", False)))
-        try:
-            return original(core, lora_request, *args, **kwargs)
-        except BaseException:
-            adapters.not_loaded(lora_request.lora_int_id)
-            raise
+def _wrap_once(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Of an owner without this name, nothing."""
+    if (function := getattr(owner, name, None)) is not None and inspect.unwrap(function) is function:
+        wrap(owner, name, call)
 
-    return add_lora
+
+def _announced(original: Any, core: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+    adapters = _hashed() if _hashed is not None else None
+    if adapters is None:
+        return original(core, lora_request, *args, **kwargs)
+    adapters.loading(lora_request.lora_int_id, inplace=bool(getattr(lora_request, "load_inplace", False)))
+    try:
+        return original(core, lora_request, *args, **kwargs)
+    except BaseException:
+        adapters.not_loaded(lora_request.lora_int_id)
+        raise
 
 
 _NO_CODE = compile("", "", "exec")
 
 
-def _by_content(original: Any) -> Any:
-    @functools.wraps(original)
-    def extra_keys(request: Any, *args: Any, **kwargs: Any) -> Any:
-        keys, index = original(request, *args, **kwargs)
-        adapters = _hashed() if _hashed is not None else None
-        if request.lora_request is None or adapters is None:
-            return keys, index
-        identity = getattr(request, ATTRIBUTE, None)
-        if identity is None:
-            identity = adapters.identity(request.lora_request.lora_int_id) or UNKNOWN
-            setattr(request, ATTRIBUTE, identity)
-        keys = tuple(keys or ())
-        if identity == UNKNOWN:
-            return (*keys, ("kvsidecar", adapters.own)), index
-        of_adapter = tuple(kv_cache_utils._gen_lora_extra_hash_keys(request))
-        if keys[: len(of_adapter)] == of_adapter:
-            keys = keys[len(of_adapter) :]
-        return (("kvsidecar", identity), *keys), index
-
-    return extra_keys
+def _by_content(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    keys, index = original(request, *args, **kwargs)
+    adapters = _hashed() if _hashed is not None else None
+    if request.lora_request is None or adapters is None:
+        return keys, index
+    identity = getattr(request, ATTRIBUTE, None)
+    if identity is None:
+        identity = adapters.identity(request.lora_request.lora_int_id) or UNKNOWN
+        setattr(request, ATTRIBUTE, identity)
+    keys = tuple(keys or ())
+    if identity == UNKNOWN:
+        return (*keys, ("kvsidecar", adapters.own)), index
+    of_adapter = tuple(kv_cache_utils._gen_lora_extra_hash_keys(request))
+    if keys[: len(of_adapter)] == of_adapter:
+        keys = keys[len(of_adapter) :]
+    return (("kvsidecar", identity), *keys), index
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------
@@ -106,7 +102,7 @@ def record_loads(lora_config: Any) -> AdapterLoads:
     try:
         from vllm.lora.worker_manager import WorkerLoRAManager
 
-        load = getattr(WorkerLoRAManager, _LOAD)
+        getattr(WorkerLoRAManager, _LOAD)
     except (ImportError, AttributeError):
         _log.error(
             "kvsidecar: requests with an adapter are not offloaded: this vLLM loads adapters in an unknown way, so "
@@ -114,22 +110,17 @@ def record_loads(lora_config: Any) -> AdapterLoads:
         )
         return loads
     _recorders[loads] = lora_config
-    if inspect.unwrap(load) is load:
-        setattr(WorkerLoRAManager, _LOAD, _recorded(load))
+    _wrap_once(WorkerLoRAManager, _LOAD, _recorded)
     return loads
 
 
-def _recorded(original: Any) -> Any:
-    @functools.wraps(original)
-    def load_adapter(manager: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        files = files_of(lora_request.lora_path)
-        model = original(manager, lora_request, *args, **kwargs)
-        for loads, lora_config in list(_recorders.items()):
-            if lora_config is manager.lora_config:
-                _record(loads, manager, lora_request, model, files)
-        return model
-
-    return load_adapter
+def _recorded(original: Any, manager: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+    files = files_of(lora_request.lora_path)
+    model = original(manager, lora_request, *args, **kwargs)
+    for loads, lora_config in list(_recorders.items()):
+        if lora_config is manager.lora_config:
+            _record(loads, manager, lora_request, model, files)
+    return model
 
 
 def _record(loads: AdapterLoads, manager: Any, lora_request: Any, model: Any, files: Files | None) -> None:

@@ -6,7 +6,6 @@ unmapped it, too, none of it is free; and copies to a mapping of before would mo
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import sys
@@ -15,6 +14,8 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+
+from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.vllm")
 
@@ -34,37 +35,28 @@ def watch(allocator: Any, before_sleep: Callable[[], object], after_wake: Callab
         after_wake: called when it is mapped again.
     """
 
-    def first(name: str) -> Callable[..., Any] | None:
-        method = getattr(allocator, name, None)
-        return None if method is None else getattr(method, "__wrapped__", method)
-
-    def asleep(tags: Iterable[str] | str | None = None) -> bool:
+    def asleep(tags: Iterable[str] | str | None) -> bool:
         return tags is None or KV_CACHE in ([tags] if isinstance(tags, str) else tags)
 
-    if (sleep := first("sleep")) is not None:
-        # It unmaps everything; its argument says what is saved before.
-        allocator.sleep = _around(sleep, before=lambda *_, **__: before_sleep())
-    if (discard := first("discard")) is not None:
-        allocator.discard = _around(discard, before=lambda tags, **_: before_sleep() if asleep(tags) else None)
-    if (wake_up := first("wake_up")) is not None:
-        allocator.wake_up = _around(wake_up, after=lambda tags=None, **_: after_wake() if asleep(tags) else None)
+    def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before_sleep()  # it unmaps everything; its argument says what is saved before
+        return original(*args, **kwargs)
 
+    def discard(original: Callable[..., Any], tags: Any, **kwargs: Any) -> Any:
+        if asleep(tags):
+            before_sleep()
+        return original(tags, **kwargs)
 
-def _around(
-    original: Callable[..., Any],
-    before: Callable[..., object] | None = None,
-    after: Callable[..., object] | None = None,
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        result = original(*args, **kwargs)
-        if after is not None:
-            after(*args, **kwargs)
+    def wake_up(original: Callable[..., Any], tags: Any = None, **kwargs: Any) -> Any:
+        result = original(tags, **kwargs)
+        if asleep(tags):
+            after_wake()
         return result
 
-    return call
+    for call in (sleep, discard, wake_up):
+        if (method := getattr(allocator, call.__name__, None)) is not None:
+            setattr(allocator, call.__name__, getattr(method, "__wrapped__", method))
+            wrap(allocator, call.__name__, call)
 
 
 class Weights:
