@@ -153,6 +153,7 @@ def _close(events: Sequence[DeviceEvent]) -> None:
         event.close()
 
 
+@dataclass(eq=False)
 class CopyLoop:
     """One direction, in a thread of its own, with rings of its own: takes the daemon's records, issues copies, and
     writes how they ended. Nothing is handed to another thread.
@@ -169,20 +170,16 @@ class CopyLoop:
         light_seconds: the thread sleeps in short naps for this long after a copy; 0 for no naps.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        direction: Direction,
-        sessions: Sessions,
-        pool: npt.NDArray[np.uint8],
-        boundary: int,
-        light_seconds: float,
-        from_daemon: Receiver,
-        to_daemon: Sender,
-    ) -> None:
-        self._device, self._direction, self._sessions = device, direction, sessions
-        self._pool, self._boundary, self._light_seconds = pool, boundary, light_seconds
-        self._receiver, self._sender = from_daemon, to_daemon
+    device: Device
+    direction: Direction
+    sessions: Sessions
+    pool: npt.NDArray[np.uint8]
+    boundary: int
+    light_seconds: float
+    receiver: Receiver
+    sender: Sender
+
+    def __post_init__(self) -> None:
         self._last_end = 0.0
         self._checking: deque[tuple[SlotCheck, QueuedCopy, Done | None]] = deque()
         """Loads before their copies, and stores behind them with what is to be said; in turns."""
@@ -193,9 +190,9 @@ class CopyLoop:
         Raises:
             CopyFailed, DeviceLost: copies may still run, and only the end of the process ends them.
         """
-        stream = self._device.open_stream(self._direction)
-        self._queue = queue = CopyQueue(stream, self._direction, self._pool.ctypes.data, self._ended)
-        sleeper, progress = Sleeper(self._receiver.bell), self._receiver.ring.progress
+        stream = self.device.open_stream(self.direction)
+        self._queue = queue = CopyQueue(stream, self.direction, self.pool.ctypes.data, self._ended)
+        sleeper, progress = Sleeper(self.receiver.bell), self.receiver.ring.progress
         wait: float | None = None
         while True:
             progress[Progress.IN_FLIGHT] = queue.in_flight_since
@@ -203,32 +200,32 @@ class CopyLoop:
             rung = sleeper.sleep(wait)
             progress[Progress.WORKING] = time.monotonic()
             if rung:
-                for record in self._receiver.take():
+                for record in self.receiver.take():
                     self._take(record)
-            elif wait is not None and wait > NAP_SECONDS and self._light_seconds and queue.end_in_flight:
+            elif wait is not None and wait > NAP_SECONDS and self.light_seconds and queue.end_in_flight:
                 # This thread slept until shortly before the end of a copy; the daemon's loop may sleep, too.
-                self._sender.send(pack_number(Kind.SOON, 0))
+                self.sender.send(pack_number(Kind.SOON, 0))
             more = queue.step()
             if self._checking:
                 self._check()
                 more = True
             wait = 0.0 if more else queue.wait()
-            self._sender.flush()
-            if wait is None and time.monotonic() - self._last_end < self._light_seconds:
+            self.sender.flush()
+            if wait is None and time.monotonic() - self._last_end < self.light_seconds:
                 wait = NAP_SECONDS
-            if self._sender.waiting_bytes:
+            if self.sender.waiting_bytes:
                 wait = FULL_SECONDS if wait is None else min(wait, FULL_SECONDS)
 
     def run_to_the_end(self) -> None:
         """`run`, and end the process: its end is the daemon's proof that nothing moves any more."""
-        prctl(_PR_SET_NAME, str(self._direction).encode(), 0, 0, 0)  # what top and gdb show
+        prctl(_PR_SET_NAME, str(self.direction).encode(), 0, 0, 0)  # what top and gdb show
         prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)  # ns; the default of 50 us is as long as a copy of one block
         try:
             self.run()
         except BaseException as error:  # noqa: BLE001 - the daemon is told, whatever it was
             text = f"{type(error).__name__}: {error}"
-            _log.error("the copier ends", direction=self._direction.value, error=text)
-            self._sender.send(pack_last_words(str(error) if isinstance(error, KVSidecarError) else text))
+            _log.error("the copier ends", direction=self.direction.value, error=text)
+            self.sender.send(pack_last_words(str(error) if isinstance(error, KVSidecarError) else text))
         log.flush()
         os._exit(EXIT_FAILED)
 
@@ -241,22 +238,22 @@ class CopyLoop:
         elif kind is Kind.PRIORITIZE:
             self._queue.prioritize(number_of(record))
         elif self._queue.cancel(number := number_of(record)) or self._stop_checking(number):
-            self._sender.send(Done(number, Ended.CANCELLED).pack())
+            self.sender.send(Done(number, Ended.CANCELLED).pack())
 
     def _copy(self, copy: Copy) -> None:
         try:
-            session = self._sessions[copy.session]
+            session = self.sessions[copy.session]
             parts = [(session.groups[part.group, part.slice], part.block_ids, part.slots) for part in copy.parts]
-            plan = BlockCopies(parts, boundary=self._boundary)
+            plan = BlockCopies(parts, boundary=self.boundary)
             after = None if copy.event is None else session.events[copy.event]
         except Exception as error:  # noqa: BLE001 - nothing was issued; the daemon is told, whatever it was
-            self._sender.send(Done(copy.number, Ended.FAILED, error=f"{type(error).__name__}: {error}").pack())
+            self.sender.send(Done(copy.number, Ended.FAILED, error=f"{type(error).__name__}: {error}").pack())
             return
-        started = None if after is None else partial(self._sender.send, pack_number(Kind.STARTED, copy.number))
-        lane = session.lanes.get(self._direction)
+        started = None if after is None else partial(self.sender.send, pack_number(Kind.STARTED, copy.number))
+        lane = session.lanes.get(self.direction)
         queued = QueuedCopy(copy.number, plan, after, started, copy.checks, lane, copy.session, copy.weight)
-        if copy.checks is not None and self._direction is Direction.LOAD:
-            self._checking.append((SlotCheck(self._pool, copy.checks), queued, None))
+        if copy.checks is not None and self.direction is Direction.LOAD:
+            self._checking.append((SlotCheck(self.pool, copy.checks), queued, None))
         else:
             self._queue.submit(queued)
 
@@ -268,10 +265,10 @@ class CopyLoop:
             done = Done(
                 copy.number, Ended.COPIED, result.nbytes, result.copy_seconds, result.queue_seconds, result.ended
             )
-            if copy.checks is not None and self._direction is Direction.STORE:
-                self._checking.append((SlotCheck(self._pool, copy.checks), copy, done))
+            if copy.checks is not None and self.direction is Direction.STORE:
+                self._checking.append((SlotCheck(self.pool, copy.checks), copy, done))
                 return
-        self._sender.send(done.pack())
+        self.sender.send(done.pack())
 
     def _check(self) -> None:
         """Read one slice of the next copy's slots."""
@@ -281,9 +278,9 @@ class CopyLoop:
             return
         self._checking.popleft()
         if done is not None:
-            self._sender.send(replace(done, values=check.values).pack())
+            self.sender.send(replace(done, values=check.values).pack())
         elif wrong := check.wrong:
-            self._sender.send(Done(copy.number, Ended.CORRUPT, values=wrong).pack())
+            self.sender.send(Done(copy.number, Ended.CORRUPT, values=wrong).pack())
         else:
             self._queue.submit(copy)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from typing import Final
 
@@ -132,6 +132,7 @@ class _Chunk:
     failed: bool = False
 
 
+@dataclass(eq=False)
 class Fetches:
     """Used from the event loop.
 
@@ -144,21 +145,17 @@ class Fetches:
         zeroing: zeroes what is freed; None: nothing does.
     """
 
-    def __init__(
-        self,
-        cache: BlockCache,
-        tier: Tier,
-        bit: int,
-        clock: Callable[[], float],
-        refused: Callable[[FetchRefusal, int], object],
-        *,
-        may_be_cleared: Callable[[Namespace], bool] = lambda _: False,
-        chunk_bytes: int = CHUNK_BYTES,
-        zeroing: Zeroing | None = None,
-    ) -> None:
-        self._zeroing = zeroing
-        self._may_be_cleared, self._chunk_bytes = may_be_cleared, chunk_bytes
-        self._cache, self._tier, self._bit, self._clock, self._refused = cache, tier, bit, clock, refused
+    cache: BlockCache
+    tier: Tier
+    bit: int
+    clock: Callable[[], float]
+    refused: Callable[[FetchRefusal, int], object]
+    _: KW_ONLY
+    may_be_cleared: Callable[[Namespace], bool] = lambda _: False
+    chunk_bytes: int = CHUNK_BYTES
+    zeroing: Zeroing | None = None
+
+    def __post_init__(self) -> None:
         self._by_hash: dict[Space, dict[bytes, tuple[Fetch, int]]] = {}
         """Those that are not over, by each of their hashes, with its place in the prefix."""
         self._queues: dict[Namespace, deque[Fetch]] = {}
@@ -170,7 +167,7 @@ class Fetches:
         self._asked_blocks = 0
         """Of these questions."""
         self._digests: dict[Space, bytes] = {}
-        self._next_trial = clock() + TRIAL_SECONDS
+        self._next_trial = self.clock() + TRIAL_SECONDS
         self._off_misses = 0
         """That have not been counted."""
         self.waiting_blocks = 0
@@ -179,9 +176,9 @@ class Fetches:
 
     def may_come(self, space: Space, block_hash: bytes) -> bool:
         """Whether the tier may have a block that a lookup has missed, and is asked. Nearly every miss ends here."""
-        if not self._tier.may_have(self._digests.get(space) or self._digest(space), block_hash):
+        if not self.tier.may_have(self._digests.get(space) or self._digest(space), block_hash):
             return False
-        if self._tier.off:
+        if self.tier.off:
             self._off_misses += 1
             return False
         return True
@@ -190,7 +187,7 @@ class Fetches:
         """Count the misses for which a tier that is off was not asked: to count each by itself takes as long as all of
         `may_come`."""
         if self._off_misses:
-            self._refused(FetchRefusal.OFF, self._off_misses)
+            self.refused(FetchRefusal.OFF, self._off_misses)
             self._off_misses = 0
 
     def coming(
@@ -212,7 +209,7 @@ class Fetches:
             gain: what the blocks are for, together with others; None: they are of use by themselves.
         """
         first = hashes[hits]
-        now = self._clock()
+        now = self.clock()
         if (known := self._by_hash.get(space, {}).get(first)) is not None:
             fetch, at = known
             fetch.asked = now
@@ -220,7 +217,7 @@ class Fetches:
         if self._absent.get((space, first), now) > now or not self._may_be_fetched(space):
             return NOTHING
         if self.waiting_blocks > MAX_WAITING:
-            self._refused(FetchRefusal.BUSY, 1)
+            self.refused(FetchRefusal.BUSY, 1)
             return NOTHING
         fetch = Fetch(space, list(hashes[hits : hits + MAX_BLOCKS]), seconds, prefill_rate, now, gain)
         # Here: no other fetch of the gain waits before it yet.
@@ -232,7 +229,7 @@ class Fetches:
             by_hash.setdefault(each, (fetch, at))
         try:
             # The shards of a block are written together. One that is missing nevertheless fails its read.
-            self._tier.find(shard_space(space, 0), b"".join(fetch.hashes), partial(self._found, fetch))
+            self.tier.find(shard_space(space, 0), b"".join(fetch.hashes), partial(self._found, fetch))
         except TierFailed:
             self._end(fetch, FetchRefusal.OFF)
         return Coming(0, fetch.finding)
@@ -244,7 +241,7 @@ class Fetches:
             hashes: of the lookup, in prefix order.
             hits: for each of them, whether it is readable; not all are.
         """
-        now, key = self._clock(), (space, hashes[-1])
+        now, key = self.clock(), (space, hashes[-1])
         places = self._perhaps(space, hashes, hits)
         question = self._questions.get(key)
         if question is None or (question.held is not None and question.until < now):
@@ -256,27 +253,27 @@ class Fetches:
 
     def _perhaps(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> list[int]:
         """Places of the first `MAX_BLOCKS` misses that the tier may have."""
-        if self._tier.off:
+        if self.tier.off:
             return []
         keys = as_keys(hashes)
         packed = keys if isinstance(keys, bytes) else b"".join(keys)
         missing = np.flatnonzero(~np.array(hits, np.bool_))
         words = first_words(packed, len(packed) // len(hashes))[missing]
-        some: list[int] = missing[self._tier.may_have_each(self._digest(space), words)][:MAX_BLOCKS].tolist()
+        some: list[int] = missing[self.tier.may_have_each(self._digest(space), words)][:MAX_BLOCKS].tolist()
         return some
 
     def _ask(self, key: tuple[Space, bytes], some: Sequence[bytes], now: float) -> _Question | None:
         """Ask the tier which of these it has. None: it is not asked."""
         space = key[0]
         if not some:
-            if self._tier.off:
-                self._refused(FetchRefusal.OFF, 1)
+            if self.tier.off:
+                self.refused(FetchRefusal.OFF, 1)
             return None
         if not self._may_be_fetched(space):
             return None
         self._drop_questions(now, len(some))
         if self._asked_blocks + len(some) > MAX_WAITING:
-            self._refused(FetchRefusal.BUSY, 1)
+            self.refused(FetchRefusal.BUSY, 1)
             return None
         question = _Question(len(some), now + ABSENT_SECONDS)
 
@@ -284,9 +281,9 @@ class Fetches:
             question.held = frozenset([each for each, flag in zip(some, flags, strict=False) if flag])
 
         try:
-            self._tier.find(shard_space(space, 0), b"".join(some), answered)
+            self.tier.find(shard_space(space, 0), b"".join(some), answered)
         except TierFailed:
-            self._refused(FetchRefusal.OFF, 1)
+            self.refused(FetchRefusal.OFF, 1)
             return None
         self._questions[key] = question
         self._asked_blocks += question.asked
@@ -304,8 +301,8 @@ class Fetches:
     def _may_be_fetched(self, space: Space) -> bool:
         if not space.users or None in space.shard_bytes:
             return False
-        if self._may_be_cleared(space.namespace):
-            self._refused(FetchRefusal.OFF, 1)
+        if self.may_be_cleared(space.namespace):
+            self.refused(FetchRefusal.OFF, 1)
             return False
         return True
 
@@ -313,7 +310,7 @@ class Fetches:
         estimate = Estimate(
             gain.nbytes,
             self.waiting_blocks * fetch.space.block_bytes + self.reading_bytes,
-            self._tier.read_rate,
+            self.tier.read_rate,
             gain.tokens,
             fetch.prefill_rate,
         )
@@ -321,7 +318,7 @@ class Fetches:
 
     def _may_try(self, nbytes: int, seconds: float) -> bool:
         """Whether to read so much that does not seem worth it, to learn how fast the tier is."""
-        return self._clock() >= self._next_trial and nbytes / self._tier.read_rate <= seconds
+        return self.clock() >= self._next_trial and nbytes / self.tier.read_rate <= seconds
 
     def _digest(self, space: Space) -> bytes:
         """Of its first shard. Of a space without ranks something else: a lookup there takes as long as any other."""
@@ -355,12 +352,12 @@ class Fetches:
         space = fetch.space
         gain = Gain(found * space.block_bytes, found * space.namespace.block_size)
         if fetch.gain is None and not self._worth_it(fetch, gain):
-            tried = min(found, max(1, self._chunk_bytes // space.block_bytes))
+            tried = min(found, max(1, self.chunk_bytes // space.block_bytes))
             if not self._may_try(tried * space.block_bytes, fetch.seconds):
                 self._end(fetch, FetchRefusal.SLOWER, found)
                 return
             if found > tried:
-                self._refused(FetchRefusal.SLOWER, found - tried)
+                self.refused(FetchRefusal.SLOWER, found - tried)
             found = tried
         fetch.found = found
         self.waiting_blocks += found
@@ -369,7 +366,7 @@ class Fetches:
 
     def _read_more(self) -> None:
         """Read as much as may be read at a time: a chunk of each namespace in turn."""
-        while self._queues and self.reading_bytes < CHUNKS * self._chunk_bytes:
+        while self._queues and self.reading_bytes < CHUNKS * self.chunk_bytes:
             namespace = next(iter(self._queues))
             queue = self._queues.pop(namespace)
             fetch = queue[0]
@@ -383,18 +380,18 @@ class Fetches:
         space = fetch.space
         if fetch.over:
             return
-        if self._clock() - fetch.asked > INTEREST_SECONDS or not space.users:
+        if self.clock() - fetch.asked > INTEREST_SECONDS or not space.users:
             self._end(fetch, FetchRefusal.ABANDONED, fetch.waiting)
             return
-        count = min(fetch.waiting, max(1, self._chunk_bytes // space.block_bytes))
+        count = min(fetch.waiting, max(1, self.chunk_bytes // space.block_bytes))
         hashes = fetch.hashes[fetch.issued : fetch.issued + count]
         packed = b"".join(hashes)
-        grant = self._cache.begin_store([(space, shard, packed) for shard in range(space.num_shards)], wanted=True)
+        grant = self.cache.begin_store([(space, shard, packed) for shard in range(space.num_shards)], wanted=True)
         if isinstance(grant, Refusal):
             self._end(fetch, FetchRefusal.POOL_FULL, fetch.waiting)
             return
         chunk = _Chunk(fetch, grant, sum([len(part.index) * part.slot_size for part in grant.parts]))
-        self._next_trial = self._clock() + TRIAL_SECONDS
+        self._next_trial = self.clock() + TRIAL_SECONDS
         fetch.issued += count
         fetch.chunks += 1
         self.waiting_blocks -= count
@@ -404,7 +401,7 @@ class Fetches:
             self._read_parts(chunk, hashes)
             self._read_more()
 
-        if self._zeroing is None or self._zeroing.may_write(grant, later):
+        if self.zeroing is None or self.zeroing.may_write(grant, later):
             self._read_parts(chunk, hashes)
 
     def _read_parts(self, chunk: _Chunk, hashes: Sequence[bytes]) -> None:
@@ -415,7 +412,7 @@ class Fetches:
             wanted = b"".join([hashes[index] for index in part.index.tolist()])
             late = partial(self._end, fetch, FetchRefusal.LATE)
             try:
-                self._tier.read(shard_space(space, part.shard), wanted, part.slots, partial(self._read, chunk), late)
+                self.tier.read(shard_space(space, part.shard), wanted, part.slots, partial(self._read, chunk), late)
                 chunk.reads += 1
             except TierFailed:
                 chunk.failed = True
@@ -435,11 +432,11 @@ class Fetches:
         fetch.chunks -= 1
         self.reading_bytes -= chunk.nbytes
         if chunk.failed:
-            self._cache.abort_all(chunk.grant)
+            self.cache.abort_all(chunk.grant)
             self._end(fetch, FetchRefusal.FAILED)
             return
-        self._cache.seal_all(chunk.grant)
-        self._cache.tiers.mark(chunk.grant, self._bit)
+        self.cache.seal_all(chunk.grant)
+        self.cache.tiers.mark(chunk.grant, self.bit)
         if not fetch.waiting and not fetch.chunks:
             self._end(fetch)
 
@@ -449,7 +446,7 @@ class Fetches:
             return
         fetch.over, fetch.finding = True, False
         if reason is not None:
-            self._refused(reason, blocks)
+            self.refused(reason, blocks)
         self.waiting_blocks -= fetch.waiting
         if (beyond := fetch.issued if reason is None else 0) < len(fetch.hashes):
             self._remember_absent(fetch.space, fetch.hashes[beyond])
@@ -461,7 +458,7 @@ class Fetches:
             self._by_hash.pop(fetch.space, None)
 
     def _remember_absent(self, space: Space, first: bytes) -> None:
-        absent, now = self._absent, self._clock()
+        absent, now = self._absent, self.clock()
         absent.pop((space, first), None)
         absent[space, first] = now + ABSENT_SECONDS
         while len(absent) > MAX_ABSENT or next(iter(absent.values())) < now:

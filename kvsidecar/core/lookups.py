@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
-from kvsidecar.core.fetches import NOTHING, Gain
+from kvsidecar.core.fetches import NOTHING, Coming, Gain
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.pins import Pin, Pins
@@ -57,6 +57,56 @@ class Choice:
     """By group, in the order of the lookup: 0 or 1 per hash; what is beyond these is not wanted."""
     tokens: int
     """That the caller need not compute if all of it comes."""
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A lookup that has missed some blocks, which may come from a slower tier."""
+
+    tiering: Tiering
+    parts: Sequence[Part]
+    groups: Sequence[tuple[int, Sequence[bytes]]]
+    found: Sequence[list[bool]]
+    answers: tuple[GroupAnswer, ...]
+    seconds: float
+    prefill_rate: float
+
+    def fetch(self) -> tuple[tuple[GroupAnswer, ...], bool]:
+        """The answers with what is coming, and whether a tier is being asked."""
+        answers, asking = self.answers, False
+        for i, hits in enumerate(self.found):
+            if False in hits:
+                coming = self._coming(i, self.groups[i][1], hits.index(False))
+                if coming is not NOTHING:
+                    asking |= coming.asking
+                    answers = (*answers[:i], replace(answers[i], coming=coming.blocks), *answers[i + 1 :])
+        return answers, asking
+
+    def fetch_chosen(self, choice: Choice) -> tuple[tuple[GroupAnswer, ...], bool]:
+        """As `fetch`, of what the caller has chosen, with what it may choose."""
+        result, asking, chosen, nbytes = list(self.answers), False, [], 0
+        for i, hits in enumerate(self.found):
+            space, hashes = self.parts[i][0], self.groups[i][1]
+            if False in hits:
+                held = self.tiering.held(space, hashes, hits)
+                asking |= held.asking
+                flags = [False] * len(hits)
+                for place in held.places:
+                    flags[place] = True
+                result[i] = replace(result[i], held=flags if held.places else ())
+            wanted = [place for place, want in enumerate(choice.wanted[i][: len(hits)]) if want and not hits[place]]
+            chosen.append([hashes[place] for place in wanted[:MAX_BLOCKS]])
+            nbytes += len(chosen[i]) * space.block_bytes
+        gain = Gain(nbytes, choice.tokens)
+        for i, hashes in enumerate(chosen):
+            if hashes:
+                coming = self._coming(i, hashes, 0, gain)
+                asking |= coming.asking
+                result[i] = replace(result[i], coming=coming.blocks)
+        return tuple(result), asking
+
+    def _coming(self, i: int, hashes: Sequence[bytes], start: int, gain: Gain | None = None) -> Coming:
+        return self.tiering.coming(self.parts[i][0], hashes, start, self.seconds, self.prefill_rate, gain)
 
 
 @dataclass(eq=False)
@@ -153,69 +203,16 @@ class LookupService:
             self.metrics.refuse(Refusal.QUOTA)
         asking = False
         if (tiering := self.tiering) is not None and fetch_seconds > 0 and misses:
-            rest = (tiering, parts, groups, found, result, fetch_seconds, prefill_rate)
+            missing = tiering, parts, groups, found, result, fetch_seconds, prefill_rate
             if choice is not None:
-                result, asking = self._fetch_chosen(choice, *rest)
+                result, asking = _Missing(*missing).fetch_chosen(choice)
             else:
                 for (space, _), (_, hashes), there in zip(parts, groups, found, strict=True):
-                    # Here, not in `_fetch`: nearly every miss ends here, and the call would take a third of the time.
+                    # Here, not in `fetch`: nearly every miss ends here, and the call would take a third of the time.
                     if False in there and tiering.may_come(space, hashes[there.index(False)]):
-                        result, asking = self._fetch(*rest)
+                        result, asking = _Missing(*missing).fetch()
                         break
         return LookupAnswer(True, result, granted.id if granted else None, lease_seconds if granted else 0.0, asking)
-
-    def _fetch(
-        self,
-        tiering: Tiering,
-        parts: Sequence[Part],
-        groups: Sequence[tuple[int, Sequence[bytes]]],
-        found: Sequence[list[bool]],
-        answers: tuple[GroupAnswer, ...],
-        seconds: float,
-        prefill_rate: float,
-    ) -> tuple[tuple[GroupAnswer, ...], bool]:
-        """The answers with what is coming, and whether a tier is being asked."""
-        asking = False
-        for i, hits in enumerate(found):
-            if False in hits:
-                coming = tiering.coming(parts[i][0], groups[i][1], hits.index(False), seconds, prefill_rate)
-                if coming is not NOTHING:
-                    asking |= coming.asking
-                    answers = (*answers[:i], replace(answers[i], coming=coming.blocks), *answers[i + 1 :])
-        return answers, asking
-
-    @staticmethod
-    def _fetch_chosen(
-        choice: Choice,
-        tiering: Tiering,
-        parts: Sequence[Part],
-        groups: Sequence[tuple[int, Sequence[bytes]]],
-        found: Sequence[list[bool]],
-        answers: Sequence[GroupAnswer],
-        seconds: float,
-        prefill_rate: float,
-    ) -> tuple[tuple[GroupAnswer, ...], bool]:
-        """As `_fetch`, of what the caller has chosen, with what it may choose."""
-        result, asking, chosen, nbytes = list(answers), False, [], 0
-        for i, hits in enumerate(found):
-            space, hashes = parts[i][0], groups[i][1]
-            if False in hits:
-                held = tiering.held(space, hashes, hits)
-                asking |= held.asking
-                flags = [False] * len(hits)
-                for place in held.places:
-                    flags[place] = True
-                result[i] = replace(result[i], held=flags if held.places else ())
-            wanted = [place for place, want in enumerate(choice.wanted[i][: len(hits)]) if want and not hits[place]]
-            chosen.append([hashes[place] for place in wanted[:MAX_BLOCKS]])
-            nbytes += len(chosen[i]) * space.block_bytes
-        gain = Gain(nbytes, choice.tokens)
-        for i, hashes in enumerate(chosen):
-            if hashes:
-                coming = tiering.coming(parts[i][0], hashes, 0, seconds, prefill_rate, gain)
-                asking |= coming.asking
-                result[i] = replace(result[i], coming=coming.blocks)
-        return tuple(result), asking
 
     def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
         held = [self.cache.held(each) for each in ([None] if owner is None else self.owners_of(owner))]

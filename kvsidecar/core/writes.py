@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
@@ -55,6 +55,7 @@ class _Write:
     failed: WriteRefusal | None = None
 
 
+@dataclass(eq=False)
 class Writes:
     """Used from the event loop.
 
@@ -67,24 +68,20 @@ class Writes:
         soon: makes a call a little later: a job's answer goes first. The blocks are pinned already.
     """
 
-    def __init__(
-        self,
-        cache: BlockCache,
-        tier: Tier,
-        bit: int,
-        admission: Admission,
-        budget: WriteBudget,
-        clock: Callable[[], float],
-        refused: Callable[[WriteRefusal, int], object],
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-        queue_bytes: int | None = None,
-        soon: Callable[[Callable[[], object]], object] = lambda call: call(),
-    ) -> None:
-        self._chunk_bytes, self._soon = chunk_bytes, soon
-        self._cache, self._tier, self._bit, self._admission = cache, tier, bit, admission
-        self._budget, self._clock, self._refused = budget, clock, refused
-        self._most_bytes = queue_share(cache.stats().total_bytes) if queue_bytes is None else queue_bytes
+    cache: BlockCache
+    tier: Tier
+    bit: int
+    admission: Admission
+    budget: WriteBudget
+    clock: Callable[[], float]
+    refused: Callable[[WriteRefusal, int], object]
+    _: KW_ONLY
+    chunk_bytes: int = CHUNK_BYTES
+    queue_bytes: int | None = None
+    soon: Callable[[Callable[[], object]], object] = lambda call: call()
+
+    def __post_init__(self) -> None:
+        self._most_bytes = queue_share(self.cache.stats().total_bytes) if self.queue_bytes is None else self.queue_bytes
         self._under_way: set[_Write] = set()
         self._waiting: deque[_Write] = deque()
         """Those that the tier has not been handed yet."""
@@ -96,7 +93,7 @@ class Writes:
         self._num_names = 0
         self._ahead: tuple[Space, ...] = ()
         """Those of the last use, which the next stores are expected to need room for."""
-        self._evicted_unkept = cache.tiers.evicted_unkept
+        self._evicted_unkept = self.cache.tiers.evicted_unkept
         """That have been counted."""
         self.writing_bytes = 0
 
@@ -104,27 +101,27 @@ class Writes:
     def budget_left(self) -> int | None:
         """Bytes that may be written now; None for no limit."""
         self._see_spent()
-        return self._budget.left(self._clock())
+        return self.budget.left(self.clock())
 
     def _see_spent(self) -> None:
         """Its process knows what earlier daemons have spent, too."""
-        stats = self._tier.stats
+        stats = self.tier.stats
         if stats is not None and stats.write_bytes_left is not None:
-            self._budget.at_most(stats.write_bytes_left)
+            self.budget.at_most(stats.write_bytes_left)
 
     def stored(self, grant: StoreGrant) -> None:
         """A store was sealed in this step."""
-        if self._admission is Admission.ALL:
+        if self.admission is Admission.ALL:
             for part in grant.parts:
                 self._write(Chain(part.blocks, part.rows))
-        elif self._admission is Admission.ON_EVICT:
+        elif self.admission is Admission.ON_EVICT:
             self._write_ahead(tuple([part.blocks.space for part in grant.parts]))
 
     def used(self, grant: LoadGrant) -> None:
         """The blocks of a load, which are pinned, are used again."""
-        if self._admission is Admission.ON_EVICT:
+        if self.admission is Admission.ON_EVICT:
             self._write_ahead(tuple([chain.blocks.space for chain in grant.chains]))
-        elif self._admission is not Admission.NONE:
+        elif self.admission is not Admission.NONE:
             for chain in grant.chains:
                 self._write(chain)
 
@@ -134,7 +131,7 @@ class Writes:
 
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all."""
-        self._tier.forget(namespace)
+        self.tier.forget(namespace)
         kept = [each for each in self._names if namespace not in (None, each[0].namespace)]
         self._names = deque(kept)
         self._num_names = sum([self._count(*each) for each in kept])
@@ -143,18 +140,18 @@ class Writes:
             self._then_forget.setdefault(namespace, set()).update(writes)
 
     def _write(self, chain: Chain) -> None:
-        rows = self._cache.tiers.unwritten(chain, self._bit)
+        rows = self.cache.tiers.unwritten(chain, self.bit)
         space = chain.blocks.space
         if not len(rows) or None in space.shard_bytes:
             return
-        if self._tier.off:
-            self._refused(WriteRefusal.OFF, len(rows))
+        if self.tier.off:
+            self.refused(WriteRefusal.OFF, len(rows))
             return
-        room = min(max(0, self._most_bytes - self.writing_bytes), self._cache.pin_room(space)) // space.block_bytes
+        room = min(max(0, self._most_bytes - self.writing_bytes), self.cache.pin_room(space)) // space.block_bytes
         rows, rest = rows[:room], rows[room:]  # the beginning of a prefix first: without it the rest is of no use
         spent = not self._write_rows(chain.blocks, rows)
         if len(rest) and spent:
-            self._refused(WriteRefusal.BUDGET, len(rest))
+            self.refused(WriteRefusal.BUDGET, len(rest))
         elif len(rest):
             self._keep_names(Chain(chain.blocks, rest))
 
@@ -162,21 +159,21 @@ class Writes:
         """Write what the next stores to these spaces would evict, so that they find room whose blocks are kept."""
         self._ahead = spaces
         left = self.budget_left
-        if lost := self._cache.tiers.evicted_unkept - self._evicted_unkept:
+        if lost := self.cache.tiers.evicted_unkept - self._evicted_unkept:
             self._evicted_unkept += lost
             spent = left is not None and left < max([space.block_bytes for space in spaces], default=0)
             reason = WriteRefusal.BUDGET if spent else WriteRefusal.QUEUE
-            self._refused(WriteRefusal.OFF if self._tier.off else reason, lost)
-        if self._tier.off:
+            self.refused(WriteRefusal.OFF if self.tier.off else reason, lost)
+        if self.tier.off:
             return
         sizes = {size for space in spaces for size in space.slot_sizes if size}
         wanted = min(AHEAD_BYTES, self._most_bytes // 2) - self.writing_bytes
         needs = {size: count for size in sizes if (count := wanted // len(sizes) // size) > 0}
-        room = min(wanted, self._chunk_bytes * AHEAD_CHUNKS, wanted if left is None else left)
-        for chain in self._cache.tiers.evict_ahead(needs, self._bit, spaces[0]) if needs else ():
+        room = min(wanted, self.chunk_bytes * AHEAD_CHUNKS, wanted if left is None else left)
+        for chain in self.cache.tiers.evict_ahead(needs, self.bit, spaces[0]) if needs else ():
             space = chain.blocks.space
-            rows = self._cache.tiers.unwritten(chain, self._bit)[
-                : min(room, self._cache.pin_room(space)) // space.block_bytes
+            rows = self.cache.tiers.unwritten(chain, self.bit)[
+                : min(room, self.cache.pin_room(space)) // space.block_bytes
             ]
             if len(rows) and None not in space.shard_bytes:
                 room -= len(rows) * space.block_bytes
@@ -185,16 +182,16 @@ class Writes:
     def _write_rows(self, blocks: SpaceBlocks, rows: Ints) -> bool:
         """False: the budget is used up; the rest of them is counted."""
         space = blocks.space
-        count = max(1, self._chunk_bytes // space.block_bytes)
+        count = max(1, self.chunk_bytes // space.block_bytes)
         self._see_spent()
         for start in range(0, len(rows), count):
             piece = rows[start : start + count]
-            affordable = self._budget.take(len(piece), space.block_bytes, self._clock())
+            affordable = self.budget.take(len(piece), space.block_bytes, self.clock())
             if affordable:
-                grant = self._cache.tiers.begin_write(Chain(blocks, piece[:affordable]), self._bit)
+                grant = self.cache.tiers.begin_write(Chain(blocks, piece[:affordable]), self.bit)
                 self._begin(grant, affordable * space.block_bytes)
             if affordable < len(piece):
-                self._refused(WriteRefusal.BUDGET, len(rows) - start - affordable)
+                self.refused(WriteRefusal.BUDGET, len(rows) - start - affordable)
                 return False
         return True
 
@@ -203,7 +200,7 @@ class Writes:
         left = len(chain.rows) if self.writing_bytes else 0  # else no end of a write would give them their turn
         left = min(left, MAX_NAMES - self._num_names)
         if left < len(chain.rows):
-            self._refused(WriteRefusal.QUEUE, len(chain.rows) - left)
+            self.refused(WriteRefusal.QUEUE, len(chain.rows) - left)
         if left:
             self._names.append((chain.blocks.space, chain.blocks.index.hashes_of(chain.rows[:left])))
             self._num_names += left
@@ -216,9 +213,9 @@ class Writes:
             space, hashes = self._names.popleft()
             count = self._count(space, hashes)
             self._num_names -= count
-            chain = self._cache.chain(space, hashes)
+            chain = self.cache.chain(space, hashes)
             if gone := count - len(chain.rows):
-                self._refused(WriteRefusal.QUEUE, gone)
+                self.refused(WriteRefusal.QUEUE, gone)
             if len(chain.rows):
                 self._write(chain)
 
@@ -231,7 +228,7 @@ class Writes:
         self._under_way.add(write)
         self._waiting.append(write)
         self.writing_bytes += nbytes
-        self._soon(self._hand_over_some)
+        self.soon(self._hand_over_some)
 
     def _hand_over_some(self) -> None:
         """As many as the tier is given at a time. The end of one that fails at once must not begin another round."""
@@ -247,11 +244,11 @@ class Writes:
         for shard in range(space.num_shards):
             slots = grant.slots[shard]
             try:
-                self._tier.write(
+                self.tier.write(
                     shard_space(space, shard),
                     grant.hashes,
                     slots,
-                    self._cache.checksums(slots),
+                    self.cache.checksums(slots),
                     partial(self._written, write),
                 )
                 write.calls += 1
@@ -277,15 +274,15 @@ class Writes:
         if write.calls:
             return
         if write.failed is not None:
-            self._refused(write.failed, int(np.count_nonzero(~write.kept)))
+            self.refused(write.failed, int(np.count_nonzero(~write.kept)))
         self.writing_bytes -= write.nbytes
-        self._cache.tiers.end_write(write.grant, write.kept, evict=self._admission is Admission.ON_EVICT)
+        self.cache.tiers.end_write(write.grant, write.kept, evict=self.admission is Admission.ON_EVICT)
         self._under_way.remove(write)
         for namespace, writes in tuple(self._then_forget.items()):
             writes.discard(write)
             if not writes:
                 del self._then_forget[namespace]
-                self._tier.forget(namespace)
+                self.tier.forget(namespace)
         self._hand_over_some()
         self._write_named()
         if self._ahead:

@@ -360,26 +360,23 @@ class Settings(BaseModel):
             if self.chunk_size % self.slab_size:
                 self._blame("slab_size", f"does not divide chunk_size ({format_size(self.chunk_size)})")
                 self._blame("chunk_size", f"is not a multiple of slab_size ({format_size(self.slab_size)})")
-        files = {option: getattr(self, option) for option in ("tls_certificate", "tls_key", "tls_client_ca")}
+        files = ("tls_certificate", "tls_key", "tls_client_ca")
         if self.tcp_listen:
-            if missing := [option for option, path in files.items() if not path]:
+            if missing := [option for option in files if not getattr(self, option)]:
                 self._blame("tcp_listen", f"needs {missing[0]}: TCP is served with mTLS only")
             if self.policy is None or not self.policy.names_certificates:
                 self._blame("tcp_listen", "needs a rule of the policy with certificates: without one all are refused")
-        else:
-            for option, path in files.items():
-                if path:
-                    self._blame(option, "has no effect without tcp_listen")
         for tier in ("disk", "shared"):
             if getattr(self, f"{tier}_dir") and not getattr(self, f"{tier}_size"):
                 self._blame(f"{tier}_dir", f"needs {tier}_size: how many bytes of it to use")
+        needs = {option: "tcp_listen" for option in files if getattr(self, option)}
         for tier, main in ("disk", "disk_dir"), ("cluster", "cluster_master"), ("shared", "shared_dir"):
+            given = self.model_fields_set - {main}
+            needs |= {option: main for option in given if option.startswith(f"{tier}_")}
+        needs |= {"table_dir": "pool_dir"} if self.table_dir else {}
+        for option, main in needs.items():
             if not getattr(self, main):
-                for option in self.model_fields_set:
-                    if option.startswith(f"{tier}_") and option != main:
-                        self._blame(option, f"has no effect without {main}")
-        if self.table_dir and not self.pool_dir:
-            self._blame("table_dir", "has no effect without pool_dir")
+                self._blame(option, f"has no effect without {main}")
         if self.socket_group and self.socket_mode == "0600":
             self._blame("socket_group", "has no effect with socket_mode 0600: use 0660")
         return self

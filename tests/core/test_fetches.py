@@ -152,7 +152,7 @@ def test_what_takes_longer_than_the_engine_waits_is_not_fetched(bench: Bench) ->
 
 def test_a_fetch_for_which_nobody_asks_any_more_is_given_up() -> None:
     bench = Bench()
-    bench.fetches._chunk_bytes = PAGE
+    bench.fetches.chunk_bytes = PAGE
     bench.keep(*range(8))
     other = open_space(bench.cache, "other")
     bench.keep(*range(8), space=other)
@@ -171,7 +171,7 @@ def test_a_fetch_for_which_nobody_asks_any_more_is_given_up() -> None:
 
 def test_namespaces_take_turns(bench: Bench) -> None:
     other = open_space(bench.cache, "other")
-    bench.fetches._chunk_bytes = PAGE
+    bench.fetches.chunk_bytes = PAGE
     bench.tier.off = ""
     bench.keep(*range(4))
     bench.keep(*range(4), space=other)

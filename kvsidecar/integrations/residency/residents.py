@@ -207,6 +207,16 @@ class Residents:
             if not orphans:
                 del self._orphans[index, info.parent]
 
+    def _stored(self, index: int, hashes: bytes) -> None:
+        told, gone = self._told[index], self._gone[index]
+        for each in self._split(hashes):
+            told[each] = None
+            gone.pop(each, None)
+        if len(told) > self._most:
+            for each in list(told)[: len(told) - self._most + self._most // 64]:
+                del told[each]
+        self._rest.extend((index, each) for each in self._split(self._keys(hashes)))
+
     def _take(self, change: ResidencyChange) -> int:
         """Returns how many blocks it has looked at."""
         if change.kind.is_change and change.group not in self._groups:
@@ -223,14 +233,7 @@ class Residents:
                     lambda each: self._rest.extend(((index, each), (index | DISK, each))),
                 )
             case Residency.STORED:
-                told, gone = self._told[index], self._gone[index]
-                for each in self._split(change.hashes):
-                    told[each] = None
-                    gone.pop(each, None)
-                if len(told) > self._most:
-                    for each in list(told)[: len(told) - self._most + self._most // 64]:
-                        del told[each]
-                self._rest.extend((index, each) for each in self._split(self._keys(change.hashes)))
+                self._stored(index, change.hashes)
             case Residency.REMOVED:
                 told = self._told[index]
                 for each in self._split(change.hashes):
