@@ -27,7 +27,7 @@ help:
 	@echo "make proto   regenerate kvsidecar/v1 from proto/"
 
 $(VENV)/pip.stamp:
-	@echo "installing into $(VENV), which takes a minute or two"
+	@echo "installing into $(VENV) takes a minute or two"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "kvsidecar needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \

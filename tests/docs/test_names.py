@@ -23,7 +23,6 @@ OF_OTHERS = {
     "--enable-hierarchical-cache": "SGLang",
     "--enable-memory-saver": "SGLang",
     "--enable-metrics": "SGLang",
-    "--enable-session-radix-cache": "SGLang",
     "--lora-paths": "SGLang",
     "--unified-cache-external-linker-config": "SGLang",
     "--weight-version": "SGLang",
