@@ -12,6 +12,7 @@ import yaml
 
 from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.settings import Settings
+from tests.deploy.server_rules import refusals
 from tests.deploy.support import DEPLOY, ROOT
 
 HERE = DEPLOY / "kubernetes"
@@ -40,6 +41,8 @@ def sources() -> list[Path]:
 
 
 def validate(manifest: Manifest, version: str) -> None:
+    """By the schema of this version of Kubernetes, and by what its API server refuses beyond that."""
+    assert refusals(manifest) == [], manifest["metadata"]["name"]
     if manifest["apiVersion"].startswith("monitoring.coreos.com/"):
         return  # not of Kubernetes itself; test_the_pod_monitor_finds_the_daemons looks at what it says
     pytest.importorskip("kubernetes_validate").validate(manifest, version, strict=True)

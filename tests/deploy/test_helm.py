@@ -23,6 +23,7 @@ from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeep
 from kvsidecar.support.units import MiB, parse_size
 from tests.deploy import test_kubernetes as kubernetes
 from tests.deploy.manifests import FIRST_VERSION, Manifest, bases, daemons, documents, latest, pods, settings, validate
+from tests.deploy.server_rules import dangling
 from tests.deploy.support import DEPLOY, ROOT
 from tests.support.pods import in_pod
 
@@ -175,6 +176,7 @@ def test_what_is_patched_by_the_component_of_huge_pages_is_rendered_too() -> Non
 def test_what_is_rendered_is_valid(name: str, tmp_path: Path) -> None:
     manifests = render(EVERYTHING[name])
     assert manifests
+    assert dangling(manifests) == []
     for manifest in manifests:
         validate(manifest, FIRST_VERSION if "dra" not in name else latest())
         validate(manifest, latest())

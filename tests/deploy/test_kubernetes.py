@@ -33,6 +33,7 @@ from tests.deploy.manifests import (
     sources,
     validate,
 )
+from tests.deploy.server_rules import dangling
 from tests.deploy.support import ROOT
 from tests.harness import DaemonProcess, Gate, Rank, wait_until_ready
 from tests.support.pods import in_pod
@@ -72,6 +73,7 @@ def test_every_manifest_is_valid(path: Path, version: str) -> None:
 def test_every_overlay_builds_into_valid_manifests(overlay: Path) -> None:
     manifests = build(overlay)
     assert manifests
+    assert dangling(manifests) == []
     for manifest in manifests:
         validate(manifest, FIRST_VERSION)
         validate(manifest, latest())
