@@ -55,6 +55,8 @@ def test_it_shows_what_the_daemon_does(daemon: DaemonProcess, browser: Browser) 
         browser.until("#hits-total", "50% of 4 so far")
         browser.until("#legend", "free")
         browser.until("#flow", "last ")
+        begins = "return document.querySelector('#flow {}').getBoundingClientRect().left"
+        assert browser.run(begins.format(".spark i")) == browser.run(begins.format(".span")), "the time is below them"
         used = daemon.get("/status")[1]["pool"]["used_bytes"]
         assert used > 0
         width = browser.run("return document.querySelector('#pool-bar .used').getBoundingClientRect().width")
