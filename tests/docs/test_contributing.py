@@ -107,13 +107,13 @@ def test_the_workflow_runs_the_oldest_and_the_newest_python() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     claimed = re.findall(r":: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)
     assert project["requires-python"] == f">={claimed[0]}"
-    used = [
+    used = {
         step["with"]["python-version"]
         for job in WORKFLOW["jobs"].values()
         for step in job["steps"]
         if "setup-python" in step.get("uses", "")
-    ]
-    assert used == [claimed[0], claimed[-1]]
+    }
+    assert used == {claimed[0], claimed[-1]}
 
 
 @pytest.mark.parametrize(("length", "code"), [(72, 0), (73, 1)])
