@@ -19,7 +19,7 @@ from mkdocs_click._docs import make_command_docs
 from kvsidecar.cli.main import main
 
 HEAD = """\
-<!-- Made by `make docs` from kvsidecar/cli/main.py: change that. -->
+<!-- Made by `make docs` from kvsidecar/cli: change that. -->
 # Commands
 
 The output of `kvsidecar COMMAND --help`. [operating.md](operating.md) shows the commands in use, and lists all

@@ -19,6 +19,7 @@ import socket
 import subprocess  # noqa: F401
 import sys
 import types
+import warnings
 
 import click  # noqa: F401
 import google.protobuf.descriptor_pool
@@ -66,6 +67,7 @@ def _none(*_: object, **__: object) -> ctypes.CDLL:
 
 def become(platform: str) -> None:
     windows = platform == "win32"
+    warnings.simplefilter("ignore", EncodingWarning)
     for each in (OF_LINUX, OF_UNIX) if windows else (OF_LINUX,):
         for module, names in each.items():
             for name in names.split():
@@ -74,6 +76,8 @@ def become(platform: str) -> None:
     if windows:
         sys.modules.update(dict.fromkeys(MODULES_OF_UNIX))
         sys.modules["msvcrt"] = _Keyboard("msvcrt")
+        # A text file is not UTF-8 there, unless it is said.
+        warnings.filterwarnings("error", category=EncodingWarning, module=r"kvsidecar\.")
     ctypes.CDLL = _none  # type: ignore[assignment,misc]
     sys.platform = platform
 

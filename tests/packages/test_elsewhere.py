@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from kvsidecar.cli import node
 from kvsidecar.cli.main import OF_A_NODE
+from tests.cli.size.test_kv import LLAMA
 from tests.cli.size.test_size import trace
 from tests.e2e import remote as remotes
 from tests.e2e.remote import Pki, Remote
@@ -70,7 +71,7 @@ def kvsidecar(request: pytest.FixtureRequest, python: Path, tmp_path: Path) -> K
     """Runs a command as on that platform, outside the checkout."""
 
     def ran(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        command = [str(python), SCRIPT, request.param, "kvsidecar", *arguments]
+        command = [str(python), "-X", "warn_default_encoding", SCRIPT, request.param, "kvsidecar", *arguments]
         ours = {name: value for name, value in environment(**variables).items() if name != "PYTHONPATH"}
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=ours, cwd=tmp_path)
 
@@ -123,7 +124,9 @@ def test_every_command_that_reaches_a_daemon_works(
 
 def test_a_pool_is_sized_without_a_daemon(kvsidecar: Kvsidecar, tmp_path: Path) -> None:
     file = str(trace(tmp_path / "trace.jsonl"))
-    sized = kvsidecar("size", "Llama-3.1-8B", "--host-memory", "64GiB", "--trace", file)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "bench.json").write_text(json.dumps({"measurements": {"pin": {"rows": [{"ms_per_gib": 30.0}]}}}))
+    sized = kvsidecar("size", ".", "--host-memory", "64GiB", "--trace", file, "--bench", "bench.json")
     assert sized.returncode == 0, sized.stderr
     assert "of the trace's prompt tokens with the pool of" in sized.stdout
     refused = kvsidecar("size", "Llama-3.1-8B")

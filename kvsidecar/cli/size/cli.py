@@ -185,7 +185,7 @@ def _pin_rate(file: str | None) -> float | None:
     if file is None:
         return None
     try:
-        result: Any = json.loads(Path(file).read_text())
+        result: Any = json.loads(Path(file).read_text(encoding="utf-8"))
         return next(float(row["ms_per_gib"]) for row in result["measurements"]["pin"]["rows"] if "ms_per_gib" in row)
     except OSError as error:
         raise ValueError(f"--bench {file} cannot be read: {error.strerror}") from error

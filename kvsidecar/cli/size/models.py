@@ -107,7 +107,7 @@ def load(model: str) -> Config:
 
 def _read(path: Path) -> Config:
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadModel(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
