@@ -64,11 +64,7 @@ class SpaceBlocks:
     """
 
     def __init__(self, space: Space, number: int, capacity: int, seed: int, rhythm: Rhythm | None = None) -> None:
-        self.space = space
-        self.rhythm = rhythm
-        self.number = number
-        self.capacity = capacity
-        self._seed = seed
+        self.space, self.number, self.capacity, self._seed, self.rhythm = space, number, capacity, seed, rhythm
         self.cleared = False
         """Whether all blocks are detached. `BlockTable.sweep` frees those that are not pinned."""
         self.swept = 0

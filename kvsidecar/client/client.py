@@ -88,7 +88,7 @@ class Client(OperatorCalls):
     def _new_supervisor(self) -> None:
         self._supervisor = Supervisor(self._dialling, self._ledger, self._monitor)
         self._supervisor.idle = self._idle
-        self._jobs = Jobs(self._supervisor, self._ledger, self._monitor)
+        self._jobs = Jobs(self._supervisor, self._ledger, self._monitor, self._job_timeout)
         self._lookups = Lookups(self._supervisor, self._dialling)
 
     # -- the rank --------------------------------------------------------------------------------------------------
@@ -137,24 +137,17 @@ class Client(OperatorCalls):
         )
         self._jobs.events = events
         supervisor = self._supervisor
-        attempts = supervisor.attempts
         supervisor.start(registration, once=not retry)
-        if retry:
+        if retry or supervisor.wait_session(timeout):
             return
-        deadline = time.monotonic() + timeout
-        # A connection that was made for lookups is closed first. It may itself be an attempt that ends only now.
-        while supervisor.session is None and supervisor.error is None and time.monotonic() < deadline:
-            supervisor.wait_attempt(attempts, deadline - time.monotonic())
-            attempts = supervisor.attempts
-            if self._closed:
-                raise ClientError("this client was closed while it attached")
-        if supervisor.session is None:
-            error = supervisor.error
-            supervisor.close(0.0)
-            self._new_supervisor()
-            raise error or DaemonUnreachable(
-                f"the daemon at {self.socket} did not answer the registration in {timeout:g} s"
-            )
+        if self._closed:
+            raise ClientError("this client was closed while it attached")
+        error = supervisor.error
+        supervisor.close(0.0)
+        self._new_supervisor()
+        raise error or DaemonUnreachable(
+            f"the daemon at {self.socket} did not answer the registration in {timeout:g} s"
+        )
 
     @property
     def attached(self) -> bool:
@@ -199,12 +192,9 @@ class Client(OperatorCalls):
         Raises:
             DaemonUnreachable: the daemon is lost, and did not come back in time.
         """
-
-        def is_done() -> bool:
-            return self.attached and self.readiness.state in (State.READY, State.FAILED)
-
+        over = (State.READY, State.FAILED)
         with self._changed:
-            self._changed.wait_for(is_done, timeout)
+            self._changed.wait_for(lambda: self.attached and self.readiness.state in over, timeout)
             if not self.attached and self._supervisor.error is not None:
                 raise DaemonUnreachable(str(self._supervisor.error))
             return self.readiness
@@ -270,7 +260,7 @@ class Client(OperatorCalls):
         """
         if after is Order.DEVICE and self._jobs.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
-        job = self._jobs.new(Direction.STORE, blocks, self._seconds(timeout), traceparent)
+        job = self._jobs.new(Direction.STORE, blocks, timeout, traceparent)
         job.ttl_seconds = whole_seconds("ttl", ttl, MAX_TTL_SECONDS)
         job.idle_ttl_seconds = whole_seconds("idle_ttl", idle_ttl, MAX_IDLE_SECONDS)
         job.priority = Priority(priority)
@@ -293,12 +283,9 @@ class Client(OperatorCalls):
         Args:
             timeout, traceparent: as in `store`.
         """
-        job = self._jobs.new(Direction.LOAD, blocks, self._seconds(timeout), traceparent)
+        job = self._jobs.new(Direction.LOAD, blocks, timeout, traceparent)
         job.lease = lease or 0
         return self._jobs.submit(job, after)
-
-    def _seconds(self, timeout: float | Default | None) -> float | None:
-        return self._job_timeout if isinstance(timeout, Default) else timeout
 
     def poll(self) -> list[JobDone]:
         """The jobs that have ended since the last call. Never waits. Beyond 65,536, the oldest results are dropped.

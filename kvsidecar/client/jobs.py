@@ -12,7 +12,7 @@ from kvsidecar.client.ledger import Flush, Job, Ledger
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
-from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, JobDone
+from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, Default, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction
 
@@ -21,19 +21,21 @@ class Jobs:
     """Sends jobs on the session that the supervisor has published, and collects their results. See `Client` for each
     method."""
 
-    def __init__(self, supervisor: Supervisor, ledger: Ledger, monitor: Monitor) -> None:
-        self._supervisor = supervisor
-        self._ledger = ledger
-        self._monitor = monitor
+    def __init__(
+        self, supervisor: Supervisor, ledger: Ledger, monitor: Monitor, job_timeout: float | None = None
+    ) -> None:
+        self._supervisor, self._ledger, self._monitor = supervisor, ledger, monitor
+        self._job_timeout = job_timeout
         self._host_order = HostOrder(ledger)
         self._closed = False
         self.events: EventRing | None = None
         """For jobs that come after ``Order.DEVICE``."""
 
     def new(
-        self, direction: Direction, blocks: Sequence[Blocks], seconds: float | None, traceparent: str | None
+        self, direction: Direction, blocks: Sequence[Blocks], timeout: float | Default | None, traceparent: str | None
     ) -> Job:
-        """A job to `submit`. ``seconds`` from now it may no longer start; None: it always may."""
+        """A job to `submit`. ``timeout`` seconds from now it may no longer start; None: it always may."""
+        seconds = self._job_timeout if isinstance(timeout, Default) else timeout
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
         job = Job(

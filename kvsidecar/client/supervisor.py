@@ -179,6 +179,12 @@ class Supervisor:
         with self._changed:
             return self._changed.wait_for(lambda: self.attempts > before or self._state in CLOSING, timeout)
 
+    def wait_session(self, timeout: float) -> Session | None:
+        """Wait until there is a session, or an attempt has failed. None after ``timeout`` seconds, too."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.session or self.error or self._state in CLOSING, timeout)
+            return self.session
+
     def wake(self) -> None:
         """Check again what the thread waits for, such as the breaker: it has opened. May be called from any thread."""
         self._wake.set()

@@ -21,9 +21,9 @@ from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
-from kvsidecar.integrations.vllm.selection import Pool
+from kvsidecar.integrations.vllm.selection import Pool, RequestProgress
 from kvsidecar.integrations.vllm.shared import EngineFacts, Shared
-from kvsidecar.integrations.vllm.stores import RequestProgress, Stores
+from kvsidecar.integrations.vllm.stores import Stores
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
 from kvsidecar.integrations.vllm.touches import Touches
 from kvsidecar.integrations.vllm.waking import Alarm

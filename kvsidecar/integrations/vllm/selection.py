@@ -53,6 +53,23 @@ class Span:
 
 
 @dataclass(slots=True)
+class RequestProgress:
+    """How much of one request was considered for storing."""
+
+    request: Any
+    done: int = 0
+    """Tokens; a multiple of the alignment."""
+    declined: bool = False
+    """Whether the daemon has declined some of it: what is behind is useless without that, and is not offered."""
+    tables: Sequence[Sequence[Any]] = ()
+    """The request's blocks by group index, since its last allocation. vLLM's own lists: they grow with the request, and
+    are invalid once it has lost its blocks."""
+
+    def table(self, group: int) -> Sequence[Any]:
+        return self.tables[group] if group < len(self.tables) else ()
+
+
+@dataclass(slots=True)
 class Candidates:
     """Blocks of one group that may be stored in this step."""
 

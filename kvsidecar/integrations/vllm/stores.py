@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvsidecar.integrations.vllm.selection import (
     Chosen,
     KeysOf,
     Pool,
+    RequestProgress,
     Selection,
     block_range,
     by_terms,
@@ -38,23 +39,6 @@ BACKLOG_BLOCKS = 512
 RETRY_SECONDS = 1.0
 """When the blocks of a failed store are tried again; twice as long after each further failure."""
 MAX_RETRY_SECONDS = 8.0
-
-
-@dataclass(slots=True)
-class RequestProgress:
-    """How much of one request was considered for storing."""
-
-    request: Any
-    done: int = 0
-    """Tokens; a multiple of the alignment."""
-    declined: bool = False
-    """Whether the daemon has declined some of it: what is behind is useless without that, and is not offered."""
-    tables: Sequence[Sequence[Any]] = ()
-    """The request's blocks by group index, since its last allocation. vLLM's own lists: they grow with the request, and
-    are invalid once it has lost its blocks."""
-
-    def table(self, group: int) -> Sequence[Any]:
-        return self.tables[group] if group < len(self.tables) else ()
 
 
 class Stores:
