@@ -18,8 +18,7 @@ from packaging.requirements import Requirement
 
 from kvsidecar.cli import node
 from kvsidecar.cli.main import OF_A_NODE
-from tests.cli.size.test_kv import LLAMA
-from tests.cli.size.test_size import trace
+from tests.cli.size.support import LLAMA, alternating
 from tests.e2e import remote as remotes
 from tests.e2e.remote import Pki, Remote
 from tests.harness import NAMESPACE, SECONDS, Rank, done, environment, hashes
@@ -123,7 +122,7 @@ def test_every_command_that_reaches_a_daemon_works(
 
 
 def test_a_pool_is_sized_without_a_daemon(kvsidecar: Kvsidecar, tmp_path: Path) -> None:
-    file = str(trace(tmp_path / "trace.jsonl"))
+    file = str(alternating(tmp_path / "trace.jsonl"))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "bench.json").write_text(json.dumps({"measurements": {"pin": {"rows": [{"ms_per_gib": 30.0}]}}}))
     sized = kvsidecar("size", ".", "--host-memory", "64GiB", "--trace", file, "--bench", "bench.json")

@@ -10,19 +10,9 @@ import pytest
 from kvsidecar.cli.size.hits import hit_rate, most_hits, read
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.types import Eviction
+from tests.cli.size.support import alternating
 
 EXCERPT = Path("tests/benchmarks/agentic_excerpt.jsonl")
-
-
-def alternating(path: Path) -> Path:
-    """In Mooncake's format: two sessions of 40 blocks that alternate, each prompt a block longer."""
-    lines = []
-    for turn in range(10):
-        for session in range(2):
-            blocks = list(range(session * 10**15, session * 10**15 + 40 + turn))
-            lines.append({"timestamp": turn * 1000 + session, "input_length": len(blocks) * 512, "hash_ids": blocks})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def test_a_trace_hits_what_the_pool_has_room_for(tmp_path: Path) -> None:

@@ -11,14 +11,7 @@ import pytest
 from kvsidecar.cli.size.kv import BadModel, Kind, kv_of
 from kvsidecar.cli.size.models import KNOWN, load
 from kvsidecar.support.units import KiB, MiB
-
-LLAMA: dict[str, Any] = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
+from tests.cli.size.support import LLAMA
 
 
 def without(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from kvsidecar.cli.main import main
 from kvsidecar.support.units import GiB
-from tests.cli.size.test_hits import alternating
+from tests.cli.size.support import alternating
 from tests.harness import DaemonProcess, Rank, done
 
 LLAMA = ("size", "Llama-3.1-8B", "--host-memory", "512GiB")
