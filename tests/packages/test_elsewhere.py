@@ -127,7 +127,7 @@ def test_a_pool_is_sized_without_a_daemon(kvsidecar: Kvsidecar, tmp_path: Path) 
     (tmp_path / "bench.json").write_text(json.dumps({"measurements": {"pin": {"rows": [{"ms_per_gib": 30.0}]}}}))
     sized = kvsidecar("size", ".", "--host-memory", "64GiB", "--trace", file, "--bench", "bench.json")
     assert sized.returncode == 0, sized.stderr
-    assert "of the trace's prompt tokens with the pool of" in sized.stdout
+    assert "of the prompt tokens with half the pool" in sized.stdout
     refused = kvsidecar("size", "Llama-3.1-8B")
     assert refused.returncode == 2
     assert "name the memory of the daemon's machine with --host-memory" in refused.stderr
