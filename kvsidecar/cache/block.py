@@ -7,10 +7,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, NO_INTS, Bools, Bytes, Ints, Words, all_true, any_true, as_list, extended
+from kvsidecar.cache.arrays import (
+    FEW,
+    NO_INTS,
+    Bools,
+    Bytes,
+    Ints,
+    Words,
+    any_true,
+    as_list,
+    extended,
+    only_value,
+)
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import EvictionQueues
-from kvsidecar.cache.rhythm import FIRST_GAP, Rhythm, class_of, in_order
+from kvsidecar.cache.rhythm import CLASS_OF, FIRST_GAP, Rhythm, class_of, in_order
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.slots import size_class
 from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
@@ -83,6 +94,8 @@ class SpaceBlocks:
         # One row though there is no block: a lookup of many hashes also reads the columns at row -1.
         self.queues = EvictionQueues(1)
         """The evictable blocks, by priority and, with a rhythm, class of their gaps."""
+        self._oldest: dict[int, int] = {}
+        """With a rhythm, of each queue that may have blocks, a tick that is not later than the last use of any."""
         self._ranked = False
         """Whether a block had another priority than normal: until then priorities cost nothing."""
         self.index = BlockIndex(self.space.namespace.hash_bytes, 1, self._seed)
@@ -181,13 +194,24 @@ class SpaceBlocks:
             return
         if not len(rows):
             return
-        classes = class_of(self.gaps[rows])
-        numbers = [classes.item(0)] if all_true(classes == classes[0]) else np.unique(classes).tolist()
-        for number in numbers:
-            mine = rows if len(numbers) == 1 else rows[classes == number]
-            self.queues.insert(mine, number << PRIORITY_BITS | priority)
-            used = self.last_used.item(mine[0])
-            self.space.share.add(self, priority, (min(used, self.rhythm.horizons.item(number)), used))
+        if len(rows) == 1 <= FEW:
+            self._insert_class(rows, priority, CLASS_OF[self.gaps.item(rows.item(0))])
+            return
+        gaps = self.gaps[rows]
+        if (gap := only_value(gaps)) is not None:  # as nearly always
+            self._insert_class(rows, priority, CLASS_OF[gap])
+            return
+        classes = class_of(gaps)
+        for number in np.unique(classes).tolist():
+            self._insert_class(rows[classes == number], priority, number)
+
+    def _insert_class(self, rows: Ints, priority: Priority, number: int) -> None:
+        assert self.rhythm is not None
+        queue = number << PRIORITY_BITS | priority
+        self.queues.insert(rows, queue)
+        used = self.last_used.item(rows.item(0))
+        self._oldest.setdefault(queue, used)
+        self.space.share.orders[priority].add(self, (min(used, self.rhythm.horizons.item(number)), used))
 
     def remove(self, rows: Ints) -> None:
         """Remove blocks from the eviction order."""
@@ -201,17 +225,28 @@ class SpaceBlocks:
         """
         if self.rhythm is None:
             return self.queues.candidates(priority)
-        horizon = self.rhythm.horizons.item
+        horizons = self.rhythm.horizons.tolist()
         streams = [
             (
-                self.queues.candidates(queue),
-                NEVER if by_use else horizon(queue >> PRIORITY_BITS),
+                self._class(queue),
+                NEVER if by_use else horizons[queue >> PRIORITY_BITS],
                 queue >> PRIORITY_BITS,
+                oldest,
             )
-            for queue in self.queues
+            for queue, oldest in self._oldest.items()
             if queue & PRIORITY_MASK == priority
         ]
-        return in_order(streams, self.last_used)
+        return in_order(streams, self.last_used) if len(streams) > 1 else (streams[0][0] if streams else iter(()))
+
+    def _class(self, queue: int) -> Iterator[Ints]:
+        """The blocks of one queue, least recently used first, in pieces."""
+        none_yet = True
+        for rows in self.queues.candidates(queue):
+            if none_yet:
+                none_yet, self._oldest[queue] = False, self.last_used.item(rows.item(0))
+            yield rows
+        if none_yet:
+            self._oldest.pop(queue, None)
 
     def ranks(self, rows: Ints) -> Ints:
         """The ticks by which these blocks go, the lowest first: those of their last uses, if not the policy's."""
@@ -321,8 +356,14 @@ class SpaceBlocks:
         oldest = next(self.candidates(priority, by_use=by_use), NO_INTS)[:1]
         if not len(oldest):
             return None
-        used = self.last_used.item(oldest[0])
-        return (used if by_use or self.rhythm is None else self.ranks(oldest).item(), used)
+        row = oldest.item(0)
+        used = self.last_used.item(row)
+        return (used if by_use else self.rank(row), used)
+
+    def rank(self, row: int) -> int:
+        """`ranks` of one block."""
+        used = self.last_used.item(row)
+        return used if self.rhythm is None else self.rhythm.rank(self.gaps.item(row), used)
 
     @property
     def reorders(self) -> bool:
@@ -401,6 +442,8 @@ class Chain:
 
     blocks: SpaceBlocks
     rows: Ints
+    in_turn: bool = False
+    """Of blocks to evict: whether they are in the order in which they go."""
 
 
 @dataclass(slots=True, eq=False)

@@ -184,7 +184,7 @@ class BlockCache:
         if any(len(chain.rows) for chain in chains) and self._room.may_pin(chains):
             if self._prompts is not None:
                 for blocks, keys, rows, hits in found:
-                    self._prompts.end_told(blocks, keys, np.where(hits, rows, -1))
+                    self._prompts.end_told(blocks, keys, rows, hits)
             self._table.pin(chains)
             if lease is None:
                 lease = self._leases.add(owner, chains, now + ttl)

@@ -244,7 +244,7 @@ class BlockTable:
             idle = rows[blocks.evictable[rows]]
             self._hold(blocks, idle)
             if self.rhythm is not None and len(idle):
-                blocks.gaps[idle] = self.rhythm.after(blocks.gaps[idle], blocks.last_used[idle])
+                self.rhythm.use(blocks.gaps, blocks.last_used, idle)
             self.leased_bytes += len(idle) * blocks.space.block_bytes
             blocks.pins[rows] += 1
 

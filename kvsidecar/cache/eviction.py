@@ -171,7 +171,7 @@ class _EvictionPlan:
             limit = None if choice is None else (choice.last_used, NEVER)
             blocks = self._oldest_blocks(unmet.size, unmet.missing, limit)
             if blocks:
-                newest = max(chain.blocks.ranks(chain.rows[-1:]).item() for chain in blocks)
+                newest = max(chain.blocks.rank(chain.rows.item(-1)) for chain in blocks)
                 choice = _Choice(blocks, newest)
             if choice is None:
                 return False
@@ -324,5 +324,5 @@ class _EvictionPlan:
 
 def _with_mark(mark: int, chains: Iterable[Chain]) -> list[Chain]:
     """The blocks of these chains that carry ``mark``, without empty chains."""
-    marked = [Chain(each.blocks, each.rows[each.blocks.marks[each.rows] == mark]) for each in chains]
+    marked = [Chain(each.blocks, each.rows[each.blocks.marks[each.rows] == mark], each.in_turn) for each in chains]
     return [chain for chain in marked if len(chain.rows)]

@@ -118,7 +118,9 @@ def _oldest_in(
             left[share] -= cost
         missing -= given[at][position]
         chosen[at].append(position)
-    chains = [Chain(each.blocks, each.rows[positions]) for each, positions in zip(queues, chosen, strict=True)]
+    chains = [
+        Chain(each.blocks, each.rows[positions], each.in_turn) for each, positions in zip(queues, chosen, strict=True)
+    ]
     return [chain for chain in chains if len(chain.rows)], missing
 
 
@@ -149,7 +151,9 @@ def candidates_of(
         if missing <= 0 or (until is not None and len(piece) and not blocks.no_younger(piece[-1:], until).item()):
             break
     found = pieces[0] if len(pieces) == 1 else np.concatenate((NO_INTS, *pieces))
-    return Chain(blocks, found), np.full(len(found), each) if one_shard else np.concatenate((NO_INTS, *given))
+    return Chain(blocks, found, in_turn=True), np.full(len(found), each) if one_shard else np.concatenate(
+        (NO_INTS, *given)
+    )
 
 
 def provided(chain: Chain, size: int | None) -> Ints:

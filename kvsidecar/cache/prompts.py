@@ -22,6 +22,7 @@ PROMPTS = 1 << 16
 """Of 22 bytes."""
 ENDED, ASKED, STORED = range(3)
 """Of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
+NONE_KNOWN: Bools = np.zeros(0, np.bool_)
 _FACTOR = 0x9E3779B1
 """Makes the entries of one hash differ between tables."""
 _MASK = (1 << 32) - 1
@@ -46,6 +47,8 @@ class Prompts:
         """By entry: the number of the prompt."""
         self._shared: Bools = zeros((ENTRIES,), np.bool_)
         """By entry: whether another prompt had the block before."""
+        self._told = False
+        """Whether anything was told of any prompt: until then that costs nothing."""
         self._count = 0
         """The number of the last prompt; the first is 1."""
         self._numbers: Numbers = zeros((PROMPTS,), np.uint32)
@@ -69,19 +72,31 @@ class Prompts:
         """
         if not len(keys):
             return
-        tags, at = self._places(blocks, keys)
-        record = self._deepest(tags, at)
-        if record < 0 or not any_true(tags == self._ends[record]):
-            record = self._new()
+        mixed = blocks.number * _FACTOR & _MASK
+        if all_true(hits):
+            first_miss = there = len(hits)
         else:
-            if self._states[record] != ASKED:  # else the same request asks again
+            first_miss = int(hits.argmin())
+            there = len(hits) - int(hits[::-1].argmax()) if any_true(hits) else 0  # more, if there are holes
+        tags, at = self._places(blocks, keys, first_miss)
+        known = self._tags[at] == tags
+        record = self._deepest(tags, at, known)
+        if record < 0 and first_miss:
+            record = self._record_of(keys.tags.item(first_miss - 1) ^ mixed)
+        if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ mixed)):
+            record = self._new()
+            if first_miss:
+                tags, at = self._places(blocks, keys)
+                known = self._tags[at] == tags
+        else:
+            if self._states.item(record) != ASKED:  # else the same request asks again
                 self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
-            hit = hits.nonzero()[0]
-            if len(hit):
-                self._gaps[record] = blocks.gaps[rows[hit[-1]]]
+            if there:
+                self._gaps[record] = blocks.gaps.item(rows.item(there - 1))
         self._used[record], self._states[record], self._declined[record] = now, ASKED, 0
-        self._ends[record] = tags[-1]
-        self._enter(tags, at, record)
+        self._ends[record] = keys.tags.item(-1) ^ mixed
+        if len(tags):
+            self._enter(tags, at, known, record)
 
     def touch(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, now: float, pause: float = 0.0) -> None:
         """All blocks of a prompt, which has ended, count as used.
@@ -94,28 +109,33 @@ class Prompts:
         if not len(keys):
             return
         tags, at = self._places(blocks, keys)
-        record = self._deepest(tags, at)
+        known = self._tags[at] == tags
+        record = self._deepest(tags, at, known)
         if record < 0:
             record = self._new()
             self._ends[record] = tags[-1]
         elif self._states[record] == ENDED:  # the engine had all of it itself
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._states[record] = now, ENDED
-        self._enter(tags, at, record)
-        self.end_told(blocks, keys, rows)
+        if not all_true(known):  # what a lookup named is there already
+            self._enter(tags[~known], at[~known], NONE_KNOWN, record)
+        self.end_told(blocks, keys, rows, rows >= 0)
         if pause:
+            self._told = True
             gap, there = told(pause), rows >= 0
             rows, at = rows[there], at[there]
             sooner = blocks.gaps[rows] > gap - TOLD if gap < OVER else False
             blocks.gaps[rows[~self._shared[at] | sooner]] = gap
 
-    def end_told(self, blocks: SpaceBlocks, keys: Keys, rows: Ints) -> None:
-        """These blocks are used: what was told of them has ended, and they have the gap of their prompt again.
+    def end_told(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, used: Bools) -> None:
+        """Some of these blocks are used: what was told of them has ended, and they have the gap of their prompt again.
 
         Args:
-            rows: of these blocks; -1: not there.
+            rows: of these blocks; only those of the ones that are used count.
         """
-        ended = (rows >= 0) & (blocks.gaps[rows] >= TOLD)
+        if not self._told:
+            return
+        ended = used & (blocks.gaps[rows] >= TOLD)
         if any_true(ended):
             records = self._records(*self._places(blocks, keys.take(ended)))
             blocks.gaps[rows[ended]] = np.where(records >= 0, self._gaps[records], np.uint8(FIRST_GAP))
@@ -124,15 +144,26 @@ class Prompts:
         """Set the gaps of the blocks that a store creates. Whether all lie behind blocks that were declined: the hole
         in front makes them useless. None does if such a block is offered again.
 
-        What is not known, as an answer, has the gap of the block before it in the same store, else of the first one.
+        What is not known, as an answer, has the gap of the block before it in the same store, else of the first one. If
+        the first and the last of these blocks are of the same prompt, or unknown, all count as that.
         """
         blocks, rows = part.blocks, part.chain_rows
         if not len(part.created):
             return False
-        tags, at = self._places(blocks, part.chain)
         all_new = len(part.created) == len(rows)
-        if all_new and not any_true(self._tags[at] == tags):
-            return False  # they have `FIRST_GAP`
+        if all_new:
+            mixed = blocks.number * _FACTOR & _MASK
+            first = self._record_of(part.chain.tags.item(0) ^ mixed)
+            last = first if len(rows) == 1 else self._record_of(part.chain.tags.item(-1) ^ mixed)
+            if first == last < 0:
+                return False  # they have `FIRST_GAP`
+            if first == last and not self._declined.item(first):  # nearly always a store is of one prompt
+                gap = self._gaps.item(first)
+                if gap != FIRST_GAP:
+                    blocks.gaps[rows] = gap
+                self._used[first], self._states[first] = now, STORED
+                return False
+        tags, at = self._places(blocks, part.chain)
         records = self._records(tags, at)
         gaps = np.where(records >= 0, self._gaps[records], np.int16(-1)).astype(np.int16)
         new = np.ones(len(rows), np.bool_) if all_new else np.isin(rows, part.created)
@@ -166,15 +197,35 @@ class Prompts:
         known = (self._tags[at] == tags) & (self._numbers[records] == numbers)
         return np.where(known, records, -1)
 
-    def _deepest(self, tags: Tags, at: Ints) -> int:
-        """The record of the prompt that the last known one of these blocks belongs to; -1: none is known."""
-        records = self._records(tags, at)
-        known = records[records >= 0]
-        return int(known[-1]) if len(known) else -1
+    def _record_of(self, tag: int) -> int:
+        """Of the prompt of one block; -1: it is not known."""
+        at = tag & ENTRIES - 1
+        if self._tags.item(at) != tag:
+            return -1
+        number = self._prompts.item(at)
+        record = number & PROMPTS - 1
+        return record if self._numbers.item(record) == number else -1
 
-    def _enter(self, tags: Tags, at: Ints, record: int) -> None:
+    def _deepest(self, tags: Tags, at: Ints, known: Bools) -> int:
+        """The record of the prompt that the last known one of these blocks belongs to; -1: none is known."""
+        if not any_true(known):
+            return -1
+        last = len(known) - 1 - int(known[::-1].argmax())
+        if (record := self._record_of(tags.item(last))) >= 0:
+            return record
+        records = self._records(tags, at)
+        there = records[records >= 0]
+        return int(there[-1]) if len(there) else -1
+
+    def _enter(self, tags: Tags, at: Ints, known: Bools, record: int) -> None:
+        """These blocks belong to this prompt from now on.
+
+        Args:
+            known: which of them are in the table.
+        """
         number = self._numbers[record]
-        self._shared[at] = (self._tags[at] == tags) & (self._shared[at] | (self._prompts[at] != number))
+        shared = known & (self._shared[at] | (self._prompts[at] != number)) if any_true(known) else False
+        self._shared[at] = shared
         self._tags[at] = tags
         self._prompts[at] = number
 
@@ -186,7 +237,7 @@ class Prompts:
         return record
 
     @staticmethod
-    def _places(blocks: SpaceBlocks, keys: Keys) -> tuple[Tags, Ints]:
-        """The tags of these blocks, and their places in the table."""
-        tags: Tags = keys.tags ^ np.uint32(blocks.number * _FACTOR & _MASK)
+    def _places(blocks: SpaceBlocks, keys: Keys, first: int = 0) -> tuple[Tags, Ints]:
+        """The tags of these blocks from the ``first`` on, and their places in the table."""
+        tags: Tags = keys.tags[first:] ^ np.uint32(blocks.number * _FACTOR & _MASK)
         return tags, (tags & np.uint32(ENTRIES - 1)).astype(np.int64)

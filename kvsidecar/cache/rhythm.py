@@ -29,7 +29,7 @@ from math import inf, log2
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import Bytes, Ints
+from kvsidecar.cache.arrays import Bytes, Ints, all_true, only_value
 from kvsidecar.cache.use_times import UseTimes
 
 STEP_BITS = 3
@@ -56,14 +56,19 @@ TOLD_PATIENCE = PATIENCE[: TOLD_CLASSES - 1]
 """Of each of these classes but the last, which is not waited for at all. Mostly only what a pause is for is known, so
 that one that is told is about as near to the true one as the usual gap is."""
 
-Stream = tuple[Iterator[Ints], int, int]
-"""The blocks of one class in the order of their last use, its horizon, and its number."""
+Stream = tuple[Iterator[Ints], int, int, int]
+"""The blocks of one class in the order of their last use, its horizon, its number, and a tick that is not later than
+any of these uses."""
 
 
 def class_of(gaps: Bytes) -> Bytes:
     """The class of each of these gaps; that of the longest is the highest."""
     classes: Bytes = (gaps + np.uint8(STEPS // 2)) >> np.uint8(STEP_BITS)  # to divide bytes takes ten times as long
     return classes
+
+
+CLASS_OF = tuple(class_of(np.arange(OVER + 1, dtype=np.uint8)).tolist())
+"""By gap: its class."""
 
 
 def told(seconds: float) -> int:
@@ -101,14 +106,33 @@ class Rhythm:
         ranks: Ints = np.minimum(last_used, self.horizons[class_of(gaps)])
         return ranks
 
+    def rank(self, gap: int, last_used: int) -> int:
+        """`ranks` of one block."""
+        return min(last_used, self.horizons.item(CLASS_OF[gap]))
+
     def rank_of_new(self, gap: int) -> int:
         """A new block with this gap takes the place of those only that have a lower rank, or that were last used at
         this tick or before it."""
-        return self.horizons.item(min((gap + STEPS // 2 >> STEP_BITS) + 1, CLASSES - 1))
+        return self.horizons.item(min(CLASS_OF[gap] + 1, CLASSES - 1))
 
-    def after(self, gaps: Bytes, last_used: Ints) -> Bytes:
-        """The gaps of blocks that are used now, and were last used at these ticks. Uses within a second are one. What
-        was told ends with this use."""
+    def use(self, gaps: Bytes, last_used: Ints, rows: Ints) -> None:
+        """These blocks are used now: change their gaps. Uses within a second are one. What was told ends with this use.
+
+        Args:
+            last_used: ticks of the last uses of all blocks.
+            rows: at least one.
+        """
+        used, before = last_used[rows], gaps[rows]
+        gap = only_value(before)
+        if gap is not None and all_true(used == used[0]):  # a prompt, as nearly always
+            after = moved(gap if gap < TOLD else FIRST_GAP, self._now - self._times.before(used.item(0), self._now))
+            if after != gap:
+                gaps[rows] = after
+        else:
+            gaps[rows] = self._after(before, used)
+
+    def _after(self, gaps: Bytes, last_used: Ints) -> Bytes:
+        """The gaps of blocks that are used now, and were last used at these ticks."""
         gaps = np.where(gaps < TOLD, gaps, np.uint8(FIRST_GAP))
         seconds = self._now - self._times.earliest(last_used, self._now)
         found = np.rint(STEPS * np.log2(np.clip(seconds, 1.0, MOST_SECONDS)))
@@ -131,20 +155,26 @@ def in_order(streams: Iterable[Stream], last_used: npt.NDArray[np.int64]) -> Ite
     Args:
         last_used: per row the tick of its last use.
     """
-    heads: list[tuple[int, int, int, Ints, Iterator[Ints], int]] = []
-    for stream, horizon, number in streams:
-        if (rows := next(stream, None)) is not None:
-            used = last_used.item(rows[0])
-            # Of blocks that were used together the longer gap first: it is the deeper part of a prefix.
-            heads.append((min(used, horizon), used, -number, rows, stream, horizon))
+    # A class is opened only when its turn may have come: an eviction mostly needs one or two of them.
+    # Of blocks that were used together the longer gap goes first: it is the deeper part of a prefix.
+    heads: list[tuple[int, int, int, Ints | None, Iterator[Ints], int]] = [
+        (min(oldest, horizon), oldest, -number, None, stream, horizon) for stream, horizon, number, oldest in streams
+    ]
     heapify(heads)
     while heads:
         _, _, number, rows, stream, horizon = heappop(heads)
-        count = _before(last_used[rows], horizon, number, heads[0][:3]) if heads else len(rows)
-        yield rows[:count]
-        rest = rows[count:] if count < len(rows) else next(stream, None)
+        if rows is None:
+            rest = next(stream, None)
+        else:
+            if not heads:
+                yield rows
+                yield from stream
+                return
+            count = _before(last_used[rows], horizon, number, heads[0][:3])
+            yield rows[:count]
+            rest = rows[count:] if count < len(rows) else next(stream, None)
         if rest is not None:
-            used = last_used.item(rest[0])
+            used = last_used.item(rest.item(0))
             heappush(heads, (min(used, horizon), used, number, rest, stream, horizon))
 
 

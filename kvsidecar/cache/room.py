@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.arrays import all_true
+from kvsidecar.cache.arrays import all_true, least
 from kvsidecar.cache.block import Chain, SpaceBlocks, StoreGrant
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.eviction import AHEAD_SHARE, choose_victims, oldest_of_share
@@ -39,7 +39,14 @@ class _Newcomers:
                 rows = rows[~np.isin(priorities, lower)]
             elif Priority.NORMAL in lower:
                 continue
-            if needs.keys() & set(blocks.space.slot_sizes) and not all_true(blocks.no_younger(rows, self.age)):
+            if needs.keys().isdisjoint(blocks.space.slot_sizes) or not len(rows):
+                continue
+            if chain.in_turn:  # the last one is the youngest
+                row = rows.item(-1)
+                younger = (blocks.rank(row), blocks.last_used.item(row)) > self.age
+            else:
+                younger = not all_true(blocks.no_younger(rows, self.age))
+            if younger:
                 return False
         return True
 
@@ -153,9 +160,10 @@ class Room:
         parts = [part for part in grant.parts if len(part.created)]
         if rhythm is None or grant.wanted or not parts:
             return None  # of blocks that are there already, it brings other shards
-        if any(share.used + nbytes <= share.guaranteed for share, nbytes in incoming.items()):
-            return None
-        gap = min(int(part.blocks.gaps[part.created].min()) for part in parts)
+        for share, nbytes in incoming.items():
+            if share.used + nbytes <= share.guaranteed:
+                return None
+        gap = min([least(part.blocks.gaps[part.created]) for part in parts])
         rank = rhythm.rank_of_new(gap)
         return _Newcomers((rank, rank), Priority(parts[0].blocks.priority.item(parts[0].created[0])))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,11 @@ class UseTimes:
         at = np.searchsorted(known, ticks) - 1
         found: Seconds = np.where(at >= 0, times[at], otherwise) if len(times) else np.full(len(ticks), otherwise)
         return found
+
+    def before(self, tick: int, otherwise: float) -> float:
+        """`earliest` of one tick."""
+        at = bisect_left(self._ticks, tick)
+        return self._times[at - 1] if at else otherwise
 
     def _arrays(self) -> tuple[Ints, Seconds]:
         if self._indexed is None:

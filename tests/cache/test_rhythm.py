@@ -264,9 +264,10 @@ def test_a_shrunk_table_keeps_the_gaps() -> None:
     blocks=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), max_size=60),
     horizons=st.lists(st.integers(-1, 13), min_size=5, max_size=5),
     piece=st.integers(1, 5),
+    earlier=st.lists(st.integers(0, 3), min_size=5, max_size=5),
 )
 def test_the_classes_are_merged_by_rank_then_use_then_longest_gap(
-    blocks: list[tuple[int, int]], horizons: list[int], piece: int
+    blocks: list[tuple[int, int]], horizons: list[int], piece: int, earlier: list[int]
 ) -> None:
     horizons.sort(reverse=True)  # the longer the gap, the earlier
     last_used = np.array([used for _, used in blocks], np.int64)
@@ -278,7 +279,10 @@ def test_the_classes_are_merged_by_rank_then_use_then_longest_gap(
     def of_class(number: int) -> list[int]:
         return sorted((row for row, (each, _) in enumerate(blocks) if each == number), key=lambda row: blocks[row][1])
 
-    found = in_order([(stream(of_class(each)), horizons[each], each) for each in range(5)], last_used)
+    def bound(number: int) -> int:
+        return min([used for each, used in blocks if each == number], default=9) - earlier[number]
+
+    found = in_order([(stream(of_class(each)), horizons[each], each, bound(each)) for each in range(5)], last_used)
     order = [row for rows in found for row in rows.tolist()]
     rank = [(min(used, horizons[each]), used, -each, row) for row, (each, used) in enumerate(blocks)]
     assert order == sorted(range(len(blocks)), key=lambda row: rank[row])
