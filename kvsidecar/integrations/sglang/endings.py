@@ -6,10 +6,11 @@ two methods of the tree are wrapped.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Final
+
+from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -49,32 +50,26 @@ def watch(
     Returns:
         A function that ends this.
     """
-    release, end_session = (getattr(tree_class, name, None) for name in (RELEASE, END_SESSION))
-    if release is None or end_session is None:
+    if not all(hasattr(tree_class, name) for name in (RELEASE, END_SESSION)):
         _log.warning("kvsidecar: this SGLang does not tell when requests end, so the daemon is not told either")
         return lambda: None
 
-    @functools.wraps(release)
-    def on_release(tree: Any, request: Any, **options: Any) -> Any:
-        result = release(tree, request, **options)
+    def on_release(original: Callable[..., Any], tree: Any, request: Any, **options: Any) -> Any:
+        result = original(tree, request, **options)
         if request.finished() and is_mine(tree):  # else it was only interrupted
             request_ended(tree, request)
         return result
 
-    @functools.wraps(end_session)
-    def release_radix_session(tree: Any, session_id: str) -> Any:
-        result = end_session(tree, session_id)
+    def release_session(original: Callable[..., Any], tree: Any, session_id: str) -> Any:
+        result = original(tree, session_id)
         if is_mine(tree):
             session_ended(session_id)
         return result
 
-    wrapped = {RELEASE: (on_release, release), END_SESSION: (release_radix_session, end_session)}
-    for name, (new, _) in wrapped.items():
-        setattr(tree_class, name, new)
+    ends = wrap(tree_class, RELEASE, on_release), wrap(tree_class, END_SESSION, release_session)
 
     def end() -> None:
-        for name, (new, original) in wrapped.items():
-            if getattr(tree_class, name) is new:  # else somebody has wrapped it again
-                setattr(tree_class, name, original)
+        for each in ends:
+            each()
 
     return end
