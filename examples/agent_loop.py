@@ -9,7 +9,8 @@ the connector takes the one for tools if the answer has one of its `tool_tokens`
 says so at once. When the input ends, the session is over: its last prompt is sent once more, for one token.
 
 `kvsidecar serve --eviction rhythm` then keeps the blocks of a session that is back soon, and gives those of one that is
-over first. Any other server ignores what is said. Needs nothing but Python.
+over first. Any other server ignores what is said. For SGLang give --sglang: there it is in `custom_params`. Needs
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class Server:
-    """An OpenAI-compatible server."""
+    """An OpenAI-compatible server.
 
-    def __init__(self, url: str, model: str, timeout: float) -> None:
-        self._parts, self._timeout = urllib.parse.urlsplit(url), timeout
+    Args:
+        params: name of what a server passes on to what keeps its KV.
+    """
+
+    def __init__(self, url: str, model: str, timeout: float, params: str) -> None:
+        self._parts, self._timeout, self._params = urllib.parse.urlsplit(url), timeout, params
         try:
             self._model = model or self._call("GET", "/v1/models")["data"][0]["id"]
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
@@ -54,7 +59,7 @@ class Server:
         Args:
             next_use: of this prompt, for kvsidecar.
         """
-        body = {"model": self._model, "messages": messages, "kv_transfer_params": {"kvsidecar": next_use}, **more}
+        body = {"model": self._model, "messages": messages, self._params: {"kvsidecar": next_use}, **more}
         try:
             message: dict[str, Any] = self._call("POST", "/v1/chat/completions", json.dumps(body))["choices"][0][
                 "message"
@@ -107,9 +112,11 @@ def main() -> None:
     parser.add_argument("--model", default="", help="by default the first that the server has")
     parser.add_argument("--steps", type=int, default=10, help="most requests for one question")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer")
+    parser.add_argument("--sglang", action="store_true", help="the server is SGLang's")
     options = parser.parse_args()
 
-    server = Server(options.url, options.model, options.timeout)
+    params = "custom_params" if options.sglang else "kv_transfer_params"
+    server = Server(options.url, options.model, options.timeout, params)
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     try:
         for line in sys.stdin:

@@ -196,7 +196,10 @@ def test_a_chat_sends_the_whole_conversation_with_each_turn(server: Server) -> N
 # -- an agent ------------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_says_with_each_request_when_its_prompt_is_used_next(server: Server) -> None:
+@pytest.mark.parametrize(("flags", "params"), [((), "kv_transfer_params"), (("--sglang",), "custom_params")])
+def test_an_agent_says_with_each_request_when_its_prompt_is_used_next(
+    server: Server, flags: tuple[str, ...], params: str
+) -> None:
     calls = [
         {"id": name, "type": "function", "function": {"name": name, "arguments": '{"question": "why"}'}}
         for name in ("read_clock", "research", "another")
@@ -211,9 +214,9 @@ def test_an_agent_says_with_each_request_when_its_prompt_is_used_next(server: Se
         ]
     )
     url = f"http://127.0.0.1:{server.server_port}"
-    said = run(sys.executable, str(EXAMPLES / "agent_loop.py"), "--url", url, typed="first?\nsecond?\n")
+    said = run(sys.executable, str(EXAMPLES / "agent_loop.py"), "--url", url, *flags, typed="first?\nsecond?\n")
     assert said.splitlines()[-2:] == ["first answer", "second answer"]
-    assert [each["kv_transfer_params"]["kvsidecar"] for each in server.asked] == [
+    assert [each[params]["kvsidecar"] for each in server.asked] == [
         {"pause": "2min", "tool_pause": "5s"},
         {"over": True},  # the sub-agent
         {"pause": "2min", "tool_pause": "5s"},
@@ -221,7 +224,7 @@ def test_an_agent_says_with_each_request_when_its_prompt_is_used_next(server: Se
         {"over": True},
     ]
     for each in server.asked:
-        said, counters = next_use.said_in(each["kv_transfer_params"]), Counters()
+        said, counters = next_use.said_in(each[params]), Counters()
         assert next_use.pause_after(said, [7], counters, frozenset([7])) in (5.0, inf)
         assert counters.bad_pauses == 0
     whole = server.asked[-1]
