@@ -47,6 +47,7 @@ OF_OTHERS = {
     "--targets": "benchmarks.daemon.show",
     "--tiny": "benchmarks.vllm",
     "--otlp-traces-endpoint": "vLLM",
+    "--sglang": "examples.agent_loop",
 }
 """Flags in the running text that belong to other programs -> whose they are."""
 VARIABLES_OF_TESTS = {f"KVSIDECAR_{name}" for name in ("HOSTILE_SECONDS", "HOSTILE_SEED", "KILLS", "KILL_SEED")}
