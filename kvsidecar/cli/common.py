@@ -35,7 +35,7 @@ def _client(where: dict[str, str | None], name: str, timeout: float) -> Client |
         raise click.UsageError("give either --socket or --connect")
     if address is None or _was_given("socket"):
         if given := [option for option in tls if _was_given(f"connect_{option}")]:
-            raise click.UsageError(f"--connect-{given[0]} goes with --connect")
+            raise click.UsageError(f"--connect-{given[0]} requires --connect")
         if sys.platform != "linux":
             raise click.UsageError(
                 "a daemon needs Linux, so it is on another machine: name it with --connect HOST:PORT"

@@ -152,7 +152,7 @@ class Publisher:
     def _say_left_out(self, count: int) -> None:
         if count > 0 and not self._left_out:
             _log.warning(
-                "too many namespaces: routers do not hear of the smallest", followed=MAX_FOLLOWED, others=count
+                "too many namespaces: the smallest are not announced to routers", followed=MAX_FOLLOWED, others=count
             )
         self._left_out = max(0, count)
 
@@ -291,7 +291,7 @@ class Publisher:
                 return
             is_request = len(parts) == 2 and parts[0] == b"" and len(parts[1]) == 8
             if is_request and wanted.qsize() >= MAX_REPLAYS:
-                raise RouterRefused(Reason.REPLAYS, f"more than {MAX_REPLAYS} replays are asked for at once")
+                raise RouterRefused(Reason.REPLAYS, f"more than {MAX_REPLAYS} replays are requested at once")
             if is_request:
                 wanted.put_nowait(int.from_bytes(parts[1], "big"))
             else:

@@ -144,7 +144,7 @@ def clear(
     if (namespace is not None) + (share is not None) + everything != 1:
         raise click.UsageError("give either --namespace MODEL, --share NAME or --all")
     if file is not None and (namespace is None or unused):
-        raise click.UsageError("--hashes goes with --namespace, and without --unused")
+        raise click.UsageError("--hashes requires --namespace, and cannot be combined with --unused")
     hashes = None if file is None else read_hashes(file)
     if isinstance(hashes, str):
         fail(hashes, 1)
@@ -245,9 +245,9 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
     from kvsidecar.cli.operate.commands import drain as drain_daemon
 
     if cancel and wait:
-        raise click.UsageError("--cancel does not go with --wait")
+        raise click.UsageError("--cancel cannot be combined with --wait")
     if timeout is not None and not wait:
-        raise click.UsageError("--timeout goes with --wait")
+        raise click.UsageError("--timeout requires --wait")
     console = Console()
     with connected(where, "kvsidecar drain") as client:
         if cancel:

@@ -27,7 +27,7 @@ class Counters:
     known_offloads: int = _counter("Stores of pages that the daemon already has, answered without asking it.")
     failed_offloads: int = _counter("Stores that were declined or failed.")
     not_admitted_offloads: int = _counter(
-        "Stores for which the daemon keeps other blocks, which it expects to be used before (--eviction rhythm)."
+        "Stores for which the daemon keeps other blocks, which it expects to be used earlier (--eviction rhythm)."
     )
     refused_jobs: int = _counter(
         "Loads and stores that the daemon refused as invalid or not permitted; the log says why."

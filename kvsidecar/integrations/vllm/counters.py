@@ -33,7 +33,7 @@ class Counters:
     stored_blocks: int = _counter("Blocks that the ranks were instructed to store.")
     failed_stores: int = _counter("Store jobs that some rank did not complete: declined or failed.")
     not_admitted_stores: int = _counter(
-        "Store jobs for which some rank's daemon keeps other blocks, which it expects to be used before "
+        "Store jobs for which some rank's daemon keeps other blocks, which it expects to be used earlier "
         "(--eviction rhythm)."
     )
     unoffered_blocks: int = _counter(

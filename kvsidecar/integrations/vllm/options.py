@@ -47,12 +47,12 @@ class Options:
     )
     store_prompt_only: bool = option(False, read_flag, "eager mode: store only the blocks of prompts, not of answers")
     kv_hints: bool = option(
-        True, read_flag, "heed the KV hints that routers send with a request: retain, pin and demote its blocks"
+        True, read_flag, "follow the KV hints that routers send with a request: retain, pin and demote its blocks"
     )
     tool_tokens: tuple[int, ...] = option(
         (),
         read_token_ids,
-        "ids of the tokens that begin a call of a tool, such as [151657] for Qwen's <tool_call>; after an answer with "
+        "ids of the tokens that begin a tool call, such as [151657] for Qwen's <tool_call>; after an answer with "
         "one of them, a request's tool_pause counts instead of its pause",
     )
     request_priority: bool = option(

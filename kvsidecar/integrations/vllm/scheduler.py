@@ -290,7 +290,7 @@ class SchedulerSide:
 
     def _take_woken(self, report: RankReport) -> None:
         """Ranks have woken from sleep. vLLM resets the cache when it falls asleep, and weights that are kept come back
-        as they were: blocks of before are hit again then."""
+        as they were: earlier blocks are then hit again."""
         self._woken.update(report.woken)
         if not all(report.woken.values()):
             if self._weights_version.is_first:  # vLLM before 0.33 does not tell of the reset
@@ -300,7 +300,7 @@ class SchedulerSide:
             if not self._weights_version.is_first:
                 self._weights_version.return_to_first()
                 self._other_keys()
-                _log.info("kvsidecar: awake with the weights of the start: blocks of before are hit again")
+                _log.info("kvsidecar: awake with the weights of the start: earlier blocks are hit again")
 
     def _other_keys(self) -> None:
         """What was stored and looked up before was under other keys."""

@@ -86,7 +86,7 @@ class Weights:
         try:
             return self._at_start == _digest(self._model)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            _log.warning("kvsidecar: it cannot be seen whether the weights are those of before: %s", error)
+            _log.warning("kvsidecar: it is unknown whether the weights have changed: %s", error)
             return False
 
 
