@@ -33,6 +33,7 @@ from kvsidecar.errors import (
 )
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.peer import Credentials
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout, Namespace
 
@@ -174,12 +175,10 @@ class Instances:
 
     def add_peer(
         self,
-        *,
-        pid: int,
-        uid: int,
-        gid: int,
+        who: Credentials,
         client: str,
         fds: tuple[int, ...],
+        *,
         groups: frozenset[int] = frozenset(),
         copiers: frozenset[int] = frozenset(),
         fence: int | None = None,
@@ -192,13 +191,11 @@ class Instances:
             copiers: the processes of copiers whose pidfds it was sent.
             on_closed: called with how many of ``fds`` were closed before it has gone.
         """
-        token, identity = secrets.token_bytes(TOKEN_BYTES), Identity(uid, groups | {gid})
-        peer = Peer(
-            token, pid, uid, gid, client, fds, Caller(identity, self._access.grant(identity), token), copiers, fence,
-            on_closed,
-        )  # fmt: skip
-        self._peers[peer.token] = peer
-        self._tokens_of.setdefault(uid, {})[peer.token] = None
+        token, identity = secrets.token_bytes(TOKEN_BYTES), Identity(who.uid, groups | {who.gid})
+        caller = Caller(identity, self._access.grant(identity), token)
+        peer = Peer(token, *who, client, fds, caller, copiers, fence, on_closed)
+        self._peers[token] = peer
+        self._tokens_of.setdefault(who.uid, {})[token] = None
         return peer
 
     def peer(self, token: bytes) -> Peer:

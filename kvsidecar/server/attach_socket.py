@@ -114,9 +114,9 @@ class AttachSocket:
         pidfds = self.pidfds()
         shared = fence.create() if hello.fence else None
         peer = self.instances.add_peer(
-            **who._asdict(),
-            client=hello.client,
-            fds=arrival.take_fds(),
+            who,
+            hello.client,
+            arrival.take_fds(),
             on_closed=lambda count: self.arrivals.closed(arrival, count),
             groups=peers.groups(arrival.connection),
             copiers=frozenset(pidfds),

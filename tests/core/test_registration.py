@@ -18,6 +18,7 @@ from kvsidecar.core.registration import FdAllocation, RankRegistration
 from kvsidecar.core.sessions import Instances
 from kvsidecar.device.base import DeviceMemory, MemorySource
 from kvsidecar.errors import UnknownPeer
+from kvsidecar.support.peer import Credentials
 from tests.copiers import NoProcessCopiers
 from tests.harness import NAMESPACE, SECONDS, layout
 
@@ -49,7 +50,7 @@ async def test_descriptors_stay_open_while_a_driver_has_them_in_its_hands(monkey
     )
     buffer = HostBuffer(1 << 20)
     fd = os.dup(buffer.fd)
-    peer = instances.add_peer(pid=1, uid=0, gid=0, client="", fds=(fd,), copiers=frozenset({copier.pid}))
+    peer = instances.add_peer(Credentials(1, 0, 0), "", (fd,), copiers=frozenset({copier.pid}))
     allocations = (FdAllocation(0, buffer.nbytes),)
     registration = RankRegistration(peer.token, "i", NAMESPACE, 0, 1, "host", allocations, (layout(),))
     registering = asyncio.create_task(instances.register(registration))

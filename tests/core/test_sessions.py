@@ -35,6 +35,7 @@ from kvsidecar.server.convert import registration_from
 from kvsidecar.support import fence
 from kvsidecar.support.host_memory import create_file
 from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.peer import Credentials
 from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.copiers import NoProcessCopiers
@@ -63,7 +64,7 @@ class World:
 
     def peer(self, buffer: HostBuffer, *, uid: int) -> Peer:
         known = frozenset({self.copier.pid})
-        return self.instances.add_peer(pid=1, uid=uid, gid=1, client="", fds=(buffer.fd,), copiers=known)
+        return self.instances.add_peer(Credentials(1, uid, 1), "", (buffer.fd,), copiers=known)
 
     def fenced_peer(self, buffer: HostBuffer) -> Peer:
         peer = self.peer(buffer, uid=1)
@@ -374,9 +375,7 @@ def shares_physical_memory(world: World) -> tuple[Peer, list[int], list[int]]:
     fds = [create_file(1 << 19, SMALL_PAGES) for _ in range(2)]
     closed: list[int] = []
     known = frozenset({world.copier.pid})
-    peer = world.instances.add_peer(
-        pid=1, uid=1, gid=1, client="", fds=tuple(fds), copiers=known, on_closed=closed.append
-    )
+    peer = world.instances.add_peer(Credentials(1, 1, 1), "", tuple(fds), copiers=known, on_closed=closed.append)
     return peer, fds, closed
 
 

@@ -33,7 +33,7 @@ STEPS = 4
 class Peers:
     """Instead of `Instances`."""
 
-    def add_peer(self, **_: Any) -> Any:
+    def add_peer(self, *_: Any, **__: Any) -> Any:
         class Peer:
             token = b"token"
 

@@ -12,6 +12,7 @@ import grpc
 
 from kvsidecar.core.peer import Peer
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
+from kvsidecar.support.peer import Credentials
 from kvsidecar.types import PROTOCOL, Direction, GroupLayout
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.simulation.machine import Allocation, Event, Violation
@@ -182,7 +183,7 @@ class Rank:
         self.detached = False
         """Its stream has ended, and it has not attached again."""
         self.watched = frozenset(world.copiers.pidfds())
-        self.peer = world.instances.add_peer(pid=1, uid=1, gid=1, client=self.name, fds=(), copiers=self.watched)
+        self.peer = world.instances.add_peer(Credentials(1, 1, 1), self.name, (), copiers=self.watched)
         self.call = Call(self._heard, world.wire)
         self.task = world.loop.create_task(world.service.Attach(None, self.call))  # type: ignore[arg-type]
         register = pb.Register(
