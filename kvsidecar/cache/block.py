@@ -21,7 +21,7 @@ from kvsidecar.cache.arrays import (
 )
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_policy import EvictionQueues
-from kvsidecar.cache.rhythm import CLASS_OF, FIRST_GAP, Rhythm, class_of, in_order
+from kvsidecar.cache.rhythm import CLASS_OF, FIRST_GAP, NEVER, Rhythm, class_of, in_order
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.slots import size_class
 from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
@@ -39,8 +39,6 @@ SLOTS_BYTES = 1 << 32
 PRIORITY_BITS = 2
 """Of the number of a queue; the rest is the class of the gaps of its blocks."""
 PRIORITY_MASK = (1 << PRIORITY_BITS) - 1
-NEVER = 1 << 62
-"""A tick later than any."""
 SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 

@@ -52,10 +52,6 @@ class EvictionQueues:
         self._num_segments = 0
         """How many there have been."""
 
-    def __iter__(self) -> Iterator[int]:
-        """Those that have had blocks."""
-        return iter(self._queues)
-
     def insert(self, rows: Ints, queue: int = 0) -> None:
         """Add distinct blocks that have just been used.
 

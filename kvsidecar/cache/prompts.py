@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvsidecar.cache.arrays import Bools, Bytes, Ints, all_true, any_true, zeros
 from kvsidecar.cache.block import SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys, Tags
-from kvsidecar.cache.rhythm import FIRST_GAP, OVER, TOLD, moved, told
+from kvsidecar.cache.rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
 
 ENTRIES = 1 << 20
 """Of nine bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
@@ -41,7 +41,8 @@ class Prompts:
     one prompt says nothing of when the other will use them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rhythm: Rhythm) -> None:
+        self._rhythm = rhythm
         self._tags: Tags = zeros((ENTRIES,), np.uint32)
         self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
         """By entry: the number of the prompt."""
@@ -85,11 +86,13 @@ class Prompts:
             record = self._record_of(keys.tags.item(first_miss - 1) ^ mixed)
         if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ mixed)):
             record = self._new()
+            self._rhythm.count(len(keys), returned=False)
             if first_miss:
                 tags, at = self._places(blocks, keys)
                 known = self._tags[at] == tags
         else:
             if self._states.item(record) != ASKED:  # else the same request asks again
+                self._rhythm.count(len(keys), returned=True)
                 self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
             if there:
                 self._gaps[record] = blocks.gaps.item(rows.item(there - 1))
@@ -114,7 +117,9 @@ class Prompts:
         if record < 0:
             record = self._new()
             self._ends[record] = tags[-1]
+            self._rhythm.count(len(keys), returned=False)
         elif self._states[record] == ENDED:  # the engine had all of it itself
+            self._rhythm.count(len(keys), returned=True)
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._states[record] = now, ENDED
         if not all_true(known):  # what a lookup named is there already

@@ -45,6 +45,9 @@ PATIENCE = tuple(5.0 * 2.0 ** (number / 2) for number in range(CLASSES))
 """Of each class, in seconds: 5 times the root of its gap. One of 10 seconds is waited for 16, one of 5 minutes 87: the
 next gap is mostly nearer to that of all sessions than the usual one is."""
 
+NEVER = 1 << 62
+"""A tick later than any."""
+
 TOLD = STEPS * CLASSES
 """Gaps from this one on are what somebody has said of the next use: an octave each, then `OVER`."""
 TOLD_CLASSES = 13
@@ -55,6 +58,13 @@ OVER = TOLD + STEPS * (TOLD_CLASSES - 1)
 TOLD_PATIENCE = PATIENCE[: TOLD_CLASSES - 1]
 """Of each of these classes but the last, which is not waited for at all. Mostly only what a pause is for is known, so
 that one that is told is about as near to the true one as the usual gap is."""
+
+RETURNS = 0.6
+"""With fewer of the looked-up blocks in prompts that continue others, the order is that of LRU."""
+REMEMBERED = 256
+"""Lookups after which one counts a third for that."""
+AT_FIRST = 64
+"""Blocks of prompts that return, by which a cache begins."""
 
 Stream = tuple[Iterator[Ints], int, int, int]
 """The blocks of one class in the order of their last use, its horizon, its number, and a tick that is not later than
@@ -88,6 +98,11 @@ class Rhythm:
     def __init__(self, times: UseTimes) -> None:
         self._times = times
         self._now = 0.0
+        self._asked = self._returned = float(AT_FIRST)
+        """Blocks of prompts of late, and of those that continued others."""
+        self.on = True
+        """Whether enough prompts return: else blocks go by their last use, except those of which it is said that they
+        will not be used again."""
         self.horizons: Ints = np.full(CLASSES + TOLD_CLASSES, -1, np.int64)
         """Per class a tick that is as long ago as its patience: what was used later is waited for still."""
         self.horizons[-1] = -2  # before all others, whose earliest is -1
@@ -95,7 +110,16 @@ class Rhythm:
     def set_time(self, now: float) -> None:
         """It is ``now``, in seconds on the cache's clock."""
         self._now = now
+        self.on = self._returned >= RETURNS * self._asked
+        if not self.on:
+            self.horizons[:-1] = NEVER
+            return
         self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
+
+    def count(self, blocks: int, *, returned: bool) -> None:
+        """A prompt of so many blocks is used, which continues one that is known, or does not."""
+        self._asked += blocks - self._asked / REMEMBERED
+        self._returned += (blocks if returned else 0) - self._returned / REMEMBERED
 
     def ranks(self, gaps: Bytes, last_used: Ints) -> Ints:
         """Blocks with the lowest rank go first; a rank is a tick.

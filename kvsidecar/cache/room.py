@@ -158,7 +158,7 @@ class Room:
         """When the blocks that a store creates would go themselves. None: it is admitted whatever goes for it."""
         rhythm = self._table.rhythm
         parts = [part for part in grant.parts if len(part.created)]
-        if rhythm is None or grant.wanted or not parts:
+        if rhythm is None or not rhythm.on or grant.wanted or not parts:
             return None  # of blocks that are there already, it brings other shards
         for share, nbytes in incoming.items():
             if share.used + nbytes <= share.guaranteed:

@@ -693,3 +693,52 @@ def hits_of(eviction: Eviction, seed: int) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_two_rhythms_in_a_small_pool_hit_more_than_with_lru(seed: int) -> None:
     assert hits_of(Eviction.RHYTHM, seed) > hits_of(Eviction.LRU, seed) + 0.1
+
+
+# -- where prompts do not return -------------------------------------------------------------------------------------
+
+
+def strangers(cache: BlockCache, space: Space, count: int) -> float:
+    """So many prompts that are looked up once, one every ten seconds. Returns the time after them."""
+    for number in range(count):
+        use(cache, space, 10.0 * number, f"stranger {number}")
+    return 10.0 * count
+
+
+def test_where_prompts_do_not_return_all_are_stored_and_the_least_recently_used_go() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    now = strangers(cache, space, 100)
+    for number in range(12):
+        store_at(cache, space, now + number, number)
+    assert names_readable(cache, space, *range(12)) == list(range(4, 12))
+    use(cache, space, now + 12, 4)
+    assert admitted(cache, space, "new")
+    assert names_readable(cache, space, 4, 5, "new") == [4, "new"]
+    check_integrity(cache)
+
+
+def test_where_prompts_do_not_return_what_is_over_goes_first() -> None:
+    cache = rhythmic(3)
+    space = open_space(cache)
+    now = strangers(cache, space, 100)
+    for name in "ab":
+        store_at(cache, space, now, name)
+    tell(cache, space, now + 1, inf, "b")
+    for name in "cd":
+        store_at(cache, space, now + 2, name)
+    assert names_readable(cache, space, *"abcd") == ["a", "c", "d"]
+
+
+def test_when_most_prompts_return_their_rhythm_counts_again() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    now = strangers(cache, space, 400)
+    names = [f"busy {number}" for number in range(4)]
+    for turn in range(600):
+        if turn in (100, 596):
+            cache.clear_blocks(space, keys("new"))
+            store_at(cache, space, now + turn, *names)
+            assert admitted(cache, space, "new") == (turn == 100)
+        use(cache, space, now + turn, names[turn % 4])
+        cache.touch([(space, keys(names[turn % 4]))])
