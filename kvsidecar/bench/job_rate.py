@@ -62,7 +62,7 @@ def _rates(
             children.append(stack.enter_context(rank))
         for count in numbers:
             for direction in Direction:
-                setting.say(f"{count} ranks, {direction}")
+                setting.say(f"{count} rank{'s' if count > 1 else ''}, {direction}")
                 (rate,) = rates(children[:count], [direction], "jobs", setting.seconds(SECONDS))
                 out.add(
                     ranks=count,

@@ -45,6 +45,7 @@ KNOWN: Final[dict[str, Config]] = {
     "Qwen3-235B-A22B": _gqa(94, 64, 4, 128),
     "GLM-4.5-Air": _gqa(46, 96, 8, 128),
     "MiniMax-M2": _gqa(62, 48, 8, 128),
+    "DeepSeek-V3": _mla(),
     "DeepSeek-V3.1": _mla(),
     "DeepSeek-V3.2": _mla(index_topk=2048, index_head_dim=128),
     "Kimi-K2": _mla(),
