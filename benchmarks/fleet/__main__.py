@@ -73,6 +73,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hints", action="store_true", help="of --agentic: tell when a session ends or waits, and for whom"
     )
+    parser.add_argument(
+        "--half", type=int, choices=(1, 2), default=0, help="of --agentic: only the sessions of one half of the file"
+    )
     parser.add_argument("--pool-tokens", type=tokens, help="a pool to replay the trace over, by policy; 500k, 2M")
     parser.add_argument("--policy", type=policies, default="lru", help=f"of --pool-tokens: {', '.join(POLICIES)}")
     parser.add_argument(
@@ -136,6 +139,8 @@ def refuse_mixtures(parser: argparse.ArgumentParser, options: argparse.Namespace
         parser.error("--log needs --pool-tokens, and neither --trace nor --agentic")
     if options.agentic and (options.trace or options.sessions is None or options.pool_tokens is None):
         parser.error("--agentic needs --sessions and --pool-tokens, and no --trace")
+    if options.half and not options.agentic:
+        parser.error("--half needs --agentic")
     if options.hints and not options.agentic:
         parser.error("--hints needs --agentic")
     if options.pool_tokens is None:
@@ -158,7 +163,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         options.hours = 0.75
     if options.agentic:
         hours = Sessions.hours if options.hours is None else options.hours
-        source: Source = Sessions(options.agentic, options.sessions, hours, options.seed, options.hints)
+        source: Source = Sessions(options.agentic, options.sessions, hours, options.seed, options.half, options.hints)
     else:
         source = Log(options.log) if options.log else options.trace or mix_of(options)
     uses = load_uses(source)  # here first: a file that is wrong is said once

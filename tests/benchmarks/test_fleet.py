@@ -22,7 +22,7 @@ from benchmarks.fleet.policies import Task as PoolTask
 from benchmarks.fleet.policies import replay as replay_pool
 from benchmarks.fleet.replay import Case, Router, replay
 from benchmarks.fleet.trace import Mix, Request, Trace, generate, read, uses_of
-from kvsidecar.cli.size.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, schedule
+from kvsidecar.cli.size.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, read_sessions, schedule
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.cli.size.log import read_log
 from kvsidecar.cli.size.uses import Uses, runs_of
@@ -277,6 +277,15 @@ def test_sessions_that_follow_each_other_share_nothing() -> None:
     assert schedule(Sessions(EXCERPT, 3, hours=1.0, seed=1)).uses[0] != uses.uses[0]
 
 
+def test_each_session_is_in_one_half() -> None:
+    halves = [read_sessions(EXCERPT, half)[1] for half in (0, 1, 2)]
+    sizes = [sorted(session.num_blocks for session in each) for each in halves]
+    assert sizes[0] == sorted(sizes[1] + sizes[2])
+    assert sizes[1]
+    assert sizes[2]
+    assert schedule(Sessions(EXCERPT, 2, hours=0.2, half=1)).uses != schedule(Sessions(EXCERPT, 2, hours=0.2)).uses
+
+
 @pytest.mark.parametrize("pool_tokens", [10_000, 40_000, 100_000])
 def test_no_policy_hits_more_than_one_that_knows_what_comes(pool_tokens: int) -> None:
     found = shares(schedule(Sessions(EXCERPT, 4, hours=1.0)), pool_tokens)
@@ -333,6 +342,7 @@ def test_a_trace_of_mooncake_that_is_wrong_is_refused_by_line(tmp_path: Path) ->
         ([*ONE_SESSION, "--pool-tokens", "63"], "less than a block of 64 tokens"),
         (["--pool-tokens", "1M", "--policy", "lru,oldest"], "there is no policy 'oldest'; there is lru"),
         (["--hints"], "--hints needs --agentic"),
+        (["--half", "1"], "--half needs --agentic"),
         (["--log", str(EXCERPT)], "--log needs --pool-tokens"),
         (["--pool-tokens", "1M", "--only", "disk"], "--pool-tokens goes with none of"),
     ],

@@ -12,6 +12,7 @@ when all have been replayed they begin anew, with other blocks.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 from math import inf
@@ -64,6 +65,9 @@ class Sessions:
     sessions: int
     hours: float = 4.0
     seed: int = 0
+    half: int = 0
+    """1 or 2: only the sessions of that half, which their ids decide; 0: all. What was chosen by one is to be shown by
+    the other."""
     hints: bool = False
     """Whether it is said at the end of each request what its session does then: that it has ended, or that it waits for
     a person or for a tool."""
@@ -75,7 +79,7 @@ def schedule(what: Sessions) -> Uses:
     Raises:
         BadFile: it is not what the module describes.
     """
-    block_tokens, recorded = read_sessions(what.path)
+    block_tokens, recorded = read_sessions(what.path, what.half)
     rng, uses, end = random.Random(what.seed), list[Use](), what.hours * 3600
     order: list[int] = []
     base = 0
@@ -99,7 +103,8 @@ def schedule(what: Sessions) -> Uses:
             if not any(each.think + each.api for each in session.requests):
                 at += 1.0  # else this would go on for ever
     uses.sort(key=lambda use: use.at)
-    name = f"{what.path.name}, {what.sessions} sessions at once, {what.hours:g} h, seed {what.seed}"
+    file = f"{what.path.name}, half {what.half}" if what.half else what.path.name
+    name = f"{file}, {what.sessions} sessions at once, {what.hours:g} h, seed {what.seed}"
     return Uses(name, block_tokens, base, WARM_SECONDS, uses)
 
 
@@ -114,10 +119,12 @@ def _moved(runs: Runs, base: int) -> Runs:
     return Runs(runs.starts + base, runs.lengths)
 
 
-def read_sessions(path: Path) -> tuple[int, list[Session]]:
-    """Tokens of a block, and the sessions of a file."""
+def read_sessions(path: Path, half: int = 0) -> tuple[int, list[Session]]:
+    """Tokens of a block, and the sessions of a file, or of one half of it."""
     block_tokens, found = 0, []
     for line in read_lines(path):
+        if half and half != half_of(line.value("id")):
+            continue
         tokens = line.count("block")
         if not tokens or tokens != (block_tokens or tokens):
             line.refuse(f"'block' must be the same number of tokens on each line, and not {tokens}")
@@ -128,8 +135,14 @@ def read_sessions(path: Path) -> tuple[int, list[Session]]:
         prompts = [_prompt(line, row, block_tokens) for row in rows]
         found.append(_session(rows, prompts, block_tokens))
     if not any(session.num_blocks for session in found):
-        raise BadFile(f"{path}: no prompt has a block")
+        of_half = f" in half {half}" if half else ""
+        raise BadFile(f"{path}: no prompt{of_half} has a block")
     return block_tokens, found
+
+
+def half_of(session: Any) -> int:
+    """1 or 2, by the id of a session."""
+    return 1 + hashlib.sha256(str(session).encode()).digest()[0] % 2
 
 
 def _prompt(line: Line, row: Any, block_tokens: int) -> Runs:
