@@ -55,9 +55,9 @@ MOST_TOLD = 1 << TOLD_CLASSES - 2
 """34 minutes; longer pauses that are told count as this one."""
 OVER = TOLD + STEPS * (TOLD_CLASSES - 1)
 """There will be no next use."""
-TOLD_PATIENCE = PATIENCE[: TOLD_CLASSES - 1]
-"""Of each of these classes but the last, which is not waited for at all. Mostly only what a pause is for is known, so
-that one that is told is about as near to the true one as the usual gap is."""
+TOLD_PATIENCE = tuple(2.0**number for number in range(TOLD_CLASSES - 1))
+"""Of each of these classes but the last, which is not waited for at all: the pause itself. Whoever tells one knows what
+it is for, which the usual gap does not."""
 
 RETURNS = 0.6
 """With fewer of the looked-up blocks in prompts that continue others, the order is that of LRU."""

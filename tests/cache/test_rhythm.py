@@ -412,7 +412,7 @@ def test_what_pauses_for_long_goes_before_what_returns_soon() -> None:
     cache = rhythmic(4)
     space = open_space(cache)
     ended(cache, space, {"tool": 5.0, "person": 300.0, "usual": 0.0, "tool 2": 5.0})
-    store_at(cache, space, 200.0, "new")
+    store_at(cache, space, 500.0, "new")
     assert names_readable(cache, space, "tool", "person", "usual", "tool 2") == ["person", "usual", "tool 2"]
     cache = rhythmic(3)
     space = open_space(cache)
