@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import Bools, Bytes, Ints, all_true, any_true, zeros
+from kvsidecar.cache.arrays import NO_INTS, Bools, Bytes, Ints, all_true, any_true, zeros
 from kvsidecar.cache.block import SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys, Tags
 from kvsidecar.cache.rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
@@ -22,7 +22,7 @@ PROMPTS = 1 << 16
 """Of 22 bytes."""
 ENDED, ASKED, STORED = range(3)
 """Of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
-NONE_KNOWN: Bools = np.zeros(0, np.bool_)
+_NO_PLACES: tuple[Tags, Ints, Bools] = (np.zeros(0, np.uint32), NO_INTS, np.zeros(0, np.bool_))
 _FACTOR = 0x9E3779B1
 """Makes the entries of one hash differ between tables."""
 _MASK = (1 << 32) - 1
@@ -74,14 +74,14 @@ class Prompts:
         if not len(keys):
             return
         mixed = blocks.number * _FACTOR & _MASK
-        if all_true(hits):
-            first_miss = there = len(hits)
-        else:
+        first_miss = there = len(hits)
+        record, (tags, at, known) = -1, _NO_PLACES
+        if not all_true(hits):
             first_miss = int(hits.argmin())
-            there = len(hits) - int(hits[::-1].argmax()) if any_true(hits) else 0  # more, if there are holes
-        tags, at = self._places(blocks, keys, first_miss)
-        known = self._tags[at] == tags
-        record = self._deepest(tags, at, known)
+            there = there - int(hits[::-1].argmax()) if any_true(hits) else 0  # more, if there are holes
+            tags, at = self._places(blocks, keys, first_miss)
+            known = self._tags[at] == tags
+            record = self._deepest(tags, at, known)
         if record < 0 and first_miss:
             record = self._record_of(keys.tags.item(first_miss - 1) ^ mixed)
         if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ mixed)):
@@ -123,7 +123,7 @@ class Prompts:
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._states[record] = now, ENDED
         if not all_true(known):  # what a lookup named is there already
-            self._enter(tags[~known], at[~known], NONE_KNOWN, record)
+            self._enter(tags[~known], at[~known], _NO_PLACES[2], record)
         self.end_told(blocks, keys, rows, rows >= 0)
         if pause:
             self._told = True
