@@ -78,11 +78,9 @@ class Attachment(ABC):
                     self._stream = self._handler.open(what, self.send, self.lose)
                 case "take" if self._stream is not None:
                     self._handle(self._stream, what)
-                case "end" | "cut":
-                    self._close()
-                    if do == "end" or self._token is None:
-                        # Not in the carrier's task, which is cancelled when the client dies.
-                        self._handler.tasks.spawn(self._end(what, gone=do == "cut"), name="attach-end")
+                case "end" | "cut" if do == "end" or self._token is None:
+                    # Not in the carrier's task, which is cancelled when the client dies.
+                    self._handler.tasks.spawn(self._end(what, gone=do == "cut"), name="attach-end")
                 case "tell":
                     self.tell(what)
 
@@ -123,6 +121,7 @@ class Attachment(ABC):
             self.finish(KVSidecarError(INTERNAL))
 
     async def _end(self, session: RankSession | None, *, gone: bool) -> None:
+        self._close()  # not before: a stream may be lost while it opens
         if session is not None:
             await self._handler.end(session, gone=gone)
         self._do(self._protocol.ended())

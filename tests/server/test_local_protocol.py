@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, Refusal, Unavailable
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES
 from kvsidecar.server.handler import INTERNAL
@@ -130,6 +130,21 @@ async def test_a_registration_that_is_refused_after_the_client_detached_is_told_
     (reply,) = transport.replies
     assert (reply.ended.error.code, reply.ended.error.text) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "no")
     assert not handler.taken
+
+
+async def test_a_stream_that_is_lost_while_it_opens_is_closed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copier may have died since the registration: nobody could be told before."""
+    connection, transport, handler = made()
+    closed: list[bool] = []
+
+    def lost(_session: Any, _send: Any, on_lost: Callable[[Exception], object]) -> Any:
+        on_lost(Unavailable("the copier has died", refusal=Refusal.DEVICE_LOST))
+        return SimpleNamespace(handle=lambda _: None, close=lambda: closed.append(True))
+
+    monkeypatch.setattr(handler, "open", lost)
+    await attached(connection, handler)
+    assert (closed, handler.ended) == ([True], True)
+    assert transport.replies[-1].ended.error.code == grpc.StatusCode.UNAVAILABLE.value[0]
 
 
 async def test_a_flood_lets_others_have_their_turn() -> None:
