@@ -132,8 +132,6 @@ class LocalConnection(asyncio.Protocol, Attachment):
     def _take_frames(self) -> None:
         try:
             for _ in range(FRAMES_PER_ITERATION):
-                if self._state is not State.READING:
-                    return
                 payload = self._frames.next()
                 if payload is None:
                     if (length := self._frames.announced) is not None:
@@ -141,6 +139,8 @@ class LocalConnection(asyncio.Protocol, Attachment):
                     return
                 self._end_partial()
                 self._take(payload)
+                if self._state is not State.READING:
+                    return
         except FrameTooLong as error:
             self._refuse(LimitExceeded(str(error)))
             return
@@ -217,7 +217,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
         if self._state in (State.WAITING, State.HELD):
             self._enter(State.READING)
             self.receive(message)
-            self._take_frames()
+            self._take_frames()  # none, if that was refused
 
     def _write(self, reply: pb.LocalReply) -> None:
         if not self._transport.is_closing():

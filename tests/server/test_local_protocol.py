@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,18 @@ async def test_on_one_connection_nothing_overtakes_a_job_that_waits() -> None:
     assert [reply.call for reply in transport.replies[before:]] == [1, 2]
 
 
+async def test_a_job_that_waits_may_be_the_last_message_of_an_iteration() -> None:
+    connection, transport, handler = made()
+    await attached(connection, handler)
+    before = len(transport.replies)
+    lookups = [lookup(call) for call in range(1, FRAMES_PER_ITERATION - 1)]
+    connection.data_received(framed(store(1), *lookups, store(2), lookup(FRAMES_PER_ITERATION)))
+    assert (handler.taken, len(transport.replies) - before) == ([1], len(lookups))
+    await asyncio.sleep(0)
+    assert (handler.taken, len(transport.replies) - before) == ([1, 2], len(lookups) + 1)
+    assert transport.reading
+
+
 async def test_what_is_read_while_a_job_waits_is_bounded() -> None:
     connection, transport, handler = made()
     await attached(connection, handler)
@@ -266,3 +279,34 @@ async def test_the_room_of_a_connection_that_is_refused_is_free_before_the_clien
     assert other_transport.reading, "it waits for room that nobody uses"
     other.connection_lost(None)
     await settled(handler)
+
+
+@pytest.mark.parametrize("seed", range(50))
+async def test_however_messages_are_cut_and_wait_they_are_taken_in_order(seed: int) -> None:
+    rng, failures = random.Random(seed), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    connection, transport, handler = made(PartialMessages(MAX_HELD_BYTES * 3))
+    handler.steps = Steps(clock=lambda: rng.random() * 1e-3)
+    await attached(connection, handler)
+    handler.lookup = lambda request, _: handler.taken.append(request.lease) or pb.LookupReply(ready=True)
+    count = 300
+    requests = [
+        store(each, rng.choice([0, 10, MAX_HELD_BYTES]))
+        if rng.random() < 0.3
+        else pb.LocalRequest(call=each, lookup=pb.LookupRequest(lease=each))
+        for each in range(count)
+    ]
+    data = framed(*requests)
+    while data:
+        handler.steps.called()
+        if not transport.reading or rng.random() < 0.3:
+            await asyncio.sleep(0)
+            continue
+        cut = rng.choice([3, 100, 10_000, len(data)])
+        connection.data_received(data[:cut])
+        data = data[cut:]
+    for _ in range(2 * count):
+        await asyncio.sleep(0)
+    assert not failures
+    assert handler.taken == list(range(count))
+    assert transport.reading
