@@ -21,7 +21,15 @@ BELOW = ("", "proto", "kvsidecar", "kvsidecar/integrations", "tests", "tests/e2e
 NOT_HERE = {
     "README.md": {"engine.py"},  # the reader saves the example so
     "benchmarks/README.md": {"more.json", "run.json", "systems.png"},  # that a command writes
-    "docs/benchmarks.md": {"fleet.svg", "generated.json", "more.json", "peers.json", "run.json"},
+    "docs/benchmarks.md": {
+        "cliff.json",
+        "cliff.svg",
+        "fleet.svg",
+        "generated.json",
+        "more.json",
+        "peers.json",
+        "run.json",
+    },
     "docs/sglang.md": {"adapter_config.json"},  # of an adapter
     "docs/vllm.md": {"adapter_config.json"},
     "docs/packages.md": {"kvsidecar/kvsidecar"},  # of the platform
