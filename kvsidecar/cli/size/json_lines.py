@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import lzma
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+"""By the ending of a compressed file."""
 
 
 class BadFile(Exception):
@@ -74,19 +79,19 @@ class Text(NamedTuple):
 
 
 def read_text(path: Path) -> Iterator[Text]:
-    """The lines of a file that are not empty; ``.xz`` is decompressed.
+    """The lines of a file that are not empty; ``.gz`` and ``.xz`` are decompressed.
 
     Raises:
         BadFile: it cannot be read, or has no line.
     """
     number, found = 0, False
     try:
-        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+        with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if text := text.strip():
                     found = True
                     yield Text(number, text)
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise BadFile(f"{path}, after line {number}: {error}") from error
     if not found:
         raise BadFile(f"{path}: it is empty")
