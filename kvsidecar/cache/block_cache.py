@@ -62,7 +62,7 @@ class BlockCache:
         self._table = BlockTable(allocator, seed, eviction)
         self.adopted = AdoptReport() if records is None else adopt(self._table, records)
         """What was taken over from an earlier run."""
-        self._prompts = None if self._table.rhythm is None else Prompts(self._table.rhythm)
+        self._prompts = None if self._table.rhythm is None else Prompts(self._table.rhythm, allocator.total_bytes)
         self._expiry = Expiry(self._table)
         self._room = Room(self._table, self._expiry)
         self._leases = LeaseTable(next_id)

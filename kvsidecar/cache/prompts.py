@@ -19,7 +19,7 @@ ENTRIES = 1 << 20
 """Of nine bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
 that is left names it."""
 PROMPTS = 1 << 16
-"""Of 22 bytes."""
+"""Of 38 bytes."""
 ENDED, ASKED, STORED = range(3)
 """Of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
 _NO_PLACES: tuple[Tags, Ints, Bools] = (np.zeros(0, np.uint32), NO_INTS, np.zeros(0, np.bool_))
@@ -41,8 +41,11 @@ class Prompts:
     one prompt says nothing of when the other will use them.
     """
 
-    def __init__(self, rhythm: Rhythm) -> None:
+    def __init__(self, rhythm: Rhythm, pool_bytes: int) -> None:
         self._rhythm = rhythm
+        self._pool_bytes = pool_bytes
+        self._passed = 0
+        """Bytes of all prompts that were looked up."""
         self._tags: Tags = zeros((ENTRIES,), np.uint32)
         self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
         """By entry: the number of the prompt."""
@@ -61,6 +64,10 @@ class Prompts:
         """The last block that was looked up of it."""
         self._states: Bytes = zeros((PROMPTS,), np.uint8)
         """`ENDED`, `ASKED` or `STORED`."""
+        self._asked: Ints = zeros((PROMPTS,), np.int64)
+        """What had passed when it was looked up last."""
+        self._sizes: Ints = zeros((PROMPTS,), np.int64)
+        """Blocks that it had then."""
         self._declined: Tags = zeros((PROMPTS,), np.uint32)
         """The first block that was declined since it was last looked up; 0: none was."""
 
@@ -86,18 +93,23 @@ class Prompts:
             record = self._record_of(keys.tags.item(first_miss - 1) ^ mixed)
         if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ mixed)):
             record = self._new()
-            self._rhythm.count(len(keys), returned=False)
+            self._rhythm.count(len(keys))
             if first_miss:
                 tags, at = self._places(blocks, keys)
                 known = self._tags[at] == tags
         else:
             if self._states.item(record) != ASKED:  # else the same request asks again
-                self._rhythm.count(len(keys), returned=True)
+                size = min(len(keys), self._sizes.item(record))
+                since = self._passed - self._asked.item(record) + size * blocks.space.block_bytes
+                in_lru = since <= self._pool_bytes
+                self._rhythm.count(len(keys), len(keys), min(first_miss, size), size if in_lru else 0)
                 self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
             if there:
                 self._gaps[record] = blocks.gaps.item(rows.item(there - 1))
         self._used[record], self._states[record], self._declined[record] = now, ASKED, 0
         self._ends[record] = keys.tags.item(-1) ^ mixed
+        self._passed += len(keys) * blocks.space.block_bytes
+        self._asked[record], self._sizes[record] = self._passed, len(keys)
         if len(tags):
             self._enter(tags, at, known, record)
 
@@ -117,9 +129,9 @@ class Prompts:
         if record < 0:
             record = self._new()
             self._ends[record] = tags[-1]
-            self._rhythm.count(len(keys), returned=False)
+            self._rhythm.count(len(keys))
         elif self._states[record] == ENDED:  # the engine had all of it itself
-            self._rhythm.count(len(keys), returned=True)
+            self._rhythm.count(len(keys), len(keys))
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._states[record] = now, ENDED
         if not all_true(known):  # what a lookup named is there already

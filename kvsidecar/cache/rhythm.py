@@ -65,6 +65,9 @@ REMEMBERED = 256
 """Lookups after which one counts a third for that."""
 AT_FIRST = 64
 """Blocks of prompts that return, by which a cache begins."""
+CLEARLY = 1.1
+"""Where LRU would have hit so many times as much of late, the order is that of LRU for `TRY_AGAIN` lookups."""
+TRY_AGAIN = 4096
 
 Stream = tuple[Iterator[Ints], int, int, int]
 """The blocks of one class in the order of their last use, its horizon, its number, and a tick that is not later than
@@ -100,6 +103,10 @@ class Rhythm:
         self._now = 0.0
         self._asked = self._returned = float(AT_FIRST)
         """Blocks of prompts of late, and of those that continued others."""
+        self._hit = self._lru_hit = 0.0
+        """Of the latter, those that were hit, and that LRU would have hit at least."""
+        self._lookups = 0
+        """Since the policy is tried; negative: so many are to come until it is again."""
         self.on = True
         """Whether enough prompts return: else blocks go by their last use, except those of which it is said that they
         will not be used again."""
@@ -110,16 +117,27 @@ class Rhythm:
     def set_time(self, now: float) -> None:
         """It is ``now``, in seconds on the cache's clock."""
         self._now = now
-        self.on = self._returned >= RETURNS * self._asked
+        if self._lookups >= REMEMBERED and self._lru_hit > CLEARLY * self._hit:
+            self._lookups = -TRY_AGAIN
+        self.on = self._lookups >= 0 and self._returned >= RETURNS * self._asked
         if not self.on:
             self.horizons[:-1] = NEVER
             return
         self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
 
-    def count(self, blocks: int, *, returned: bool) -> None:
-        """A prompt of so many blocks is used, which continues one that is known, or does not."""
+    def count(self, blocks: int, returned: int = 0, hit: int = 0, lru_hit: int = 0) -> None:
+        """A prompt is used.
+
+        Args:
+            returned: its blocks, if it continues one that is known.
+            hit: how many of these were there.
+            lru_hit: how many LRU would have had at least.
+        """
         self._asked += blocks - self._asked / REMEMBERED
-        self._returned += (blocks if returned else 0) - self._returned / REMEMBERED
+        self._returned += returned - self._returned / REMEMBERED
+        self._hit += hit - self._hit / REMEMBERED
+        self._lru_hit += lru_hit - self._lru_hit / REMEMBERED
+        self._lookups += 1
 
     def ranks(self, gaps: Bytes, last_used: Ints) -> Ints:
         """Blocks with the lowest rank go first; a rank is a tick.

@@ -20,9 +20,11 @@ from kvsidecar.cache.rhythm import (
     CLASSES,
     FIRST_GAP,
     MOST_GAP,
+    REMEMBERED,
     STEPS,
     TOLD,
     TOLD_CLASSES,
+    TRY_AGAIN,
     Rhythm,
     class_of,
     in_order,
@@ -737,8 +739,45 @@ def test_when_most_prompts_return_their_rhythm_counts_again() -> None:
     names = [f"busy {number}" for number in range(4)]
     for turn in range(600):
         if turn in (100, 596):
-            cache.clear_blocks(space, keys("new"))
-            store_at(cache, space, now + turn, *names)
             assert admitted(cache, space, "new") == (turn == 100)
+            cache.clear_blocks(space, keys("new"))
+        store_at(cache, space, now + turn, *names)
         use(cache, space, now + turn, names[turn % 4])
         cache.touch([(space, keys(names[turn % 4]))])
+
+
+def test_where_lru_would_have_hit_more_it_is_the_order_for_a_while() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    rhythm = space.blocks.rhythm
+    assert rhythm is not None
+
+    def turns(first: int, count: int, stored: bool) -> list[bool]:
+        seen = []
+        for turn in range(first, first + count):
+            name = "ab"[turn % 2]
+            use(cache, space, 2.0 * turn, name)
+            if stored and turn < first + 2:
+                store(cache, space, name)
+            cache.touch([(space, keys(name))])
+            cache.expire(2.0 * turn + 1)
+            seen.append(rhythm.on)
+        return seen
+
+    assert all(turns(0, REMEMBERED - 1, stored=False))
+    lost = turns(REMEMBERED - 1, 10, stored=False)
+    assert not lost[-1], "LRU would have had both"
+    back = turns(REMEMBERED + 9, TRY_AGAIN + 10, stored=True)
+    assert (back[TRY_AGAIN - 20], back[-1]) == (False, True)
+
+
+def test_what_lru_would_have_evicted_too_is_no_loss() -> None:
+    cache = rhythmic(4)
+    space = open_space(cache)
+    rhythm = space.blocks.rhythm
+    assert rhythm is not None
+    for turn in range(3 * REMEMBERED):
+        use(cache, space, 2.0 * turn, turn % 5)
+        cache.touch([(space, keys(turn % 5))])
+    cache.expire(10000.0)
+    assert rhythm.on
