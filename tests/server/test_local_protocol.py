@@ -286,7 +286,7 @@ async def test_however_messages_are_cut_and_wait_they_are_taken_in_order(seed: i
     rng, failures = random.Random(seed), list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     connection, transport, handler = made(PartialMessages(MAX_HELD_BYTES * 3))
-    handler.steps = Steps(clock=lambda: rng.random() * 1e-3)
+    handler.steps = Steps(LoopTime(lambda: rng.random() * 1e-3))
     await attached(connection, handler)
     handler.lookup = lambda request, _: handler.taken.append(request.lease) or pb.LookupReply(ready=True)
     count = 300

@@ -180,7 +180,7 @@ class SchedulerSide:
         """What the ranks do in this step; mostly `NOTHING`, without a look at any request."""
         if self._lookups.used:
             self._lookups.new_step()
-        self._touches.step()
+        self._counts |= self._touches.step()
         if self._adapters is not None:
             self._adapters.new_step()
         if (self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids) and self._enabled:

@@ -47,10 +47,11 @@ class Touches:
     def forget_all(self) -> None:
         self._waiting.clear()
 
-    def step(self) -> None:
-        """Touch at most one request, which takes at most two milliseconds. Never waits, never raises."""
+    def step(self) -> bool:
+        """Touch at most one request, which takes at most two milliseconds. Returns whether there was one. Never waits,
+        never raises."""
         if not self._waiting or self._waiting[0][0] > self._clock():
-            return
+            return False
         _, block_hashes, tokens, pause = self._waiting.popleft()
         most = MAX_HASHES // len(self._groups)
         found = hits.hashes(self._groups, block_hashes, 0, hits.limit(self._groups, tokens, 0))
@@ -60,3 +61,4 @@ class Touches:
         except ClientError:
             sent = False  # lookups say why
         self._counters.unsent_touches += not sent
+        return True
