@@ -7,6 +7,8 @@ blocks, or whose blocks were declined, must not come back as one that nobody kno
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,10 +18,12 @@ from kvsidecar.cache.block_index import Keys, Tags
 from kvsidecar.cache.rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
 
 ENTRIES = 1 << 20
-"""Of nine bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
+"""Of twelve bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
 that is left names it."""
 PROMPTS = 1 << 16
 """Of 38 bytes."""
+LIVES = 300.0
+"""Seconds after its last use for which a prompt has a say in what becomes of blocks that it shares."""
 ENDED, ASKED, STORED = range(3)
 """Of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
 _NO_PLACES: tuple[Tags, Ints, Bools] = (np.zeros(0, np.uint32), NO_INTS, np.zeros(0, np.bool_))
@@ -49,8 +53,8 @@ class Prompts:
         self._tags: Tags = zeros((ENTRIES,), np.uint32)
         self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
         """By entry: the number of the prompt."""
-        self._shared: Bools = zeros((ENTRIES,), np.bool_)
-        """By entry: whether another prompt had the block before."""
+        self._others: Numbers = zeros((ENTRIES,), np.uint32)
+        """By entry: the number of another prompt that had the block before; 0: none had."""
         self._told = False
         """Whether anything was told of any prompt: until then that costs nothing."""
         self._count = 0
@@ -119,7 +123,7 @@ class Prompts:
         Args:
             rows: of these blocks; -1: not there.
             pause: seconds until it is used again, as somebody says; infinity: it is not; 0: nobody says. Of blocks that
-                other prompts have too it counts only if that is sooner than usual.
+                other prompts have too, which were used of late, it counts only if that is sooner than usual.
         """
         if not len(keys):
             return
@@ -142,7 +146,10 @@ class Prompts:
             gap, there = told(pause), rows >= 0
             rows, at = rows[there], at[there]
             sooner = blocks.gaps[rows] > gap - TOLD if gap < OVER else False
-            blocks.gaps[rows[~self._shared[at] | sooner]] = gap
+            shared = self._lives(self._prompts[at], record, now) | self._lives(self._others[at], record, now)
+            blocks.gaps[rows[~shared | sooner]] = gap
+            if gap == OVER:
+                self._used[record] = -inf
 
     def end_told(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, used: Bools) -> None:
         """Some of these blocks are used: what was told of them has ended, and they have the gap of their prompt again.
@@ -214,6 +221,12 @@ class Prompts:
         known = (self._tags[at] == tags) & (self._numbers[records] == numbers)
         return np.where(known, records, -1)
 
+    def _lives(self, numbers: Numbers, record: int, now: float) -> Bools:
+        """Which of these numbers are of other prompts that were used of late."""
+        records = numbers & np.uint32(PROMPTS - 1)
+        lives: Bools = (self._numbers[records] == numbers) & (now - self._used[records] < LIVES) & (records != record)
+        return lives & (numbers > 0)
+
     def _record_of(self, tag: int) -> int:
         """Of the prompt of one block; -1: it is not known."""
         at = tag & ENTRIES - 1
@@ -241,8 +254,11 @@ class Prompts:
             known: which of them are in the table.
         """
         number = self._numbers[record]
-        shared = known & (self._shared[at] | (self._prompts[at] != number)) if any_true(known) else False
-        self._shared[at] = shared
+        others: Numbers | int = 0
+        if any_true(known):
+            before = self._prompts[at]
+            others = np.where(known, np.where(before != number, before, self._others[at]), np.uint32(0))
+        self._others[at] = others
         self._tags[at] = tags
         self._prompts[at] = number
 
