@@ -467,6 +467,28 @@ def test_blocks_that_other_prompts_have_too_do_not_go_with_one() -> None:
     assert cache_gaps(space, "instructions", "q") == [told(2.0)] * 2, "sooner than usual"
 
 
+def test_what_ended_prompts_shared_goes_with_the_last_of_them() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    for prompt in ("p", "q"):
+        use(cache, space, 0.0, "instructions", prompt)
+        store_at(cache, space, 0.0, "instructions", prompt)
+    tell(cache, space, 10.0, inf, "instructions", "q")
+    assert cache_gaps(space, "instructions", "q") == [FIRST_GAP, told(inf)]
+    tell(cache, space, 11.0, inf, "instructions", "p")
+    assert cache_gaps(space, "instructions", "p") == [told(inf)] * 2
+
+
+def test_a_prompt_that_did_not_come_for_long_has_no_say_in_what_it_shared() -> None:
+    cache = rhythmic(8)
+    space = open_space(cache)
+    for now, prompt in ((0.0, "p"), (300.0, "q")):
+        use(cache, space, now, "instructions", prompt)
+        store_at(cache, space, now, "instructions", prompt)
+    tell(cache, space, 301.0, inf, "instructions", "q")
+    assert cache_gaps(space, "instructions", "q") == [told(inf)] * 2
+
+
 def test_what_is_stored_behind_what_was_told_inherits_the_gap_of_its_prompt() -> None:
     cache = rhythmic(8)
     space = open_space(cache)
