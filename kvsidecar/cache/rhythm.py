@@ -20,8 +20,8 @@ next, and that has not waited for longer than the next class's patience. Otherwi
 would take each other's places for ever, and none would be hit.
 
 All this is for prompts that return. Where few do, or where LRU would have hit clearly more of late, the order is that
-of LRU and everything is stored (`Rhythm.on`). What LRU would have hit at least is known: a prompt comes back before more
-bytes were looked up than the pool has.
+of LRU and everything is stored (`Rhythm.on`). What LRU would have hit at least is known: a prompt comes back before
+more bytes were looked up than the pool has.
 """
 
 from __future__ import annotations
