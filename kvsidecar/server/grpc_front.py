@@ -42,6 +42,8 @@ MESSAGE_COPIES = 2
 """Of a message: as it arrived, and parsed."""
 CALL_SECONDS = 25e-6
 """What gRPC and the loop take for a call that begins, or ends, without its answer (measured)."""
+PAUSE_SECONDS = 0.002
+"""Between the ends of `CALLS_AT_ONCE` calls that are late. gRPC ends in one turn of the loop what came in several."""
 RELAYS_AT_ONCE = 16
 """Connections whose second is counted in one turn of the loop."""
 LINGER_SECONDS = 5
@@ -202,10 +204,17 @@ class GrpcFront:
     async def _each_second(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            for number, relay in enumerate(tuple(self._relays), 1):
+            relays, ended = tuple(self._relays), 0
+            for number, relay in enumerate(relays, 1):
                 relay.second()
                 if number % RELAYS_AT_ONCE == 0:
                     await self.turns.loop_time.turn()
+            for relay in relays:
+                while late := relay.end_late():
+                    ended += late
+                    if ended >= CALLS_AT_ONCE:
+                        ended = 0
+                        await asyncio.sleep(PAUSE_SECONDS)
             connections, calls, nbytes = self._connections_of, self.quotas.calls, self.quotas.nbytes
             most = self._memory(connections.peak(), calls.peak(), nbytes.peak())
             await self._peak.used(self._memory(connections.held, calls.held, nbytes.held), most)
@@ -234,8 +243,8 @@ class _Relay:
         """None until the client has begun as it must."""
         self._over = 0
         """Since how many seconds the connection only waits until the client has taken what it was sent."""
-        self._ending = self._counting = False
-        """Whether `_end_calls`, and `_count`, wait for their turn."""
+        self._ending = False
+        """Whether `_end_calls` waits for its turn."""
         self._closed = False
 
     def begin(self) -> None:
@@ -291,13 +300,6 @@ class _Relay:
                 self._gate.close()
         if self._gate.over:
             self._end()
-        elif self._gate.late:
-            self._front.turns.take(self.client.user, self._end_late)
-
-    def _end_late(self) -> None:
-        if not self._over:
-            self._pass(self._gate.end_late())
-            self._update()
 
     def _to_server(self, passed: Passed) -> None:
         front = self._front
@@ -355,13 +357,7 @@ class _Relay:
             self._front.ended(self)
 
     def second(self) -> None:
-        """A second has passed. Where one user's connections take longer than that to be looked at, it counts once."""
-        if not self._counting:
-            self._counting = True
-            self._front.turns.take(self.client.user, self._count)
-
-    def _count(self) -> None:
-        self._counting = False
+        """A second has passed."""
         if self._closed:
             return
         if self._over:
@@ -371,6 +367,15 @@ class _Relay:
             return
         self._pass(self._gate.second())
         self._update()
+
+    def end_late(self) -> int:
+        """End some of the calls that are late. Returns how many."""
+        if self._over or not self._gate.late:
+            return 0
+        passed = self._gate.end_late()
+        self._pass(passed)
+        self._update()
+        return passed.calls
 
     def close(self, *, at_once: bool = False) -> None:
         if not self._closed:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvsidecar.errors import Refusal
 from kvsidecar.server import grpc_front
 from kvsidecar.server.grpc_front import GrpcFront
 from kvsidecar.server.http2_frames import CANCEL, reset
-from kvsidecar.server.http2_gate import CALLS_AT_ONCE
+from kvsidecar.server.http2_gate import CALLS_AT_ONCE, MESSAGE_SECONDS
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.server.unix_front import UnixFront
 from kvsidecar.support.tasks import TaskSet
@@ -94,6 +95,33 @@ async def test_the_calls_of_a_connection_that_closes_end_before_it_in_several_tu
         assert front.quotas.calls.held == 0
         assert len(ends) == len({turn for turn, _ in ends}) == CALLS // CALLS_AT_ONCE - 1, "the last ones end with it"
         assert b"".join(data for _, data in ends) == b"".join(reset(each, CANCEL) for each in streams[:-CALLS_AT_ONCE])
+    unix.stop_listening()
+    front.close()
+    await tasks.cancel()
+
+
+async def test_calls_that_are_late_end_a_few_at_a_time(short_dir: Path) -> None:
+    tasks, turns = TaskSet(lambda name, error: None), Turns()
+    refused: list[Refusal] = []
+    front = GrpcFront(grpc_front.LIMITS, refused.append, tasks, turns)
+    unix = UnixFront(SocketFiles(short_dir / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(f"{short_dir}/server")
+        server.listen(1)
+        front.start(f"{short_dir}/server")
+        unix.listen()
+        client.connect(f"{short_dir}/kvs.sock")
+        streams = [2 * number + 1 for number in range(CALLS)]
+        client.send(
+            PREFACE + frame(SETTINGS) + b"".join(frame(HEADERS, each, request(), END_HEADERS) for each in streams)
+        )
+        await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
+        (relay,) = front._relays
+        for _ in range(MESSAGE_SECONDS + 1):
+            relay.second()
+        assert not refused
+        assert [relay.end_late() for _ in range(4)] == [CALLS_AT_ONCE] * 3 + [0]
+        assert (front.quotas.calls.held, refused) == (0, [Refusal.UNFINISHED] * CALLS)
     unix.stop_listening()
     front.close()
     await tasks.cancel()
