@@ -136,6 +136,9 @@ class DaemonProcess:
             env=environment(**variables),
         )
         self.log: list[dict[str, Any]] = []
+        self._ahead: list[dict[str, Any]] = []
+        """Lines that came before the one that was waited for last, and are of a later time: the daemon and its children
+        write to one pipe, each when it comes to it."""
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -154,12 +157,18 @@ class DaemonProcess:
     def wait_log(self, event: str, seconds: float = SECONDS) -> dict[str, Any]:
         """The next log line with this event that was not waited for before."""
         deadline = time.monotonic() + seconds
-        while True:
+        found = next((line for line in self._ahead if line["event"] == event), None)
+        while found is None:
             line = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             assert line is not None, f"the daemon ended without {event!r}; it said {self.log}"
             self.log.append(line)
             if line["event"] == event:
-                return line
+                found = line
+            else:
+                self._ahead.append(line)
+        then = found.get("timestamp", "")
+        self._ahead = [line for line in self._ahead if line.get("timestamp", "") > then and line is not found]
+        return found
 
     def read_log(self) -> list[dict[str, Any]]:
         """All that it has said. Call it when it has ended."""
