@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+from kvsidecar.integrations.vllm.touches import AFTER_SECONDS
 from tests.harness import DaemonProcess, eventually
 from tests.vllm.conftest import POOL
 from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, kvsidecar, prompt, running, sampling
@@ -50,7 +52,9 @@ def test_a_request_that_is_over_makes_room_and_one_that_pauses_does_not(model: s
             ask(engine, bad, {"pause": "soon"})
             before = ask(engine, waits, {"pause": 5})
             ask(engine, over, {"over": True})
-            for number in range(1000):  # others are declined until the daemon is told, half a second after the end
+            time.sleep(AFTER_SECONDS)
+            ask(engine, prompt("short", 8))  # the daemon is told of one request in each of its steps
+            for number in range(1000):
                 ask(engine, prompt(f"other {number}", 300))
                 if daemon.metric("kvsidecar_evicted_blocks_total"):
                     break
