@@ -54,6 +54,7 @@ class Request:
     num_computed_tokens = 0
     trace_headers = None
     lora_request = None
+    output_token_ids = ()
 
     def __init__(self, name: str, blocks: int) -> None:
         self.request_id = name
