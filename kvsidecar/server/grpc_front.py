@@ -204,17 +204,16 @@ class GrpcFront:
     async def _each_second(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            relays, ended = tuple(self._relays), 0
-            for number, relay in enumerate(relays, 1):
+            ended = 0
+            for number, relay in enumerate(tuple(self._relays), 1):
                 relay.second()
-                if number % RELAYS_AT_ONCE == 0:
-                    await self.turns.loop_time.turn()
-            for relay in relays:
                 while late := relay.end_late():
                     ended += late
                     if ended >= CALLS_AT_ONCE:
                         ended = 0
                         await asyncio.sleep(PAUSE_SECONDS)
+                if number % RELAYS_AT_ONCE == 0:
+                    await self.turns.loop_time.turn()
             connections, calls, nbytes = self._connections_of, self.quotas.calls, self.quotas.nbytes
             most = self._memory(connections.peak(), calls.peak(), nbytes.peak())
             await self._peak.used(self._memory(connections.held, calls.held, nbytes.held), most)
@@ -370,7 +369,7 @@ class _Relay:
 
     def end_late(self) -> int:
         """End some of the calls that are late. Returns how many."""
-        if self._over or not self._gate.late:
+        if self._over:
             return 0
         passed = self._gate.end_late()
         self._pass(passed)

@@ -105,8 +105,6 @@ class Gate:
         self._ended = 0
         """A stream that gRPC has seen begin and end; 0: none."""
         self._calls: dict[int, _Call] = {}
-        self._late: list[int] = []
-        """Streams whose calls have been waited for too long."""
         self._out: list[bytes] = []
         self._passed = Passed()
         self._injected = bytearray()
@@ -374,27 +372,17 @@ class Gate:
                 self._refuse_connection(Unfinished(f"{what} was not complete within {MESSAGE_SECONDS} s"))
         else:
             self._seconds = 0
-        for stream, call in self._calls.items():
-            if call.awaited:
-                call.seconds += 1
-                if call.seconds == MESSAGE_SECONDS + 1:
-                    self._late.append(stream)
+        for call in self._calls.values():
+            call.seconds += call.awaited
         return self._result()
 
-    @property
-    def late(self) -> bool:
-        """Whether calls have been waited for too long."""
-        return bool(self._late) and not self.over
-
     def end_late(self) -> Passed:
-        """End some of them."""
-        while self.late and self._passed.calls < CALLS_AT_ONCE:
-            stream = self._late.pop()
-            call = self._calls.get(stream)
-            if call is not None and call.awaited and call.seconds > MESSAGE_SECONDS:
-                self._passed.calls += 1
-                late = Unfinished(f"a message of a call was not complete within {MESSAGE_SECONDS} s")
-                self._refuse_call(stream, late)
+        """End some of the calls that have been waited for too long; none if there are no more."""
+        late = [stream for stream, call in self._calls.items() if call.awaited and call.seconds > MESSAGE_SECONDS]
+        for stream in late[:CALLS_AT_ONCE]:
+            self._passed.calls += 1
+            error = Unfinished(f"a message of a call was not complete within {MESSAGE_SECONDS} s")
+            self._refuse_call(stream, error)
         return self._result()
 
     def _result(self) -> Passed:

@@ -84,8 +84,9 @@ class PathListener:
                 self._room.release()
                 raise
             who = peers.credentials(connection)
-            self._turns.take((self._what, who.uid), partial(self._begin, connection, who), ACCEPT_SECONDS)
+            self._turns.take((self._what, who.uid), partial(self._begin, connection, who))
 
     def _begin(self, connection: socket.socket, who: Credentials) -> None:
         self._room.release()
+        self._turns.charge((self._what, who.uid), ACCEPT_SECONDS)
         self._accepted(connection, who)

@@ -19,15 +19,11 @@ FEW: Final = 64
 """So many users are remembered in any case."""
 
 
-_Step = tuple[Callable[[], None], float]
-"""With the seconds of what it causes."""
-
-
 @dataclass(slots=True)
 class _User:
     used: float = 0.0
     """When what it has taken is paid for, in monotonic seconds."""
-    waiting: deque[_Step] = field(default_factory=deque)
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)
     resting: bool = False
     lined_up: bool = False
     """It is among `Turns._next`. A step may take further ones of its user, and must not line it up twice."""
@@ -44,13 +40,8 @@ class Turns:
         self._next: deque[Hashable] = deque()
         """Those with steps that wait and may begin."""
 
-    def take(self, user: Hashable, step: Callable[[], None], seconds: float = 0.0) -> None:
-        """Take a step: now, if nobody waits and this turn of the loop has time, or in one of the next ones.
-
-        Args:
-            seconds: about how long that takes which the step causes and does not do itself, such as a task that it
-                wakes. The user is charged for it; and if it is not 0, the step is the last one of its turn of the loop.
-        """
+    def take(self, user: Hashable, step: Callable[[], None]) -> None:
+        """Take a step: now, if nobody waits and this turn of the loop has time, or in one of the next ones."""
         now = self.loop_time.clock()
         queue = self._users.get(user)
         if queue is None:
@@ -58,11 +49,11 @@ class Turns:
                 self._forget(now)
             queue = self._users[user] = _User()
         if queue.waiting or queue.used > now + BURST_SECONDS or self._next or not self.loop_time.is_left():
-            queue.waiting.append((step, seconds))
+            queue.waiting.append(step)
             if len(queue.waiting) == 1:
                 self._line_up(user, queue, now)
         else:
-            self._run(queue, (step, seconds), now)
+            self._run(queue, step, now)
 
     def charge(self, user: Hashable, seconds: float) -> None:
         """What runs is the last of this turn of the loop: it has made work for somebody else, which takes about so long
@@ -102,14 +93,11 @@ class Turns:
         if queue.waiting:
             self._line_up(user, queue, max(self.loop_time.clock(), queue.used - BURST_SECONDS))
 
-    def _run(self, queue: _User, step: _Step, began: float) -> None:
-        call, seconds = step
-        if seconds:
-            self.loop_time.end()
+    def _run(self, queue: _User, step: Callable[[], None], began: float) -> None:
         try:
-            call()
+            step()
         finally:
-            queue.used = max(queue.used, began) + (self.loop_time.clock() - began + seconds) / SHARE
+            queue.used = max(queue.used, began) + (self.loop_time.clock() - began) / SHARE
 
     def _forget(self, now: float) -> None:
         """Those who have nothing that waits or is not paid for; called the less often, the more stay."""

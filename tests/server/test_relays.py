@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -23,26 +25,41 @@ from tests.harness import eventually_in_loop
 
 CLIENTS = 20
 CALLS = 3 * CALLS_AT_ONCE
+STREAMS = [2 * number + 1 for number in range(CALLS)]
+
+
+@asynccontextmanager
+async def served(directory: Path, refused: Callable[[Refusal], None] = lambda _: None) -> AsyncIterator[GrpcFront]:
+    """Relays on ``kvs.sock`` in front of a server that accepts connections and reads nothing."""
+    tasks, turns = TaskSet(lambda name, error: None), Turns()
+    front = GrpcFront(grpc_front.LIMITS, refused, tasks, turns)
+    unix = UnixFront(SocketFiles(directory / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{directory}/server")
+        server.listen(CLIENTS)
+        front.start(f"{directory}/server")
+        unix.listen()
+        yield front
+    unix.stop_listening()
+    front.close()
+    await tasks.cancel()
+
+
+def begun(client: socket.socket, directory: Path, calls: Sequence[int] = ()) -> None:
+    """Connect, and begin the calls of these streams."""
+    client.connect(f"{directory}/kvs.sock")
+    client.send(PREFACE + frame(SETTINGS) + b"".join(frame(HEADERS, each, request(), END_HEADERS) for each in calls))
 
 
 async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collector(short_dir: Path) -> None:
     """A collection holds up the event loop the longer, the more there is to collect."""
-    tasks = TaskSet(lambda name, error: None)
-    turns = Turns()
-    front = GrpcFront(grpc_front.LIMITS, lambda _: None, tasks, turns)
-    unix = UnixFront(SocketFiles(short_dir / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"{short_dir}/server")
-        server.listen(CLIENTS)
-        front.start(f"{short_dir}/server")
-        unix.listen()
+    async with served(short_dir) as front:
         gc.collect()
         gc.disable()
         try:
             clients = [socket.socket(socket.AF_UNIX) for _ in range(CLIENTS)]
             for client in clients:
-                client.connect(f"{short_dir}/kvs.sock")
-                client.send(PREFACE + frame(SETTINGS))
+                begun(client, short_dir)
             await eventually_in_loop(lambda: len(front._relays) == CLIENTS)
             for client in clients:
                 client.close()
@@ -52,19 +69,13 @@ async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collecto
             assert not left
         finally:
             gc.enable()
-        unix.stop_listening()
-        front.close()
-        await tasks.cancel()
 
 
 async def test_the_calls_of_a_connection_that_closes_end_before_it_in_several_turns_of_the_loop(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC would end all of them in one."""
-    tasks, turns, loop = TaskSet(lambda name, error: None), Turns(), asyncio.get_running_loop()
-    front = GrpcFront(grpc_front.LIMITS, lambda _: None, tasks, turns)
-    unix = UnixFront(SocketFiles(short_dir / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
-    turn, sent = 0, list[tuple[int, bytes]]()
+    turn, sent, loop = 0, list[tuple[int, bytes]](), asyncio.get_running_loop()
     send = grpc_front.End.send
 
     def tick() -> None:
@@ -76,52 +87,28 @@ async def test_the_calls_of_a_connection_that_closes_end_before_it_in_several_tu
         sent.append((turn, data))
         send(end, data)
 
-    streams = [2 * number + 1 for number in range(CALLS)]
-    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
-        server.bind(f"{short_dir}/server")
-        server.listen(1)
-        front.start(f"{short_dir}/server")
-        unix.listen()
-        client.connect(f"{short_dir}/kvs.sock")
-        begin = PREFACE + frame(SETTINGS)
-        begin += b"".join(frame(HEADERS, stream, request(), END_HEADERS) for stream in streams)
-        client.send(begin)
-        await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
-        tick()
-        monkeypatch.setattr(grpc_front.End, "send", noted)
-        client.close()
+    async with served(short_dir) as front:
+        with socket.socket(socket.AF_UNIX) as client:
+            begun(client, short_dir, STREAMS)
+            await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
+            tick()
+            monkeypatch.setattr(grpc_front.End, "send", noted)
         await eventually_in_loop(lambda: not front._relays)
         ends = [(turn, data) for turn, data in sent if data]
         assert front.quotas.calls.held == 0
         assert len(ends) == len({turn for turn, _ in ends}) == CALLS // CALLS_AT_ONCE - 1, "the last ones end with it"
-        assert b"".join(data for _, data in ends) == b"".join(reset(each, CANCEL) for each in streams[:-CALLS_AT_ONCE])
-    unix.stop_listening()
-    front.close()
-    await tasks.cancel()
+        assert b"".join(data for _, data in ends) == b"".join(reset(each, CANCEL) for each in STREAMS[:-CALLS_AT_ONCE])
 
 
 async def test_calls_that_are_late_end_a_few_at_a_time(short_dir: Path) -> None:
-    tasks, turns = TaskSet(lambda name, error: None), Turns()
     refused: list[Refusal] = []
-    front = GrpcFront(grpc_front.LIMITS, refused.append, tasks, turns)
-    unix = UnixFront(SocketFiles(short_dir / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
-    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
-        server.bind(f"{short_dir}/server")
-        server.listen(1)
-        front.start(f"{short_dir}/server")
-        unix.listen()
-        client.connect(f"{short_dir}/kvs.sock")
-        streams = [2 * number + 1 for number in range(CALLS)]
-        client.send(
-            PREFACE + frame(SETTINGS) + b"".join(frame(HEADERS, each, request(), END_HEADERS) for each in streams)
-        )
-        await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
-        (relay,) = front._relays
-        for _ in range(MESSAGE_SECONDS + 1):
-            relay.second()
-        assert not refused
-        assert [relay.end_late() for _ in range(4)] == [CALLS_AT_ONCE] * 3 + [0]
-        assert (front.quotas.calls.held, refused) == (0, [Refusal.UNFINISHED] * CALLS)
-    unix.stop_listening()
-    front.close()
-    await tasks.cancel()
+    async with served(short_dir, refused.append) as front:
+        with socket.socket(socket.AF_UNIX) as client:
+            begun(client, short_dir, STREAMS)
+            await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
+            (relay,) = front._relays
+            for _ in range(MESSAGE_SECONDS + 1):
+                relay.second()
+            assert not refused
+            assert [relay.end_late() for _ in range(4)] == [CALLS_AT_ONCE] * 3 + [0]
+            assert (front.quotas.calls.held, refused) == (0, [Refusal.UNFINISHED] * CALLS)

@@ -124,11 +124,16 @@ async def test_what_a_step_causes_is_charged_to_its_user_and_ends_the_turn() -> 
     clock = Clock()
     turns = Turns(LoopTime(clock))
     taken: list[str] = []
-    turns.take("greedy", lambda: taken.append("greedy"), BURST_SECONDS)
-    turns.take("other", lambda: taken.append("other"), SECONDS)
+
+    def caused(user: str, seconds: float) -> None:
+        turns.charge(user, seconds)
+        taken.append(user)
+
+    turns.take("greedy", functools.partial(caused, "greedy", BURST_SECONDS))
+    turns.take("other", functools.partial(caused, "other", SECONDS))
     assert taken == ["greedy"], "the first has ended the turn"
     turn = asyncio.get_running_loop().create_future()
-    turns.take("other", lambda: turn.set_result(None), SECONDS)
+    turns.take("other", lambda: turn.set_result(None))
     await turn
     turns.take("greedy", lambda: taken.append("greedy"))
     for _ in range(5):
