@@ -54,7 +54,7 @@ async def test_a_step_that_ends_the_turn_does_so_for_all() -> None:
     time = LoopTime(clock, 1.0)
     steps, turns = Steps(time, call_seconds=50.0), Turns(time)
     steps.called()
-    turns.take("user", lambda: clock.take("user", 0.0), 0.1)
+    turns.take("user", lambda: turns.charge("user", 0.1))
     assert not steps.may_begin()
     assert not time.is_left()
     await asyncio.sleep(0)
