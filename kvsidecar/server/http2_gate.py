@@ -76,7 +76,7 @@ class Passed:
     to_server: bytes = b""
     to_client: bytes = b""
     calls: int = 0
-    """How many calls began, or were ended because they are late."""
+    """How many calls began, were given up by the client, or were ended because they are late."""
     refused: list[KVSidecarError] = field(default_factory=list)
     """Why calls, or in the end the connection, were refused."""
 
@@ -127,7 +127,7 @@ class Gate:
 
     def from_client(self, data: bytes) -> Passed:
         """Take bytes of the client. Of those that have arrived, at most `FRAMES_AT_ONCE` frames are looked at, and at
-        most `CALLS_AT_ONCE` calls begin; if there `is_more`, call it again without any."""
+        most `CALLS_AT_ONCE` calls begin or end; if there `is_more`, call it again without any."""
         self._buffer += data
         if not self.over:
             try:
@@ -209,6 +209,7 @@ class Gate:
         if kind != h2.WINDOW_UPDATE:
             self._count_control()
         if kind == h2.RST_STREAM:
+            self._passed.calls += stream in self._calls
             self._end(stream)
         return None
 

@@ -110,6 +110,15 @@ def test_few_calls_begin_at_once_and_the_others_when_asked_again() -> None:
     assert connection.gate.calls == 3 * CALLS_AT_ONCE
 
 
+def test_few_calls_are_given_up_at_once() -> None:
+    connection = Connection()
+    connection.send(calls(3 * CALLS_AT_ONCE))
+    resets = b"".join(reset(2 * number + 1, CANCEL) for number in range(3 * CALLS_AT_ONCE))
+    passed = connection.gate.from_client(resets)
+    assert (passed.calls, connection.gate.calls) == (CALLS_AT_ONCE, 2 * CALLS_AT_ONCE)
+    assert passed.to_server + connection.send(b"") == resets
+
+
 def test_few_late_calls_end_at_once_and_who_has_sent_the_rest_meanwhile_is_not_late() -> None:
     connection = Connection()
     connection.send(calls(2 * CALLS_AT_ONCE + 2))
