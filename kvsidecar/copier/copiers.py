@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, Hello, Opened, PoolFile
+from kvsidecar.copier.store_pacing import StorePacing
 from kvsidecar.device.base import MemorySource
 from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
@@ -237,7 +238,7 @@ class Copiers:
     Args:
         hello: what the first process has found.
         first: that process, which becomes the copier of the first device.
-        store_chunk: bytes of stores in flight at a time while an engine is busy on their device; None for no bound.
+        store_chunk: see `StorePacing`.
         steps: turns of the ends of copies; those of the link of ``first``.
         on_error: called with (task name, error) if the supervision of a copier fails.
     """
@@ -265,8 +266,7 @@ class Copiers:
             uuid: Copier(uuid, node, self._options, lambda copier: self.on_change(copier), guard, self.steps)
             for uuid, node in hello.devices.items()
         }
-        self._store_chunk = store_chunk
-        self._busy: frozenset[str] = frozenset()
+        self.pacing = StorePacing(store_chunk, self._set_paces)
 
     def __iter__(self) -> Iterator[Copier]:
         return iter(self._copiers.values())
@@ -281,37 +281,9 @@ class Copiers:
             raise DeviceNotFound(f"device {uuid} is not visible to the daemon; visible: {', '.join(self._copiers)}")
         return self._copiers[uuid]
 
-    # -- pacing --------------------------------------------------------------------------------------------------------
-
-    @property
-    def store_chunk(self) -> int | None:
-        return self._store_chunk
-
-    @store_chunk.setter
-    def store_chunk(self, nbytes: int | None) -> None:
-        self._store_chunk = nbytes
-        self._set_paces()
-
-    @property
-    def busy(self) -> frozenset[str]:
-        """UUIDs of the devices on which an engine computes: its own small copies, such as those of sampled tokens, must
-        pass the stores there. Elsewhere stores may use the whole link."""
-        return self._busy
-
-    @busy.setter
-    def busy(self, uuids: frozenset[str]) -> None:
-        if uuids != self._busy:
-            self._busy = uuids
-            self._set_paces()
-
-    def pace(self, uuid: str, direction: Direction) -> int | None:
-        """The most bytes in flight at a time now, None for the whole link. Only stores are bounded: copies to the
-        device do not delay those from it (measured)."""
-        return self._store_chunk if direction is Direction.STORE and uuid in self._busy else None
-
     def _set_paces(self) -> None:
         for copier in self:
-            copier.set_pace(self.pace(copier.uuid, Direction.STORE))
+            copier.set_pace(self.pacing.of(copier.uuid, Direction.STORE))
 
     def set_log_level(self, level: str) -> None:
         for copier in self:

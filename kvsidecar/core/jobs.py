@@ -286,7 +286,7 @@ class JobRunner:
     def _keep_awake_for(self, session: RankSession, job: Job) -> None:
         """Keep the loop awake for the end of this job, unless it is a paced store, whose end is not urgent, or so many
         jobs are running that nothing sleeps."""
-        if self.num_running < MANY_JOBS and self.copiers.pace(session.copier.uuid, job.direction) is None:
+        if self.num_running < MANY_JOBS and self.copiers.pacing.of(session.copier.uuid, job.direction) is None:
             self.guard.keep_awake()
 
     def _count(self, direction: Direction, result: JobResult) -> None:

@@ -258,7 +258,7 @@ class Instances:
     def _tell_busy(self) -> None:
         """Stores leave room for an engine's own copies only on devices where an engine is busy."""
         busy = (each for each in self._sessions.values() if not each.idle and not each.ending)
-        self._copiers.busy = frozenset(session.copier.uuid for session in busy)
+        self._copiers.pacing.set_busy(frozenset(session.copier.uuid for session in busy))
 
     def __iter__(self) -> Iterator[RankSession]:
         return iter(tuple(self._sessions.values()))

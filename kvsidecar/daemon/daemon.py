@@ -464,7 +464,7 @@ class Daemon:
         self._copiers.set_log_level(settings.log_level)
         for tier in self._tiers:
             tier.set_log_level(settings.log_level)
-        self._copiers.store_chunk = settings.store_chunk
+        self._copiers.pacing.set_chunk(settings.store_chunk)
 
     # -- stop ------------------------------------------------------------------------------------------------------
 

@@ -40,13 +40,6 @@ SLOT = 4096
 SLOTS = 4
 
 
-class PacedCopiers(NoProcessCopiers):
-    paced = False
-
-    def pace(self, uuid: str, direction: Direction) -> int | None:
-        return 4096 if self.paced and direction is Direction.STORE else None
-
-
 class Guard(SleepGuard):
     """Counts how often it was told to keep awake."""
 
@@ -65,7 +58,7 @@ class World:
         self, verify: Verify = Verify.ALWAYS, zeroing: object = None, eviction: Eviction = Eviction.LRU
     ) -> None:
         self.cache = BlockCache(SlotAllocator(SLOTS * SLOT, SLOTS * SLOT), eviction=eviction)
-        self.copiers = PacedCopiers()
+        self.copiers = NoProcessCopiers()
         self.copier = self.copiers.by_uuid["host"]
         self.pool = np.zeros(SLOTS * SLOT, np.uint8)
         self.copier.pool = self.pool
@@ -341,7 +334,8 @@ async def test_the_age_of_the_oldest_job_is_known_while_it_runs(world: World) ->
 async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(world: World) -> None:
     await world.stored("a")
     assert world.guard.times == 2  # at the begin and at the end
-    world.copiers.paced = True
+    world.copiers.pacing.set_chunk(4096)
+    world.copiers.pacing.set_busy(frozenset({"host"}))
     await world.stored("b")
     assert world.guard.times == 2
     loads = [world.job(Direction.LOAD, "a") for _ in range(MANY_JOBS + 3)]

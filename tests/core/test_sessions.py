@@ -74,7 +74,7 @@ class World:
     def nothing_is_left(self) -> None:
         assert (len(self.instances), self.instances.imported_bytes(), self.copier.sessions) == (0, {}, set())
         assert self.cache.find_space(NAMESPACE, 0) is None
-        assert self.copiers.busy == frozenset()
+        assert self.copiers.pacing.busy == frozenset()
 
     async def attach(self, peer: Peer, **changes: Any) -> RankSession:
         registration = RankRegistration(
@@ -94,12 +94,12 @@ async def test_stores_are_paced_while_an_engine_is_at_work_on_their_device(buffe
     world = World()
 
     def chunks() -> tuple[int | None, int | None]:
-        return world.copiers.pace("host", Direction.STORE), world.copiers.pace("host", Direction.LOAD)
+        return world.copiers.pacing.of("host", Direction.STORE), world.copiers.pacing.of("host", Direction.LOAD)
 
     assert chunks() == (None, None)
     one, two = [await world.attach(world.peer(buffer, uid=1000)) for _ in range(2)]
     assert chunks() == (CHUNK, None)  # copies to the device disturb nobody
-    assert world.copiers.pace("another", Direction.STORE) is None
+    assert world.copiers.pacing.of("another", Direction.STORE) is None
     world.instances.set_idle(one, True)
     assert chunks() == (CHUNK, None)
     world.instances.set_idle(two, True)

@@ -85,10 +85,10 @@ async def test_the_daemon_hands_the_store_chunk_to_the_copiers(
     life = Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None))
     copiers = NoProcessCopiers(store_chunk=settings.store_chunk)
     daemon = Daemon(settings, copiers, pool, MiB, life=life, guard=SleepGuard(0.0))
-    copiers.busy = frozenset({"host"})
-    assert copiers.pace("host", Direction.STORE) == 4 * MiB
+    copiers.pacing.set_busy(frozenset({"host"}))
+    assert copiers.pacing.of("host", Direction.STORE) == 4 * MiB
     daemon._apply(settings.model_copy(update={"store_chunk": 8 * MiB, "log_level": "error"}))
-    assert copiers.pace("host", Direction.STORE) == 8 * MiB
+    assert copiers.pacing.of("host", Direction.STORE) == 8 * MiB
     assert levels == ["error"]
     pool.close()
     daemon._guard.close()
