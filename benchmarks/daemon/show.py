@@ -14,7 +14,10 @@ from rich.console import Console
 from benchmarks.daemon import tables, targets
 from benchmarks.daemon.result import load_peers, read
 from kvsidecar.bench.errors import BadOption
-from kvsidecar.bench.tables import TABLES, WIDTH, print_report, print_tables
+from kvsidecar.bench.tables import TABLES, print_report, print_tables
+
+WIDTH = 140
+"""Where standard output is no terminal: several systems stand beside one another."""
 
 
 def main() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -149,50 +149,92 @@ def _write(report: Report, options: Options) -> None:
 
 class Progress:
     """Progress on standard error: what is to come, a line for each measurement, and its steps: on a terminal in place,
-    elsewhere one every few seconds, if there is a new one.
+    elsewhere the one under way every few seconds, also while it goes on: how long it takes depends on the machine.
 
     Args:
         clock: seconds.
+        every: seconds without a line, at most.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, every: float = SAID_EVERY_SECONDS
+    ) -> None:
         self._console = console
         self._status = console.status("starting") if console.is_terminal else None
         self._name = ""
+        self._step = "starting"
         self._clock = clock
-        self._told = clock()
+        self._every = every
+        self._began = self._told = clock()
+        """When the step began, and when the last line was printed."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._remind, name="bench-progress", daemon=True)
 
     def __enter__(self) -> Progress:
         if self._status is not None:
             self._status.start()
+        else:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
+        else:
+            self._over.set()
+            self._thread.join()
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._told = self._clock()
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        with self._lock:
+            self._print(text)
 
     def begin(self, name: str, what: str = "") -> None:
-        self._name = name
-        self._told = -math.inf  # its first step is said
-        self.detail(what)
+        """Its first step, which is said at once."""
+        with self._lock:
+            self._name = name
+            self._set_step(what)
+            if self._status is None and what:
+                self._print(self._step)
 
     def detail(self, text: str) -> None:
-        line = f"{self._name}: {text}" if text else self._name
-        if self._status is not None:
-            self._status.update(line)
-        elif text and self._clock() >= self._told + SAID_EVERY_SECONDS:
-            self.say(line)
+        """The next step; `remind` prints it when its time has come."""
+        with self._lock:
+            self._set_step(text)
+        self.remind()
+
+    def remind(self) -> float:
+        """Say which step is under way if nothing was said for `every` seconds, unless a terminal shows it. Returns in
+        how many seconds that is to be asked again."""
+        with self._lock:
+            now = self._clock()
+            if now < self._told + self._every:
+                return self._told + self._every - now
+            if self._status is None:
+                lasts = now - self._began
+                self._print(f"{self._step}, for {format_duration(lasts)}" if lasts >= self._every else self._step)
+            return self._every
 
     def end(self, measurement: Measurement) -> None:
         text = f"{measurement.name}: {measurement.status}, {format_duration(measurement.seconds)}"
         if measurement.reason:
             text += f": {measurement.reason}"
         self.say(text)
+
+    def _remind(self) -> None:
+        while not self._over.wait(self.remind()):
+            pass
+
+    def _set_step(self, text: str) -> None:
+        self._step = f"{self._name}: {text}" if text else self._name
+        self._began = self._clock()
+        if self._status is not None:
+            self._status.update(self._step)
+
+    def _print(self, text: str) -> None:
+        self._told = self._clock()
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from kvsidecar.support.units import format_size
 
 Tables = Callable[[Report, list[Row]], Iterable[Table]]
 """How the rows of a measurement are shown."""
-WIDTH = 140
-"""Where standard output is no terminal."""
+WIDTH = 100
+"""Where standard output is no terminal. Every table fits it."""
 _MODES = {
     UNPACED: "the whole link",
     PACED: "paced: the engine is not idle",
@@ -27,7 +27,7 @@ _MODES = {
 def print_tables(console: Console, tables: Iterable[Table]) -> None:
     """A title of its own line: rich would fold it at the width of the table."""
     for table in tables:
-        console.print(Text(f"\n{table.title}", style="bold"), soft_wrap=True)
+        console.print(Text(f"\n{table.title}", style="bold"))
         table.title = None
         console.print(table)
 
@@ -86,25 +86,31 @@ def _bandwidth(report: Report, rows: list[Row]) -> Iterable[Table]:
 def _bandwidth_table(what: str, limit: float | None, rows: list[Row]) -> Table:
     title = f"GB/s of a {what} (RPC included; % of the limit; below: p50 / p99 ms of a job)"
     blocks = [f"{count} block{'s' if count > 1 else ''}" for count in BLOCK_COUNTS]
-    table = new_table(title, "layout", "rows", "in flight", *blocks)
+    table = new_table(title, "layout, its rows", "in flight", *blocks)
     for name in dict.fromkeys(row["layout"] for row in rows):
-        head = name
+        head = True
         for in_flight in IN_FLIGHT:
             cells = {row["blocks"]: row for row in rows if (row["layout"], row["in_flight"]) == (name, in_flight)}
             if not cells:
                 continue
             any_row = next(iter(cells.values()))
-            shape = f"{any_row['rows']} x {format_size(any_row['row_bytes'])}" if head else ""
+            shape = f"{any_row['rows']} x {format_size(any_row['row_bytes'])}"
+            layout = Text.assemble(name, (f"\n{shape}", "dim")) if head else ""
             figures = (_bandwidth_cell(cells.get(count), limit) for count in BLOCK_COUNTS)
-            table.add_row(head, shape, str(in_flight), *figures)
-            head = ""
+            table.add_row(layout, str(in_flight), *figures)
+            head = False
     return table
 
 
 def _bandwidth_cell(row: Row | None, limit: float | None) -> Text:
     if row is None:
         return Text("-")
-    return Text.assemble(share(row["gbps"], limit), (f"\n{row['ms_p50']:.2f} / {row['ms_p99']:.2f}", "dim"))
+    return Text.assemble(share(row["gbps"], limit), (f"\n{_ms(row['ms_p50'])} / {_ms(row['ms_p99'])}", "dim"))
+
+
+def _ms(value: float) -> str:
+    """At most four characters up to ten seconds: the cells of a row stand beside one another."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def _latency(table: Table, rows: list[Row], *names: str) -> Table:
@@ -139,26 +145,35 @@ def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
 
 
 def _scaling(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = (
-        "layout", "blocks a job", "devices", "GB/s of all, both ways", "store", "load", "times one", "% of bulk",
-        "daemon's cores", "copiers' cores", "lookup p50 µs", "times idle",
-    )  # fmt: skip
-    table = new_table("Stores and loads at once on one device after another, 2 jobs in flight each way", *columns)
+    title = "Stores and loads at once on one device after another, 2 jobs in flight each way"
+    names = "layout", "blocks a job", "devices"
+    table = new_table(title, *names, "GB/s of all", "store", "load", "times one", "% of bulk")
     one: dict[tuple[str, int], float] = {}
     bulk: dict[int, float] = {row["devices"]: row["gbps"] for row in rows if not row["blocks"]}
     for row in rows:
         devices = row["devices"]
         first = one.setdefault((row["layout"], row["blocks"]), row["gbps"])
-        share = number(100 * row["gbps"] / bulk[devices], 0) if devices in bulk else "-"
-        idle = row.get("lookup_idle_us")
         table.add_row(
-            row["layout"], str(row["blocks"] or "-"), str(devices),
-            *(number(row.get(key)) for key in ("gbps", "store_gbps", "load_gbps")),
-            number(row["gbps"] / first, 2), share,
-            *(number(row.get(key), 2) for key in ("daemon_cores", "copier_cores")),
-            number(row.get("lookup_us"), 0), number(row["lookup_us"] / idle, 2) if idle else "-",
+            *_scaled(row), *(number(row.get(key)) for key in ("gbps", "store_gbps", "load_gbps")),
+            number(row["gbps"] / first, 2),
+            number(100 * row["gbps"] / bulk[devices], 0) if devices in bulk else "-",
         )  # fmt: skip
     yield table
+    asked = [row for row in rows if row["blocks"]]
+    if asked:
+        title = "Meanwhile: cores that the daemon keeps busy, and lookups"
+        table = new_table(title, *names, "daemon's cores", "copiers' cores", "lookup p50 µs", "times idle")
+        for row in asked:
+            idle = row.get("lookup_idle_us")
+            table.add_row(
+                *_scaled(row), *(number(row.get(key), 2) for key in ("daemon_cores", "copier_cores")),
+                number(row.get("lookup_us"), 0), number(row["lookup_us"] / idle, 2) if idle else "-",
+            )  # fmt: skip
+        yield table
+
+
+def _scaled(row: Row) -> tuple[str, str, str]:
+    return row["layout"], str(row["blocks"] or "-"), str(row["devices"])
 
 
 def _token(_: Report, rows: list[Row]) -> Iterable[Table]:
@@ -189,7 +204,7 @@ def _pin(_: Report, rows: list[Row]) -> Iterable[Table]:
                 "ms/GiB",
                 "prefault s",
                 "register s",
-                "beyond the prefault ms/GiB",
+                "after prefault ms/GiB",
                 "start to ready s",
             )
             table = new_table("Pinning", *columns)

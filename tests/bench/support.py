@@ -95,5 +95,39 @@ def report(share: float = 0.97, *, pacing: bool = False) -> Report:
     return Report("0.1.0", "2026-11-21T12:00:00+00:00", "cuda", machine, {}, measurements)
 
 
+def whole_report() -> Report:
+    """One with rows for every table, and figures as long as they get."""
+    whole = report()
+    measurements = whole.measurements
+    for row in measurements["bandwidth"].rows:
+        row["ms_p50"], row["ms_p99"] = 123.456, 9999.4
+    for name in ("verify", "submit", "jobs", "scaling", "pin"):
+        measurements[name] = Measurement(name, "ok")
+    for layout in LAYOUTS:
+        measurements["verify"].add(
+            layout=layout.name, what=layout.what, blocks=512, nbytes=1 << 30, wrong_blocks=0
+        )  # fmt: skip
+    measurements["submit"].add(call="store", blocks=512, **latency(80_000))
+    measurements["jobs"].add(
+        direction="store", ranks=8, attached=8, device="host", copiers=8, cores=192, jobs_per_second=12_345.0
+    )  # fmt: skip
+    for name, blocks in (("bulk copies", 0), ("stacked-64k", 256)):
+        for devices in (1, 16):
+            measured = {"store_gbps": 1000.4, "load_gbps": 1000.4, "lookup_us": 12_345.6, "lookup_idle_us": 800.1}
+            measured |= {"daemon_cores": 12.34, "copier_cores": 112.34}
+            measurements["scaling"].add(
+                layout=name, blocks=blocks, devices=devices, gbps=2000.8, **(measured if blocks else {})
+            )  # fmt: skip
+    measurements["pin"].add(
+        phase="daemon starts, its context", what="a CUDA graph of 64 GEMMs at batch 32", steps=123_456,
+        p50_ms=1.234, p99_ms=12.345, max_ms=1234.567,
+    )  # fmt: skip
+    measurements["pin"].add(
+        phase="pool", pool_bytes=1536 << 30, pages="1GiB", pin_seconds=1234.56, start_to_ready_seconds=1234.56,
+        ms_per_gib=1234.5, prefault_seconds=1234.56, register_seconds=1234.56, beyond_prefault_ms_per_gib=1234.5,
+    )  # fmt: skip
+    return whole
+
+
 def latency(p50: float) -> dict[str, float]:
     return {"n": 100, "p50_us": p50, "p99_us": 2 * p50, "min_us": p50 / 2, "max_us": 3 * p50}

@@ -11,8 +11,8 @@ from kvsidecar.bench.report import Measurement, Report
 from tests.bench import support
 
 
-def shown(report: Report) -> str:
-    console = Console(file=io.StringIO(), width=tables.WIDTH)
+def shown(report: Report, width: int = tables.WIDTH) -> str:
+    console = Console(file=io.StringIO(), width=width)
     tables.print_report(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -33,4 +33,12 @@ def test_a_cell_that_was_not_measured_is_a_dash_and_the_others_stay_in_their_col
     rows = report.measurements["bandwidth"].rows
     report.measurements["bandwidth"].rows = [row for row in rows if row["blocks"] != 8]
     first = next(line for line in shown(report).splitlines() if line.startswith("contiguous"))
-    assert first.split() == ["contiguous", "1", "x", "2", "MiB", "1", "53.4", "97%", "-", "53.4", "97%", "53.4", "97%"]
+    assert first.split() == ["contiguous", "1", "53.4", "97%", "-", "53.4", "97%", "53.4", "97%"]
+
+
+def test_every_table_fits_a_hundred_columns_unfolded() -> None:
+    report = support.whole_report()
+    assert set(tables.TABLES) == {name for name, each in report.measurements.items() if each.rows}
+    wide = [line.rstrip() for line in shown(report, 1000).splitlines()]
+    assert wide == [line.rstrip() for line in shown(report, 100).splitlines()]
+    assert max(map(len, wide)) <= 100

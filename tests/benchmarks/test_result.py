@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.daemon import show, tables
 from benchmarks.daemon.result import load_peers, read
 from kvsidecar.bench.errors import BadOption
-from kvsidecar.bench.tables import WIDTH, print_tables
+from kvsidecar.bench.tables import print_tables
 from tests.bench import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
 def test_other_systems_stand_beside_this_one_with_the_limit_of_their_own_run(tmp_path: Path) -> None:
     report = support.report()
     peers = load_peers(written(tmp_path, {"rows": [{**TRANSFER, "of_limit": 0.42}, {**TRANSFER, "blocks": 7}]}))
-    console = Console(file=io.StringIO(), width=WIDTH)
+    console = Console(file=io.StringIO(), width=show.WIDTH)
     print_tables(console, tables.other_systems(report, peers))
     assert isinstance(console.file, io.StringIO)
     lines = [line.split() for line in console.file.getvalue().splitlines() if line.startswith("stacked-64k")]
