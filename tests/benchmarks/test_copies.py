@@ -59,8 +59,8 @@ def carry_out(kind, shape, memory, direction, ids, slots):
         plan = copies.slot_pieces(shape, memory.rows, memory.host, ids, slots)
         memory.run(direction, plan.device, plan.host, plan.sizes)
     else:
-        plan = copies.pitched(shape, memory.rows, memory.host, ids, slots)
-        arguments = plan.device, plan.host, plan.width, plan.height, plan.device_pitch, plan.host_pitch
+        rows = copies.pitched(shape, memory.rows, memory.host, ids, slots)
+        arguments = rows.device, rows.host, rows.width, rows.height, rows.device_pitch, rows.host_pitch
         memory.run(direction, *arguments)
 
 

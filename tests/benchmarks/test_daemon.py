@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.daemon import __main__ as daemon
-from benchmarks.daemon import pacing, show, targets
+from benchmarks.daemon import pacing, show, tables, targets
 from kvsidecar.bench.options import Options
 from kvsidecar.bench.run import run
 from tests.bench import support
@@ -23,7 +23,7 @@ def test_every_measurement_has_run_or_says_why_not(
 ) -> None:
     monkeypatch.setattr(pacing, "CHUNKS", ("off", "1 MiB"))
     file = tmp_path / "more.json"
-    assert run(Options(device="host", quick=True, json=str(file)), daemon.MEASURE, daemon.TABLES) == 0
+    assert run(Options(device="host", quick=True, json=str(file)), daemon.MEASURE, tables.TABLES) == 0
     measured = json.loads(file.read_text())["measurements"]
     statuses = {name: (each["status"], each["reason"]) for name, each in measured.items()}
     assert statuses == {"footprint": ("ok", ""), "pacing": ("ok", ""), "interference": ("skipped", "needs a GPU")}

@@ -97,7 +97,7 @@ def test_every_method_brings_every_byte_back(kind, shape, order):
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("wrong", ["nothing is loaded", "nothing is stored", "one block too many"])
 def test_a_copy_that_does_not_do_its_work_is_seen(kind, wrong):
-    class Wrong(kind):
+    class Wrong(kind):  # type: ignore[valid-type]
         def prepare(self, direction, ids, slots):
             if (wrong, direction) in (("nothing is loaded", "load"), ("nothing is stored", "store")):
                 return lambda: None

@@ -148,9 +148,11 @@ class CacheMachine(RuleBasedStateMachine):
     def readable(self) -> list[Key]:
         return [block for block in self.sealed if self.is_readable(block)]
 
+    def holders(self) -> list[LiveLease | OpenLoad]:
+        return [*self.leases.values(), *self.loads]
+
     def pinned(self) -> set[Key]:
-        holders = [*self.leases.values(), *self.loads]
-        return {block for holder in holders for block in holder.keys}
+        return {block for holder in self.holders() for block in holder.keys}
 
     def filling(self) -> set[Key]:
         return {one.key for one in self.open if not one.cleared}
@@ -414,7 +416,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.corrupt = load.expected[which][:2]
         if block in load.keys:  # else it was cleared, and the one of this name is another
             del self.sealed[block]
-            for holder in (*self.leases.values(), *self.loads):
+            for holder in self.holders():
                 holder.keys = [other for other in holder.keys if other != block]
 
     # -- the rest ------------------------------------------------------------------------------------------------
@@ -430,7 +432,7 @@ class CacheMachine(RuleBasedStateMachine):
             del self.sealed[block]
         for one in self.open:
             one.cleared |= one.key[0] in spaces
-        for holder in (*self.leases.values(), *self.loads):
+        for holder in self.holders():
             holder.keys = [block for block in holder.keys if block[0] not in spaces]
 
     @rule(limit=st.integers(0, 2))

@@ -107,21 +107,24 @@ class FakeTransport(Transport):
         self.stream.reply(registered=pb.Registered(epoch=self.epoch, session=self.session))
         return self.stream
 
-    def query(self, request: Any, seconds: float, then: OnAnswer) -> Callable[[], None]:
-        self.questions.put((request, then))
+    def query(self, request: Any, seconds: float, on_answer: OnAnswer) -> Callable[[], None]:
+        self.questions.put((request, on_answer))
         return lambda: None
 
     def asked(self) -> tuple[Any, OnAnswer]:
         """The next question, and what takes its answer."""
         return self.questions.get(timeout=SECONDS)
 
-    def call(self, request: pb.LocalRequest, seconds: float) -> Any:
+    def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
         raise NotImplementedError
 
-    def post(self, request: pb.LocalRequest, then: OnAnswer | None) -> bool:
+    def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
         return False
 
-    def collect(self) -> None:
+    def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
+        return False
+
+    def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
         pass
 
     def going_down(self) -> bool:

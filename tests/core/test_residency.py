@@ -10,8 +10,9 @@ import pytest
 from kvsidecar.cache import change_log
 from kvsidecar.cache.block import Space
 from kvsidecar.core import notes, residency
+from kvsidecar.core.changes import Change
 from kvsidecar.core.fetches import shard_space
-from kvsidecar.core.residency import Change, Watch, joined, split
+from kvsidecar.core.residency import Watch, joined, split
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.engine import ShardSpace
 from kvsidecar.types import LookupMode, Residency

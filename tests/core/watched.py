@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvsidecar.core.changes import Update
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.residency import Update, Watch, Watches
+from kvsidecar.core.residency import Watch, Watches
 from kvsidecar.types import Residency
 from tests.cache.support import namespace, new_cache
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,8 @@ class Heard(NotifySocket):
     def __init__(self) -> None:
         self.messages: list[tuple[str, ...]] = []
 
-    def send(self, *lines: str) -> None:
+    def send(self, *lines: str, fds: Sequence[int] = ()) -> None:
+        assert not fds
         self.messages.append(lines)
 
     @property

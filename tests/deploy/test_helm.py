@@ -547,7 +547,8 @@ def test_the_commands_of_the_page_find_what_is_rendered_valid() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert len(re.findall(r"Valid: [1-9].*Invalid: 0", ran.stdout)) == 2
     wrong = block.replace("kubeconform", "sed 's/containerPort/containerPrt/' | kubeconform")
-    ran = subprocess.run([*command[:-1], wrong], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True)
+    command[-1] = wrong
+    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     assert ran.returncode != 0
 
 

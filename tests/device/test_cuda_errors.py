@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from cuda.bindings import driver
 
-from kvsidecar.device.base import CopyCall, CopyMark, CudaIpcSource
+from kvsidecar.device.base import CopyCall, CopyMark, CudaIpcSource, DeviceMemory
 from kvsidecar.device.cuda import calls as driver_calls
 from kvsidecar.device.cuda import platform as cuda
 from kvsidecar.device.cuda import status as cuda_status
@@ -229,7 +229,7 @@ def test_an_import_that_fails_after_opening_closes_again(
         device.import_memory(HANDLE)
     assert scripted.calls.count("cuIpcCloseMemHandle") == 1
     with pytest.raises(ValueError, match="not mapped"):
-        device.release_memory(cuda.DeviceMemory(4096, 1, b"k"))
+        device.release_memory(DeviceMemory(4096, 1, b"k"))
 
 
 GOOD, ROWS = (4096, 0, 0, 64, 1), (4096, 128, 0, 64, 2)

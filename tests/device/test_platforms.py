@@ -36,7 +36,7 @@ def test_the_host_when_asked_for() -> None:
 
 
 def test_auto_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", no_such_file)
+    monkeypatch.setattr(ctypes, "CDLL", no_such_file)
     platform, why = open_platform("auto")
     assert platform.name == "host"
     assert "no CUDA driver" in why
@@ -52,7 +52,7 @@ def test_auto_with_a_driver_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_with_a_driver_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", broken)
+    monkeypatch.setattr(ctypes, "CDLL", broken)
     assert platforms._has_driver()
 
     def too_old() -> NoReturn:

@@ -9,9 +9,8 @@ import importlib
 import re
 from functools import cache
 
-from kvsidecar.daemon.option_types import Size
 from kvsidecar.daemon.settings import Settings
-from kvsidecar.support.units import parse_size
+from kvsidecar.support.units import Size, parse_size
 from tests.docs.pages import ROOT
 
 PROTO = "proto/kvsidecar/v1/sidecar.proto"

@@ -30,8 +30,8 @@ def answer(client: Client, socket: str, request: dict[str, Any]) -> object:
             return found.groups[0].hits, found.lease
         case "raw lookup":  # without a token
             with grpc.insecure_channel(f"unix:{socket}") as channel:
-                request = pb.LookupRequest(namespace=namespace_to_wire(namespace), mode=pb.LookupRequest.MODE_PREFIX)
-                return pb_grpc.SidecarStub(channel).Lookup(request, timeout=30).ready
+                raw = pb.LookupRequest(namespace=namespace_to_wire(namespace), mode=pb.LookupRequest.MODE_PREFIX)
+                return pb_grpc.SidecarStub(channel).Lookup(raw, timeout=30).ready
         case "raw release":
             with grpc.insecure_channel(f"unix:{socket}") as channel:
                 return (

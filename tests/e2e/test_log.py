@@ -170,7 +170,7 @@ def test_a_log_on_a_full_disk_goes_on_when_there_is_room_and_says_what_was_lost(
 
 def test_a_reader_that_is_stuck_holds_up_nothing_and_is_told_what_it_missed(short_dir: Path) -> None:
     # Nothing has such a namespace; a character of it is six in JSON, so that it makes 30 KB of log.
-    long = Namespace(*(["\1" * 1000] * 3), 16, 1, 1, "\1" * 1000, extra="\1" * 1000)
+    long = Namespace("\1" * 1000, "\1" * 1000, "\1" * 1000, 16, 1, 1, "\1" * 1000, extra="\1" * 1000)
     with pipe() as read, DaemonProcess(short_dir, stderr=read.write_end) as daemon:
         read.until("ready")
         wait_ready(daemon)

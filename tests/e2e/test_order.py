@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ class Racer:
         self.kv[block].fill_(number + 1)
         written = torch.cuda.Event()
         written.record()
-        waiting: object = None
+        waiting: Any = None
         if after == "host":
             waiting = torch.cuda.Event()
             waiting.record()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvsidecar.integrations.checkpoint import checkpoint_of
 from kvsidecar.integrations.facts import Identity
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.namespace import checkpoint_of, identity_of
+from kvsidecar.integrations.vllm.namespace import identity_of
 from kvsidecar.types import Namespace
 
 GROUPS = (Group(0, Kind.FULL, ("layer",), 16, 16, 16),)

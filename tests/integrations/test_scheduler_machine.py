@@ -326,15 +326,15 @@ class Engine:
             if not state.aborted:
                 self.waiting.insert(0, request)
             return
-        for each, table in zip(self.groups, state.tables, strict=True):
-            for i in range(each.first_needed(state.loading), state.loading // 4):
+        for of, table in zip(self.groups, state.tables, strict=True):
+            for i in range(of.first_needed(state.loading), state.loading // 4):
                 block = table[i]
                 if block.block_id in written:
-                    assert block.content == self.content(self.key(each, request, i), job.weights), "wrong KV was loaded"
+                    assert block.content == self.content(self.key(of, request, i), job.weights), "wrong KV was loaded"
                 else:
                     assert block.content is not None, "vLLM goes on with a block that was not loaded"
-                    assert block.content[:-2] == self.key(each, request, i), "vLLM goes on with another block"
-                self.pool.cache(block, self.key(each, request, i))
+                    assert block.content[:-2] == self.key(of, request, i), "vLLM goes on with another block"
+                self.pool.cache(block, self.key(of, request, i))
         request.num_computed_tokens = state.loading
         self.running.append(state)
 

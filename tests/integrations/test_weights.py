@@ -321,8 +321,8 @@ def test_ranks_that_write_the_cache_at_once_leave_a_whole_one(tmp_path: Path) ->
     for each in threads:
         each.join()
     assert wrong == []
-    for each in models:
-        digest_of(each, cached(path))
+    for model in models:
+        digest_of(model, cached(path))
     assert len(json.loads(path.read_text())["digests"]) == 4
 
 

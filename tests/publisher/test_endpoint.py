@@ -13,6 +13,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.publisher import endpoint
 from kvsidecar.publisher.endpoint import MAX_SUBSCRIPTION_BYTES, MAX_SUBSCRIPTIONS, Connection, Endpoint, frames
 from kvsidecar.publisher.metrics import Metrics
+from kvsidecar.support import peer
 from tests.harness import eventually_in_loop
 
 
@@ -83,7 +84,7 @@ def test_when_the_endpoint_is_full_whoever_has_most_loses_one_which_is_counted(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(endpoint.peers, "credentials", lambda sock: SimpleNamespace(uid=next(uids)))
+    monkeypatch.setattr(peer, "credentials", lambda sock: SimpleNamespace(uid=next(uids)))
     uids, metrics = iter([1, 1, 2]), Metrics()
 
     async def serve(connection: Connection) -> None:

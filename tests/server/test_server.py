@@ -6,7 +6,7 @@ import logging
 import sys
 
 import pytest
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from structlog.testing import capture_logs
 
 from kvsidecar.errors import Refusal

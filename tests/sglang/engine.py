@@ -300,10 +300,10 @@ class SGLangProcess(EngineProcess):
         """Load other weights in the middle of a request. Returns SGLang's error, empty if there is none."""
         return str(self._call("update_amid", what.ids, tokens, model, version, flush))
 
-    def load(self, name: str, path: str) -> None:
+    def load_adapter(self, name: str, path: str) -> None:
         self._call("load", name, path)
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         assert self._call("unload", name)
 
     def sleep_and_wake(self) -> None:

@@ -39,13 +39,13 @@ def test_adapters_are_hit_by_their_content(model: str, daemon: DaemonProcess, tm
         new = engine.ask(LONG, adapter="tuned")
         assert (new.cached, new.tokens) == (0, engine.ask(Prompt(LONG.ids, "cold"), adapter="tuned").tokens)
         assert new.tokens != old.tokens
-        engine.load("copy", str(tmp_path / "copy"))
+        engine.load_adapter("copy", str(tmp_path / "copy"))
         hit = engine.ask(LONG, adapter="copy")
         assert (hit.host, hit.tokens) == (WHOLE, old.tokens)
         # The same name, path and place in memory, and the weights of the other one.
-        engine.unload("copy")
+        engine.unload_adapter("copy")
         shutil.copytree(path, tmp_path / "copy", dirs_exist_ok=True)
-        engine.load("copy", str(tmp_path / "copy"))
+        engine.load_adapter("copy", str(tmp_path / "copy"))
         again = engine.ask(LONG, adapter="copy")
         assert (again.cached, again.tokens) == (WHOLE, new.tokens), "the engine's own cache has it by its content, too"
         hit = engine.ask(LONG)

@@ -160,7 +160,7 @@ class Tree(UnifiedRadixCacheFixtures):
         if not loaded:
             return False, None
         slots = self.cache.linker.private_load_indices[request.rid]
-        counter = self.linker.layer_done_counter
+        counter: Any = self.linker.layer_done_counter
         counter.set_consumer(self.cache.ready_to_load_host_cache())
         for layer in range(self.cfg.num_layers):
             counter.wait_until(layer)

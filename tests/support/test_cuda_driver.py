@@ -57,7 +57,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
                 raise library
             return library
 
-        monkeypatch.setattr(cuda_driver.ctypes, "CDLL", load)
+        monkeypatch.setattr(ctypes, "CDLL", load)
 
     yield put
     forget()
@@ -115,7 +115,7 @@ def test_every_call_in_the_code_has_a_signature_with_as_many_arguments() -> None
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
                 continue
-            name = node.args[0].value
+            name = str(node.args[0].value)
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("call", "_call", "status_of") and not any(
                 isinstance(each, ast.Starred) for each in node.args

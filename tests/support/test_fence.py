@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_what_an_engine_writes_over_the_numbers_deceives_nobody_else() -> None:
 def test_a_machine_without_the_barrier_waits_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(module, "_SYS_MEMBARRIER", None)
-    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     fence = Fence(create())
     fence.shut()
     fence.shut()

@@ -81,7 +81,7 @@ def test_a_change_is_told_behind_the_pieces_before_it_and_before_those_after_it(
         engine.outlet(Residency.REMOVED, 0, b"aa")
         yield b"bb"
 
-    engine.pieces = pieces  # type: ignore[method-assign]
+    engine.pieces = pieces  # type: ignore[method-assign,assignment]
     daemon = Daemon(engine)
     daemon.teller.watch(1, SPACE)
     heard = daemon.listen(4)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.cli.doctor import gather as gathering
-from kvsidecar.cli.doctor.checks import Verdict, examine
+from kvsidecar.cli.doctor.checks import examine
 from kvsidecar.cli.doctor.facts import Host
+from kvsidecar.cli.doctor.findings import Verdict
 from kvsidecar.cli.doctor.gather import gather
 from kvsidecar.device.cuda import calls as driver_calls
 from kvsidecar.support.units import MiB
@@ -28,7 +29,7 @@ def driver_that(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -
     program = directory / "python"
     program.write_text(f"#!{sys.executable}\n{script}\n")
     program.chmod(0o755)
-    monkeypatch.setattr(gathering.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvsidecar.cli.operate.top_view import Screen, render, short_device
-from kvsidecar.protocol.figures import Sample, Worth, rates_between
+from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.protocol.figures import Sample, Worth, rates_between, short_device
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 

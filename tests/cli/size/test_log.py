@@ -61,7 +61,8 @@ def test_requests_to_an_openai_server_are_cut_by_their_texts(place: str, tmp_pat
 
     def line(at: float, *messages: Any, **more: Any) -> dict[str, Any]:
         body = {"model": "m", "messages": list(messages)}
-        held = {"": body, "request": {"request": body}, "body": {"body": body}}.get(place)
+        places: dict[str, dict[str, Any]] = {"": body, "request": {"request": body}, "body": {"body": body}}
+        held = places.get(place)
         return {"startTime": at, **(held or {"request_body": json.dumps(body)}), **more}
 
     tokens = 4 * BLOCK_CHARACTERS // 2

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from kvsidecar.cache.block_cache import SWEEP
 from kvsidecar.cache.records import CHECKED, RECORD_WORDS
+from kvsidecar.cache.room import SWEEP
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.disk import directory, engine
 from kvsidecar.tiers.disk.directory import EXTENTS, INDEX, MAX_STARTS

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvsidecar.tiers.disk import engine as module
 from kvsidecar.tiers.disk.engine import DiskEngine
-from kvsidecar.tiers.engine import ReadEnd, TierShare, WriteEnd, namespace_digest
+from kvsidecar.tiers.engine import ReadEnd, ShardSpace, TierShare, WriteEnd, namespace_digest
 from tests.tiers.support import PAGE, read, space, there, write
 
 CAPACITY = 64
@@ -33,7 +33,7 @@ def tier(tmp_path: Path) -> Iterator[DiskEngine]:
     engine.close()
 
 
-def write_each(engine: DiskEngine, of: module.ShardSpace, count: int, first: int = 0) -> list[WriteEnd]:
+def write_each(engine: DiskEngine, of: ShardSpace, count: int, first: int = 0) -> list[WriteEnd]:
     return [write(engine, of, [number])[0] for number in range(first, first + count)]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.errors import TierFailed
+from kvsidecar.support.file_lock import try_lock
 from kvsidecar.tiers.engine import ReadEnd, WriteEnd
 from kvsidecar.tiers.files import engine as module
 from kvsidecar.tiers.files import sweep as sweeping
@@ -320,7 +321,7 @@ def test_nodes_take_turns_and_learn_from_each_other(tmp_path: Path, monkeypatch:
     assert sweep(root, CAPACITY, 60.0) == sweeping.Usage(7, 3, 5.0), "another one has just swept"
     assert len(done) == 1
     with open(root / LOCK, "rb+") as other:
-        assert sweeping.try_lock(other.fileno())
+        assert try_lock(other.fileno())
         assert sweep(root, CAPACITY, 0.0).files == 3, "another one is at it"
         assert len(done) == 1
     age(root / LOCK, 120)
