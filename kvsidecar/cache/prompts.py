@@ -134,7 +134,8 @@ class Prompts:
             record = self._new()
             self._ends[record] = tags[-1]
             self._rhythm.count(len(keys))
-        elif self._states[record] == ENDED:  # the engine had all of it itself
+        elif self._states[record] == ENDED and any_true(tags == self._ends[record]):
+            # The engine had all of it itself. Without its end, it is the head of a touch in parts, the last one first.
             self._rhythm.count(len(keys), len(keys))
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._states[record] = now, ENDED

@@ -361,6 +361,19 @@ def test_a_session_that_the_engine_itself_had_has_a_rhythm() -> None:
     assert gap_of(space, "c") == pytest.approx(160, rel=0.1)
 
 
+def test_a_touch_in_parts_is_one_use() -> None:
+    """The last part comes first: what is touched later is evicted later."""
+    cache = rhythmic(16)
+    space = open_space(cache)
+    cache.touch([(space, keys(*"abcd"))])
+    for now in range(160, 1610, 160):
+        for second, part in enumerate(("cd", "ab")):
+            cache.expire(now + 2.0 * second)
+            cache.touch([(space, keys(*part))])
+    store(cache, space, "d", "e")
+    assert gap_of(space, "e") == pytest.approx(160, rel=0.1)
+
+
 def test_a_prompt_inherits_nothing_from_one_with_the_same_beginning() -> None:
     """Instructions that many prompts share are used often: that says nothing about any of these."""
     cache = rhythmic(64)
@@ -452,12 +465,18 @@ def test_what_is_loaded_without_a_lookup_was_told_nothing() -> None:
     assert cache_gaps(space, "a")[0] < TOLD
 
 
-def test_blocks_that_other_prompts_have_too_do_not_go_with_one() -> None:
+def two_prompts(*times: float) -> tuple[BlockCache, Space]:
+    """Prompts "p" and "q" with common instructions, used at these times."""
     cache = rhythmic(8)
     space = open_space(cache)
-    for prompt in ("p", "q"):
-        use(cache, space, 0.0, "instructions", prompt)
-        store_at(cache, space, 0.0, "instructions", prompt)
+    for now, prompt in zip(times, "pq", strict=True):
+        use(cache, space, now, "instructions", prompt)
+        store_at(cache, space, now, "instructions", prompt)
+    return cache, space
+
+
+def test_blocks_that_other_prompts_have_too_do_not_go_with_one() -> None:
+    cache, space = two_prompts(0.0, 0.0)
     use(cache, space, 10.0, "instructions", "p")
     tell(cache, space, 10.0, inf, "instructions", "p")
     assert cache_gaps(space, "p") == [told(inf)]
@@ -468,11 +487,7 @@ def test_blocks_that_other_prompts_have_too_do_not_go_with_one() -> None:
 
 
 def test_what_ended_prompts_shared_goes_with_the_last_of_them() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
-    for prompt in ("p", "q"):
-        use(cache, space, 0.0, "instructions", prompt)
-        store_at(cache, space, 0.0, "instructions", prompt)
+    cache, space = two_prompts(0.0, 0.0)
     tell(cache, space, 10.0, inf, "instructions", "q")
     assert cache_gaps(space, "instructions", "q") == [FIRST_GAP, told(inf)]
     tell(cache, space, 11.0, inf, "instructions", "p")
@@ -480,11 +495,7 @@ def test_what_ended_prompts_shared_goes_with_the_last_of_them() -> None:
 
 
 def test_a_prompt_that_did_not_come_for_long_has_no_say_in_what_it_shared() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
-    for now, prompt in ((0.0, "p"), (300.0, "q")):
-        use(cache, space, now, "instructions", prompt)
-        store_at(cache, space, now, "instructions", prompt)
+    cache, space = two_prompts(0.0, 300.0)
     tell(cache, space, 301.0, inf, "instructions", "q")
     assert cache_gaps(space, "instructions", "q") == [told(inf)] * 2
 
