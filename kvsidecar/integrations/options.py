@@ -1,11 +1,11 @@
-"""Reads an integration's options from the engine's JSON. Engine-independent."""
+"""An integration's options in the engine's JSON: how they are read, and those that all engines have."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
@@ -51,22 +51,56 @@ def option(default: Any, read: Any, text: str) -> Any:
     return field(default=default, metadata={"read": read, "help": text})
 
 
-def read_options(kind: Any, extra: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The values of a dataclass of `option` fields.
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """Those of every engine, each with its default. Times are in seconds."""
 
-    Args:
-        place: where the user has set them, for the error's text.
+    PLACE: ClassVar[str]
+    """Where the user sets them, for the texts of errors."""
 
-    Raises:
-        ValueError: an option is unknown or has a bad value.
-    """
-    known = {each.name: each.metadata["read"] for each in fields(kind)}
-    values = {}
-    for name, value in extra.items():
-        if name not in known:
-            raise ValueError(f"{place}.{name} is unknown: the options are {', '.join(known)}")
-        try:
-            values[name] = known[name](value)
-        except ValueError as error:
-            raise ValueError(f"{place}.{name} is {value!r}: {error}") from None
-    return values
+    socket: str | None = option(
+        None, read_text, "path of the daemon's socket; default: $KVSIDECAR_SOCKET, otherwise the daemon's default"
+    )
+    instance: str = option("", read_text, "name of this engine deployment in the daemon's log and status")
+    model_name: str | None = option(
+        None,
+        read_text,
+        "name of the model in `status` and policies; engines share blocks only if their names are equal",
+    )
+    local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
+    tool_tokens: tuple[int, ...] = option(
+        (),
+        read_token_ids,
+        "ids of the tokens that begin a tool call, such as [151657] for Qwen's <tool_call>; after an answer with "
+        "one of them, a request's tool_pause counts instead of its pause",
+    )
+    lease_seconds: float = option(
+        60.0,
+        read_seconds,
+        "duration of the lease that protects the blocks of a hit from eviction until they are loaded",
+    )
+    load_timeout: float = option(30.0, read_seconds, "a load that has not started after this time fails")
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> Self:
+        """Read the engine's JSON.
+
+        Raises:
+            ValueError: an option is unknown or has a bad value.
+        """
+        known = {each.name: each.metadata["read"] for each in fields(cls)}
+        values = {}
+        for name, value in extra.items():
+            if name not in known:
+                raise ValueError(f"{cls.PLACE}.{name} is unknown: the options are {', '.join(known)}")
+            try:
+                values[name] = known[name](value)
+            except ValueError as error:
+                raise ValueError(f"{cls.PLACE}.{name} is {value!r}: {error}") from None
+        options = cls(**values)
+        if options.lease_seconds < options.load_timeout:
+            raise ValueError(
+                f"{cls.PLACE}.lease_seconds is {options.lease_seconds!r}: it must not be less than load_timeout "
+                f"({options.load_timeout:g} s), or the blocks could be evicted before they are loaded"
+            )
+        return options

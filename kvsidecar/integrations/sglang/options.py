@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from kvsidecar.integrations.options import (
-    option,
-    read_count,
-    read_flag,
-    read_options,
-    read_seconds,
-    read_text,
-    read_token_ids,
-)
+from kvsidecar.integrations.options import CommonOptions, option, read_count, read_flag, read_seconds, read_text
 
-PLACE = "linker_extra_config"
+
+def _load_chunks(value: Any) -> int:
+    if (chunks := read_count(value)) < 1:
+        raise ValueError("it must be 1 or more")
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Every option with its default. Times are in seconds."""
+class Options(CommonOptions):
+    """Those of all engines, and the linker's own."""
 
-    socket: str | None = option(
-        None, read_text, "path of the daemon's socket; default: $KVSIDECAR_SOCKET, otherwise the daemon's default"
-    )
+    PLACE: ClassVar = "linker_extra_config"
+
     instance: str = option("sglang", read_text, "name of this engine deployment in the daemon's log and status")
-    model_name: str | None = option(
-        None,
-        read_text,
-        "name of the model in `status` and policies; engines share blocks only if their names are equal",
-    )
     load_chunks: int = option(
         2,
-        read_count,
+        _load_chunks,
         "number of jobs, by layers, in which KV is loaded: the forward begins when the first part is there",
     )
     lookup_budget: float = option(
@@ -57,12 +46,6 @@ class Options:
         "longest time that flush_cache and a weight update wait for stores; then the daemon counts as hung and is "
         "given up",
     )
-    tool_tokens: tuple[int, ...] = option(
-        (),
-        read_token_ids,
-        "ids of the tokens that begin a call of a tool, such as [151657] for Qwen's <tool_call>; after an answer with "
-        "one of them, a request's tool_pause counts instead of its pause",
-    )
     residency: bool = option(
         True,
         read_flag,
@@ -74,21 +57,3 @@ class Options:
         "`kvsidecar publish` tells routers about the daemon's pages: send it the tokens as notes, which needs KV "
         "events, and announce none of these pages in them",
     )
-    local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> Options:
-        """Read ``linker_extra_config``.
-
-        Raises:
-            ValueError: an option is unknown or has a bad value.
-        """
-        options = cls(**read_options(cls, extra, PLACE))
-        if options.load_chunks < 1:
-            raise ValueError(f"{PLACE}.load_chunks is {options.load_chunks!r}: it must be 1 or more")
-        if options.lease_seconds < options.load_timeout:
-            raise ValueError(
-                f"{PLACE}.lease_seconds is {options.lease_seconds!r}: it must not be less than load_timeout "
-                f"({options.load_timeout:g} s), or the blocks could be evicted before they are loaded"
-            )
-        return options

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from kvsidecar.integrations.options import (
-    option,
-    read_count,
-    read_flag,
-    read_options,
-    read_seconds,
-    read_text,
-    read_token_ids,
-)
+from kvsidecar.integrations.options import CommonOptions, option, read_count, read_flag, read_seconds, read_text
 
 
 def _store_mode(value: Any) -> str:
@@ -24,18 +15,12 @@ def _store_mode(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Every option with its default. Times are in seconds."""
+class Options(CommonOptions):
+    """Those of all engines, and the connector's own."""
 
-    socket: str | None = option(
-        None, read_text, "path of the daemon's socket; default: $KVSIDECAR_SOCKET, otherwise the daemon's default"
-    )
+    PLACE: ClassVar = "kv_connector_extra_config"
+
     instance: str = option("vllm", read_text, "name of this engine deployment in the daemon's log and status")
-    model_name: str | None = option(
-        None,
-        read_text,
-        "name of the model in `status` and policies; engines share blocks only if their names are equal",
-    )
     store_mode: str = option(
         "eager",
         _store_mode,
@@ -48,12 +33,6 @@ class Options:
     store_prompt_only: bool = option(False, read_flag, "eager mode: store only the blocks of prompts, not of answers")
     kv_hints: bool = option(
         True, read_flag, "follow the KV hints that routers send with a request: retain, pin and demote its blocks"
-    )
-    tool_tokens: tuple[int, ...] = option(
-        (),
-        read_token_ids,
-        "ids of the tokens that begin a tool call, such as [151657] for Qwen's <tool_call>; after an answer with "
-        "one of them, a request's tool_pause counts instead of its pause",
     )
     request_priority: bool = option(
         False,
@@ -83,12 +62,6 @@ class Options:
         "tokens that this engine computes per second, to decide which blocks are worth fetching; 0: the daemon's "
         "estimate",
     )
-    lease_seconds: float = option(
-        60.0,
-        read_seconds,
-        "duration of the lease that protects the blocks of a hit from eviction until they are loaded",
-    )
-    load_timeout: float = option(30.0, read_seconds, "a load that has not started after this time fails")
     weights_version: str | None = option(
         None, read_text, "name of the weights at the start; engines share blocks only if their names are equal"
     )
@@ -106,19 +79,3 @@ class Options:
         "`kvsidecar publish` tells routers about the daemon's blocks: send it the tokens as notes, and announce none "
         "of these blocks in this engine's own KV events",
     )
-    local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> Options:
-        """Read ``kv_connector_extra_config``.
-
-        Raises:
-            ValueError: an option is unknown or has a bad value.
-        """
-        options = cls(**read_options(cls, extra, "kv_connector_extra_config"))
-        if options.lease_seconds < options.load_timeout:
-            raise ValueError(
-                f"kv_connector_extra_config.lease_seconds is {options.lease_seconds!r}: it must not be less than "
-                f"load_timeout ({options.load_timeout:g} s), or the blocks could be evicted before they are loaded"
-            )
-        return options
