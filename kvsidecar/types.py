@@ -94,6 +94,26 @@ class State(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What the daemon reports of itself. Bytes and seconds."""
+
+    state: State
+    pool_bytes: int = 0
+    pinned_bytes: int = 0
+    pin_bytes_per_second: float = 0.0
+    eta_seconds: float | None = None
+    reason: str = ""
+    """Why the daemon is not ready, or which devices do not work."""
+    serves_kept: bool = False
+    """Whether blocks of an earlier daemon can be looked up and loaded although this one is not ready: those in memory
+    that is pinned."""
+
+    @property
+    def ready(self) -> bool:
+        return self.state is State.READY
+
+
 class Outcome(StrEnum):
     """How a job ended."""
 

@@ -14,7 +14,6 @@ from kvsidecar import errors
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics
-from kvsidecar.core.readiness import Snapshot
 from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.errors import Refusal
 from kvsidecar.publisher import metrics as publisher
@@ -22,7 +21,7 @@ from kvsidecar.support.units import format_duration, format_size
 from kvsidecar.tiers.engine import EngineStats, ShareUse
 from kvsidecar.tiers.policy import FetchRefusal, WriteRefusal
 from kvsidecar.tiers.tier import TierCounts
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 
 HEAD = """\
 <!-- Made by `make docs` from kvsidecar/{core,publisher}/metrics.py and kvsidecar/errors.py: change those. -->
@@ -99,7 +98,7 @@ def families() -> list[Metric]:
     metrics = Metrics("host")
     metrics.copier_deaths.labels("host")
     cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
-    gauges = Gauges(Snapshot(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
+    gauges = Gauges(Readiness(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
     stats = EngineStats(0, 0, 0, 0, 0, {}, shares=[ShareUse("chat", 0, 0, None, 0, 0)])
     tiers = [
         TierGauges(name, "", stats if name == "disk" else None, TierCounts(), write_budget_bytes=0)

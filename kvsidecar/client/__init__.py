@@ -27,7 +27,6 @@ from kvsidecar.client.types import (
     GroupHits,
     JobDone,
     LookupResult,
-    Readiness,
     ResidencyChange,
 )
 from kvsidecar.errors import (
@@ -40,7 +39,7 @@ from kvsidecar.errors import (
 )
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.support.breaker import Backoff, BreakerState, CircuitBreaker
-from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Priority, Region, Residency, State
+from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Priority, Readiness, Region, Residency, State
 
 if sys.platform == "linux":
     from kvsidecar.client.buffers import Allocation, HostBuffer, KVBuffers, PhysicalRange

@@ -18,7 +18,7 @@ from kvsidecar.client.messages import MAX_TTL_SECONDS, LookupQuery, Registration
 from kvsidecar.client.operator import OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.supervisor import Dialling, Supervisor
-from kvsidecar.client.types import DEFAULT, Blocks, Default, JobDone, LookupResult, Readiness, ResidencyChange
+from kvsidecar.client.types import DEFAULT, Blocks, Default, JobDone, LookupResult, ResidencyChange
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.errors import ClientError, DaemonUnreachable
 from kvsidecar.protocol.paths import default_socket_path
@@ -31,6 +31,7 @@ from kvsidecar.types import (
     LookupMode,
     Namespace,
     Priority,
+    Readiness,
     State,
 )
 

@@ -13,20 +13,18 @@ import grpc
 
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.ledger import Job
-from kvsidecar.client.types import GroupHits, JobDone, LookupResult, Readiness
+from kvsidecar.client.types import GroupHits, JobDone, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.wire import (
     MODE_TO_WIRE,
     OUTCOME_FROM_WIRE,
-    PRIORITY_TO_WIRE,
-    STATE_FROM_WIRE,
     layout_to_wire,
     namespace_to_wire,
     pack_hashes,
     pack_ids,
 )
-from kvsidecar.types import PROTOCOL, Direction, GroupLayout, LookupMode, Namespace, Outcome, State
+from kvsidecar.types import PROTOCOL, Direction, GroupLayout, LookupMode, Namespace, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -145,7 +143,7 @@ def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
         request.event = job.event
         request.ttl_seconds = job.ttl_seconds
         request.idle_ttl_seconds = job.idle_ttl_seconds
-        request.priority = PRIORITY_TO_WIRE[job.priority]
+        request.priority = job.priority  # type: ignore[assignment]  # they have the same numbers
     else:
         request = message.load
         request.lease = job.lease
@@ -261,18 +259,6 @@ def job_done_from(message: pb.JobDone) -> JobDone:
         nbytes=message.bytes,
         copy_seconds=message.copy_seconds,
         queue_seconds=message.queue_seconds,
-    )
-
-
-def readiness_from(message: pb.Readiness) -> Readiness:
-    return Readiness(
-        state=STATE_FROM_WIRE.get(message.state, State.STARTING),
-        pool_bytes=message.pool_bytes,
-        pinned_bytes=message.pinned_bytes,
-        pin_bytes_per_second=message.pin_bytes_per_second,
-        eta_seconds=message.eta_seconds if message.HasField("eta_seconds") else None,
-        reason=message.reason,
-        serves_kept=message.serves_kept,
     )
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
-from kvsidecar.client.messages import TransportError, job_done_from, readiness_from, to_milliseconds
+from kvsidecar.client.messages import TransportError, job_done_from, to_milliseconds
 from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.transport import Transport
-from kvsidecar.client.types import EVENT_FAILED, JobDone, Readiness
+from kvsidecar.client.types import EVENT_FAILED, JobDone
 from kvsidecar.client.waiting import Monitor
-from kvsidecar.types import Outcome, State
+from kvsidecar.protocol.wire import readiness_from_wire
+from kvsidecar.types import Outcome, Readiness, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = logging.getLogger("kvsidecar.client")
@@ -206,7 +207,7 @@ class Session:
                     self._ledger.finish(job_done_from(reply.done))
                 case "registered":
                     self.epoch, self.id = reply.registered.epoch, reply.registered.session
-                    self.readiness = readiness_from(reply.registered.readiness)
+                    self.readiness = readiness_from_wire(reply.registered.readiness)
                     self.device_order = reply.registered.device_order
                     self.device_order_refused = reply.registered.device_order_refused
                 case "wait_issued":
@@ -217,7 +218,7 @@ class Session:
                         flush, jobs = self._flushes.pop(reply.flushed.flush)
                         flush.on_answer(jobs, reply.flushed.pending)
                 case "readiness":
-                    self.readiness = readiness_from(reply.readiness)
+                    self.readiness = readiness_from_wire(reply.readiness)
             self._monitor.changed.notify_all()
         if self._inbox is None and self.readiness.state is State.FAILED is not before:
             _log.warning("the daemon has failed and stores nothing: %s", self.readiness.reason)

@@ -1,4 +1,4 @@
-"""The client's data types: blocks, results of jobs and lookups, readiness, and the reasons that only a client gives."""
+"""The client's data types: blocks, results of jobs and lookups, and the reasons that only a client gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from kvsidecar.types import Outcome, Residency, State
+from kvsidecar.types import Outcome, Residency
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,24 +72,6 @@ class JobDone:
     """Time in which the device moved bytes, without planning and without gaps between copies."""
     queue_seconds: float = 0.0
     """The rest of the time that the job took in the daemon."""
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """The daemon's last report on itself. Bytes and seconds."""
-
-    state: State
-    pool_bytes: int = 0
-    pinned_bytes: int = 0
-    pin_bytes_per_second: float = 0.0
-    eta_seconds: float | None = None
-    reason: str = ""
-    serves_kept: bool = False
-    """Whether blocks of an earlier daemon can be looked up and loaded although this one is not ready yet."""
-
-    @property
-    def ready(self) -> bool:
-        return self.state is State.READY
 
 
 @dataclass(frozen=True, slots=True)

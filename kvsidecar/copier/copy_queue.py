@@ -110,7 +110,6 @@ class CopyQueue:
     Flights end in order; the end of a copy is reported.
 
     Args:
-        stream: of this direction.
         pool_address: where the plans' host offsets begin.
         on_end: called once for each copy that was not cancelled, with its result or its error. Either way the copy
             cannot move a byte any more.

@@ -161,7 +161,6 @@ class CopierLink(Child):
 
     Args:
         guard: keeps the loop awake for a copy that is about to end.
-        steps: turns of the ends of copies.
     """
 
     NOUN, LOST, FAILED = "the copier", DeviceLost, DeviceError

@@ -21,11 +21,7 @@ the GIL for most of it, unless slots are smaller than 128 KiB."""
 
 
 class SlotCheck:
-    """The checksums of one copy's slots. Nobody may write to the slots meanwhile: they are reserved or pinned.
-
-    Args:
-        pool: all of it.
-    """
+    """The checksums of one copy's slots. Nobody may write to the slots meanwhile: they are reserved or pinned."""
 
     def __init__(self, pool: npt.NDArray[np.uint8], checks: Checks) -> None:
         self._pool = pool

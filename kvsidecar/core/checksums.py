@@ -24,9 +24,6 @@ BlocksInSlots = tuple[Sequence[bytes], Sequence[int], int]
 class Checksums:
     """Checksum by slot: its byte offset in the pool. Those of a cache that records its slots are in its records, where
     the next daemon finds them; those of another cache are here.
-
-    Args:
-        verify: which blocks are checked.
     """
 
     def __init__(self, verify: Verify, cache: BlockCache) -> None:

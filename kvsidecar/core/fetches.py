@@ -142,7 +142,6 @@ class Fetches:
         refused: called with the reason and a number of blocks.
         may_be_cleared: whether the tier may have blocks of a namespace that were cleared.
         chunk_bytes: of one call of an engine, about.
-        zeroing: zeroes what is freed; None: nothing does.
     """
 
     cache: BlockCache

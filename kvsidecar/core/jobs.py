@@ -45,7 +45,6 @@ class JobRunner:
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.
         tiering: blocks that are worth it go to slower tiers; None: there are none.
-        zeroing: zeroes what is freed; None: nothing does.
     """
 
     cache: BlockCache

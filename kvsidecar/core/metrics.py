@@ -26,13 +26,13 @@ from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.labels import DeviceCounts, ModelCounts
 from kvsidecar.core.process_metrics import ProcessMetrics
-from kvsidecar.core.readiness import Snapshot, WarmStart
+from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.share_metrics import share_metrics
 from kvsidecar.core.tier_metrics import TierGauges, tier_metrics
 from kvsidecar.errors import Refusal
 from kvsidecar.support import log
 from kvsidecar.support.tasks import in_one
-from kvsidecar.types import Direction, Outcome, Residency, State
+from kvsidecar.types import Direction, Outcome, Readiness, Residency, State
 
 COPY_SECONDS_BUCKETS = (
     *(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3),
@@ -69,7 +69,7 @@ class ResetReason(StrEnum):
 class Gauges:
     """The values that a scrape reads, in bytes and seconds; mappings are per direction or per device."""
 
-    readiness: Snapshot
+    readiness: Readiness
     cache: CacheStats
     attached_ranks: int
     watchers: int = 0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvsidecar.errors import Refusal
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 
 _NEXT: dict[State, frozenset[State]] = {
     State.STARTING: frozenset({State.PINNING, State.FAILED}),
@@ -51,30 +51,11 @@ class WarmStart:
         return sum(self.dropped.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Readiness at one instant. Sizes in bytes, times in seconds."""
-
-    state: State
-    pool_bytes: int
-    pinned_bytes: int = 0
-    pin_bytes_per_second: float = 0.0
-    eta_seconds: float | None = None
-    reason: str = ""
-    serves_kept: bool = False
-    """Whether blocks of an earlier daemon are looked up and loaded although this one is not ready: those in the memory
-    that is pinned."""
-
-
 class DaemonReadiness:
-    """The state. Used by the event loop's thread only.
-
-    Args:
-        pool_bytes: size of the pool that is to be pinned.
-    """
+    """The state. Used by the event loop's thread only."""
 
     def __init__(self, pool_bytes: int) -> None:
-        self._below = self._now = Snapshot(State.STARTING, pool_bytes, reason="the daemon is starting")
+        self._below = self._now = Readiness(State.STARTING, pool_bytes, reason="the daemon is starting")
         self._draining = ""
         """The reason; empty while the daemon does not drain."""
         self._ending = False
@@ -87,10 +68,10 @@ class DaemonReadiness:
         """Whether who is connected is served as by a daemon that is ready."""
         self.warm_start = WarmStart()
         """What was kept; known before the daemon is ready."""
-        self._listeners: dict[object, Callable[[Snapshot], None]] = {}
+        self._listeners: dict[object, Callable[[Readiness], None]] = {}
 
     @property
-    def now(self) -> Snapshot:
+    def now(self) -> Readiness:
         return self._now
 
     @property
@@ -109,8 +90,8 @@ class DaemonReadiness:
         """Why lookups and loads are declined, or None if they are not."""
         return None if self._now.serves_kept else self.refusal
 
-    def listen(self, listener: Callable[[Snapshot], None]) -> Callable[[], None]:
-        """Call ``listener`` with every new snapshot. Returns the function that ends it."""
+    def listen(self, listener: Callable[[Readiness], None]) -> Callable[[], None]:
+        """Call ``listener`` with every change. Returns the function that ends it."""
         key = object()
         self._listeners[key] = listener
         return lambda: self._listeners.pop(key, None) and None

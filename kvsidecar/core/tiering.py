@@ -47,7 +47,6 @@ class Tiering:
         chunk_bytes: of one call of an engine, about.
         queue_bytes: that may wait to be written to all tiers, or are being written; None for a share of the pool.
         soon: makes a call a little later, see `Writes`; None: behind the answers that the event loop has to send.
-        zeroing: zeroes what is freed; None: nothing does.
     """
 
     def __init__(

@@ -80,7 +80,6 @@ class Daemon:
     """One run of the daemon.
 
     Args:
-        settings: validated.
         copiers: not started yet.
         pool: not pinned yet; it is pinned in the copiers.
         guard: keeps the loop awake around jobs.
@@ -235,7 +234,7 @@ class Daemon:
         )
         self._socket_watch = SocketWatch(
             endpoint,
-            {endpoint.grpc_path: self._rpc.start_again, endpoint.attach_path: self._attach.start_again},
+            {endpoint.grpc_path: self._rpc.start_again, endpoint.attach_path: self._attach.start},
             self.readiness,
             self._tasks,
         )

@@ -39,7 +39,6 @@ class KeptPool:
     """Gives the pool its file, and the cache its records. Used from the event loop.
 
     Args:
-        carrier: holds the files.
         pool: not pinned yet.
     """
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kvsidecar import __version__
-from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.http import Probes
@@ -23,7 +23,7 @@ from kvsidecar.support import log
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 
 _log = log.get("daemon")
 
@@ -32,9 +32,6 @@ class Lifecycle:
     """One run of the process, as an asynchronous context; its exit stops the probes and releases the lock.
 
     Args:
-        settings: validated.
-        pool_bytes: size of the pool to pin.
-        notifier: notifies the service manager.
         at_terminal: SIGHUP means that the terminal is gone, and stops the daemon; otherwise it sets `hung_up`.
 
     Raises:
@@ -104,7 +101,7 @@ class Lifecycle:
         _log.debug("starting", http=self.http, version=__version__)
         return True
 
-    def _changed(self, now: Snapshot) -> None:
+    def _changed(self, now: Readiness) -> None:
         self._was_ready = self._was_ready or now.state is State.READY
 
     def begin_stop(self, drain_timeout: float) -> None:

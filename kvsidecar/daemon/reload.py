@@ -40,7 +40,6 @@ class Reloader:
     """Reads and applies the settings on request.
 
     Args:
-        settings: the settings at the start.
         read: reads the same flags, file and environment as at the start.
         apply: applies settings, in the event loop. Raises ConfigError, with nothing changed, if they do not fit the
             pool.

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvsidecar import copier
-from kvsidecar.core.readiness import Snapshot
 from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
@@ -36,7 +35,7 @@ from kvsidecar.support import failpoints, kernel_calls, log, memory_limits, term
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
 from kvsidecar.support.units import format_duration, format_rate, format_size
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 
 if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics
@@ -312,7 +311,7 @@ def _numa_nodes(settings: Settings, devices: Mapping[str, int | None]) -> tuple[
     return tuple(near) or tuple(online)
 
 
-def bar(now: Snapshot, columns: int) -> str:
+def bar(now: Readiness, columns: int) -> str:
     """The progress bar while the pool is being pinned, at most ``columns`` wide; empty at any other time."""
     if now.state is not State.PINNING:
         return ""

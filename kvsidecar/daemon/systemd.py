@@ -22,11 +22,10 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Final
 
-from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.support import log
 from kvsidecar.support.units import format_duration, format_rate, format_size
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 
 EXTEND_SECONDS: Final = 120
 """Time for the next chunk, once one is pinned. A chunk of 1 GiB takes about 0.1 s, but chunk_size may be far larger,
@@ -96,7 +95,7 @@ def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
     return int(value) / 1e6
 
 
-def status_text(now: Snapshot) -> str:
+def status_text(now: Readiness) -> str:
     """One line for a person, as ``systemctl status`` shows it."""
     pool = format_size(now.pool_bytes)
     if now.state is State.READY:
@@ -138,7 +137,7 @@ class Notifier:
         """The notifier of the manager that started this process, if any."""
         return cls(NotifySocket(os.environ.get(_SOCKET)), watchdog_seconds(os.environ, os.getpid()))
 
-    def changed(self, now: Snapshot) -> None:
+    def changed(self, now: Readiness) -> None:
         lines = []
         if now.state is State.PINNING and now.pinned_bytes > self._pinned_bytes:
             self._pinned_bytes = now.pinned_bytes

@@ -101,8 +101,6 @@ class HostPool:
     `pin` and `close` block, and may be called from any thread; one runs at a time.
 
     Args:
-        spec: what to reserve.
-        platform: how it is pinned.
         root: stands for ``/`` when limits are read.
         clock: seconds, monotonic.
 

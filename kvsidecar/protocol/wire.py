@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Priority, Region, Residency, State
+from kvsidecar.types import GroupLayout, LookupMode, Namespace, Outcome, Readiness, Region, Residency, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ STATE_TO_WIRE = {state: getattr(pb.Readiness, f"STATE_{state.name}") for state i
 STATE_FROM_WIRE = {wire: state for state, wire in STATE_TO_WIRE.items()}
 OUTCOME_TO_WIRE = {outcome: getattr(pb.JobDone, f"OUTCOME_{outcome.name}") for outcome in Outcome}
 OUTCOME_FROM_WIRE = {wire: outcome for outcome, wire in OUTCOME_TO_WIRE.items()}
-PRIORITY_TO_WIRE = {priority: getattr(pb.Store, f"PRIORITY_{priority.name}") for priority in Priority}
-PRIORITY_FROM_WIRE = {number: priority for priority, number in PRIORITY_TO_WIRE.items()}
 MODE_TO_WIRE = {mode: getattr(pb.LookupRequest, f"MODE_{mode.name}") for mode in LookupMode}
 RESIDENCY_TO_WIRE = {kind: getattr(pb.ResidencyChange, f"KIND_{kind.name}") for kind in Residency if kind.is_change}
 RESIDENCY_FROM_WIRE = {wire: kind for kind, wire in RESIDENCY_TO_WIRE.items()}
@@ -56,6 +54,22 @@ def layout_to_wire(layout: GroupLayout) -> pb.Group:
 
 def region_from_wire(message: pb.Region) -> Region:
     return Region(*_region_values(message))
+
+
+def readiness_to_wire(readiness: Readiness) -> pb.Readiness:
+    return pb.Readiness(**asdict(readiness) | {"state": STATE_TO_WIRE[readiness.state]})
+
+
+def readiness_from_wire(message: pb.Readiness) -> Readiness:
+    return Readiness(
+        state=STATE_FROM_WIRE.get(message.state, State.STARTING),
+        pool_bytes=message.pool_bytes,
+        pinned_bytes=message.pinned_bytes,
+        pin_bytes_per_second=message.pin_bytes_per_second,
+        eta_seconds=message.eta_seconds if message.HasField("eta_seconds") else None,
+        reason=message.reason,
+        serves_kept=message.serves_kept,
+    )
 
 
 def pack_hashes(hashes: bytes | Sequence[bytes]) -> bytes:

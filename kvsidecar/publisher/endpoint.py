@@ -110,7 +110,6 @@ class Endpoint:
     Args:
         option: of the command line, for texts.
         socket_type: the ZeroMQ socket that it is to routers.
-        metrics: counts what is refused.
 
     Raises:
         AddressUnavailable: the address is in use or does not exist here.

@@ -34,7 +34,6 @@ class Follower:
 
     Args:
         hash_bytes: of the namespace.
-        watch: tells what the daemon holds.
     """
 
     def __init__(self, hash_bytes: int, watch: Watch, topic: Topic) -> None:

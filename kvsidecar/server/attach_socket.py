@@ -39,7 +39,6 @@ TURNS = "attach"
 
 _log = log.get("attach")
 _caused = log.limited("attach")
-"""For lines that clients cause."""
 
 
 @dataclass(eq=False)
@@ -49,7 +48,6 @@ class AttachSocket:
     Args:
         on_gone: called with a peer whose connection has ended.
         local_connection: serves the local protocol to a peer; None if the protocol is off.
-        refuse: counts a refusal.
         turns: of the users, for the steps of their connections until the Welcome, and for the last one. What comes
             between them is `local_connection`'s.
         pidfds: returns the copiers' processes and a pidfd of each. A client gets them and the daemon's own with its
@@ -78,10 +76,6 @@ class AttachSocket:
     def start(self) -> None:
         """See `PathListener.start`."""
         self._listener.start()
-
-    async def start_again(self) -> None:
-        """As `start`."""
-        self.start()
 
     async def stop(self) -> None:
         self._listener.stop()

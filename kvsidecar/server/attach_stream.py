@@ -9,13 +9,14 @@ from functools import partial
 
 from kvsidecar.core.job import Job, JobResult, StoreOrder
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.errors import InvalidRequest, Refusal
+from kvsidecar.protocol.wire import readiness_to_wire
 from kvsidecar.server import convert
 from kvsidecar.support import log
-from kvsidecar.types import Direction, Priority
+from kvsidecar.types import Direction, Priority, Readiness
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_JOBS = 8192
@@ -29,7 +30,6 @@ MAX_FLUSHES = 1024
 """Limit of waiting flushes per rank. One more is answered at once, with the jobs that are still pending."""
 
 _caused = log.limited("rpc")
-"""For lines that clients cause."""
 
 Send = Callable[[pb.AttachReply], None]
 """Sends or queues a reply. Never waits."""
@@ -55,8 +55,8 @@ class AttachStream:
         """Accept no more requests. The results of running jobs are still sent."""
         self._stop_listening()
 
-    def _send_readiness(self, snapshot: Snapshot) -> None:
-        self.send(pb.AttachReply(readiness=convert.readiness_to(snapshot)))
+    def _send_readiness(self, now: Readiness) -> None:
+        self.send(pb.AttachReply(readiness=readiness_to_wire(now)))
 
     def handle(self, message: pb.AttachRequest) -> None:
         """Handle one request. Jobs start in the order of their messages.

@@ -16,7 +16,6 @@ from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 _caused = log.limited("rpc")
-"""For lines that clients cause."""
 
 
 class Attachment(ABC):

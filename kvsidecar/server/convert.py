@@ -14,7 +14,6 @@ from kvsidecar.core.job import JobBlocks, JobResult
 from kvsidecar.core.layout import MAX_REGIONS, STEP
 from kvsidecar.core.lookups import Choice
 from kvsidecar.core.namespace_options import taken
-from kvsidecar.core.readiness import Snapshot
 from kvsidecar.core.registration import (
     MAX_ALLOCATIONS,
     MAX_GROUPS,
@@ -28,9 +27,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.protocol.wire import (
     MODE_FROM_WIRE,
     OUTCOME_TO_WIRE,
-    PRIORITY_FROM_WIRE,
     RESIDENCY_TO_WIRE,
-    STATE_TO_WIRE,
     namespace_from_wire,
     region_from_wire,
 )
@@ -119,9 +116,10 @@ def blocks_from(messages: Collection[pb.Blocks], width: int) -> list[JobBlocks]:
 
 def priority_from(priority: int) -> Priority:
     """Raises InvalidRequest if there is no such priority."""
-    if priority not in PRIORITY_FROM_WIRE:
-        raise InvalidRequest(f"priority is {priority}; it must be one of {sorted(PRIORITY_FROM_WIRE)}")
-    return PRIORITY_FROM_WIRE[priority]
+    try:
+        return Priority(priority)
+    except ValueError:
+        raise InvalidRequest(f"priority is {priority}; it must be one of {sorted(Priority)}") from None
 
 
 def mode_from(mode: int) -> LookupMode:
@@ -153,18 +151,6 @@ def choice_from(request: pb.LookupRequest, hash_bytes: int) -> Choice:
 def bitmap_to(found: Sequence[bool]) -> bytes:
     """One bit per entry, least significant bit first."""
     return np.packbits(np.frombuffer(bytes(found), np.uint8), bitorder="little").tobytes()
-
-
-def readiness_to(snapshot: Snapshot) -> pb.Readiness:
-    return pb.Readiness(
-        state=STATE_TO_WIRE[snapshot.state],
-        pool_bytes=snapshot.pool_bytes,
-        pinned_bytes=snapshot.pinned_bytes,
-        pin_bytes_per_second=snapshot.pin_bytes_per_second,
-        eta_seconds=snapshot.eta_seconds,
-        reason=snapshot.reason,
-        serves_kept=snapshot.serves_kept,
-    )
 
 
 def job_done_to(job: int, result: JobResult) -> pb.JobDone:

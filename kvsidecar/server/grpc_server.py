@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
@@ -23,7 +23,7 @@ from kvsidecar.server.unix_front import UnixFront
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
@@ -49,16 +49,12 @@ OPTIONS = [  # of each of gRPC's servers behind a front
 
 
 _caused = log.limited("rpc")
-"""For lines that clients cause."""
 _GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
 
 
 class ClientsGone(logging.Filter):
     """Replaces the stack trace in gRPC's log for a client that disconnects before its reply, or sends what does not
     parse to a service of gRPC's own, by a counted refusal. Of the others it passes one in a second.
-
-    Args:
-        refuse: counts a refusal.
     """
 
     def __init__(self, refuse: Callable[[Refusal], None]) -> None:
@@ -81,11 +77,7 @@ class ClientsGone(logging.Filter):
 
 
 class RpcServer:
-    """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready.
-
-    Args:
-        refuse: counts a refusal.
-    """
+    """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready."""
 
     def __init__(
         self,
@@ -125,7 +117,7 @@ class RpcServer:
         self._front.start(f"/proc/self/fd/{self._inner}")
         self._listener.listen()
 
-    async def start_again(self) -> None:
+    def start_again(self) -> None:
         """The socket was removed: listen at another one. Who is connected notices nothing.
 
         Raises:
@@ -143,10 +135,10 @@ class RpcServer:
             self._inner = None
         _GRPC_LOG.removeFilter(self._clients_gone)
 
-    def _readiness_changed(self, now: Snapshot) -> None:
+    def _readiness_changed(self, now: Readiness) -> None:
         self._tasks.spawn(self._set_health(now), name="health")
 
-    async def _set_health(self, now: Snapshot) -> None:
+    async def _set_health(self, now: Readiness) -> None:
         response = health_pb2.HealthCheckResponse
         for name in ("", SERVICE_NAME):
             await self.health.set(name, response.SERVING if now.state is State.READY else response.NOT_SERVING)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvsidecar import __version__
 from kvsidecar.copier.copiers import Copier
-from kvsidecar.core.access import Access, Caller, permit, unidentified
+from kvsidecar.core.access import Caller, permit, unidentified
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
@@ -31,7 +31,7 @@ from kvsidecar.errors import (
     Unfinished,
     UnknownPeer,
 )
-from kvsidecar.protocol.wire import namespace_from_wire
+from kvsidecar.protocol.wire import namespace_from_wire, readiness_to_wire
 from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.server.watch_stream import WatchStream
@@ -54,7 +54,6 @@ REASONS: Mapping[type[KVSidecarError], Refusal] = {
 
 _log = log.get("rpc")
 _caused = log.limited("rpc")
-"""For lines that clients cause."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,14 +86,6 @@ class Handler:
     def caller(self, token: bytes) -> Caller:
         """The caller with this token; without a token, an anonymous one. Raises UnknownPeer if the token is invalid."""
         return self.instances.peer(token).caller if token else self.instances.access.anonymous
-
-    def uid_of(self, token: bytes) -> int | None:
-        """The user of the open connection with this token, or None."""
-        return self.instances.uid_of(token)
-
-    @property
-    def access(self) -> Access:
-        return self.instances.access
 
     @property
     def open_to_all(self) -> bool:
@@ -164,7 +155,7 @@ class Handler:
         return stream
 
     def _registered(self, session: int) -> pb.Registered:
-        readiness = convert.readiness_to(self.readiness.now)
+        readiness = readiness_to_wire(self.readiness.now)
         return pb.Registered(epoch=self.epoch, session=session, readiness=readiness, version=__version__)
 
     def end_watches(self, peer: Peer) -> None:

@@ -54,13 +54,7 @@ PIECE_BYTES = 64 * 1024
 
 
 class Probes:
-    """An HTTP server on the daemon's own event loop, so that /health hangs if the loop does.
-
-    Args:
-        tasks: own what runs until `stop`.
-        page: serve the page.
-        loop_time: in which texts are rendered.
-    """
+    """An HTTP server on the daemon's own event loop, so that /health hangs if the loop does."""
 
     def __init__(
         self,

@@ -30,12 +30,7 @@ _TOO_LATE = (
 
 
 class Connections:
-    """The open connections of one server.
-
-    Args:
-        refuse: counts a refusal.
-        turns: of what the clients cause.
-    """
+    """The open connections of one server."""
 
     def __init__(self, refuse: Callable[[Refusal], None], turns: Turns) -> None:
         self.refuse = refuse

@@ -21,13 +21,6 @@ _caused = log.limited("http")
 
 
 class HttpServer:
-    """
-    Args:
-        application: its routes.
-        refuse: counts a refusal.
-        tasks: own what runs until `stop`.
-    """
-
     def __init__(self, application: web.Application, refuse: Callable[[Refusal], None], tasks: TaskSet) -> None:
         application.middlewares.append(take_turn)
         application.on_response_prepare.append(before_response)

@@ -35,7 +35,6 @@ LINGER_SECONDS = 5.0
 """Time for a refused client to read the reason."""
 
 _caused = log.limited("local")
-"""For lines that clients cause."""
 
 
 class State(Enum):

@@ -29,9 +29,6 @@ class PathListener:
 
     Args:
         accepted: called with each connection, which does not block and is then the callee's, and its client.
-        tasks: own the accepting.
-        caused: logs what fails.
-        turns: of the users who connect.
         what: with the user id, whose turns to accept takes: what follows in the same turns holds up what is accepted.
     """
 

@@ -28,8 +28,6 @@ class Rendering:
 
     Args:
         steps: begins to render.
-        tasks: own the rendering.
-        loop_time: in which its steps take their turns.
     """
 
     def __init__(

@@ -26,8 +26,7 @@ from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.core.tiering import Tiering
 from kvsidecar.protocol.as_json import field_json, message_json
-from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire
-from kvsidecar.server import convert as translate
+from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire, readiness_to_wire
 from kvsidecar.server.overview import Device
 from kvsidecar.support.patterns import EVERYTHING
 from kvsidecar.tiers.engine import ShareUse
@@ -128,7 +127,7 @@ class Report:
             epoch=self.epoch,
             version=__version__,
             uptime_seconds=self.clock() - self._started_at,
-            readiness=translate.readiness_to(self.readiness.now),
+            readiness=readiness_to_wire(self.readiness.now),
             pool=pb.PoolStatus(
                 total_bytes=gauges.readiness.pool_bytes,
                 page_kind=self.page_kind,

@@ -87,7 +87,7 @@ class Service(pb_grpc.SidecarServicer):
 
     def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
         """The user in the fair queue. Callers without a token share one place."""
-        return self._handler.uid_of(token_of(request, context))
+        return self._handler.instances.uid_of(token_of(request, context))
 
     async def _refuse(self, context: Context, error: KVSidecarError) -> NoReturn:
         self._handler.count_refusal(error)

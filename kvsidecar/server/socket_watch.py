@@ -7,7 +7,7 @@ notices nothing; nobody else could connect any more, and a second daemon could s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvsidecar.core.readiness import DaemonReadiness
@@ -32,7 +32,7 @@ class SocketWatch:
     def __init__(
         self,
         files: SocketFiles,
-        start_again: Mapping[Path, Callable[[], Awaitable[None]]],
+        start_again: Mapping[Path, Callable[[], object]],
         readiness: DaemonReadiness,
         tasks: TaskSet,
     ) -> None:
@@ -60,7 +60,7 @@ class SocketWatch:
                     self._files.reclaim()
                     for path in missing:
                         if path in self._start_again:
-                            await self._start_again[path]()
+                            self._start_again[path]()
             except SocketInUse as error:
                 reason = str(error)
             if reason and reason != self._reason:

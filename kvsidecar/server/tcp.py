@@ -82,7 +82,7 @@ class RemoteService(Service):
         if not names:
             raise NotPermitted("the certificate has neither a subject alternative name nor a common name")
         who = Identity(certificate=names)
-        return Caller(who, self._handler.access.grant(who))
+        return Caller(who, self._handler.instances.access.grant(who))
 
     def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
         return self._names(context)
@@ -93,8 +93,6 @@ class RemoteServer:
 
     Args:
         socket_files: where gRPC's own server listens for the front.
-        refuse: counts a refusal.
-        turns: of the users, for all that is relayed.
     """
 
     def __init__(

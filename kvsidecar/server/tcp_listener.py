@@ -33,9 +33,6 @@ class TcpListener:
     Args:
         accepted: called with each connection, which does not block and is then the callee's unless it raises, and the
             address of its other end.
-        turns: of new connections.
-        tasks: own the accepting.
-        caused: logs what fails.
     """
 
     def __init__(

@@ -56,7 +56,6 @@ class TlsFront:
     Args:
         front: serves the connections whose handshake is complete, and counts the refusals of the others.
         refuse: counts the others that were ended by their clients.
-        tasks: own the accepting and the handshakes.
     """
 
     def __init__(

@@ -15,13 +15,7 @@ from kvsidecar.support.turns import Turns
 
 
 class UnixFront:
-    """Used from the event loop.
-
-    Args:
-        front: serves the connections.
-        tasks: own the accepting.
-        turns: of the users who connect.
-    """
+    """Used from the event loop."""
 
     def __init__(self, socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, turns: Turns) -> None:
         self._front = front

@@ -9,12 +9,13 @@ from typing import ClassVar
 from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
-from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.residency import Receiver, Watches
 from kvsidecar.errors import InvalidRequest, KVSidecarError
+from kvsidecar.protocol.wire import readiness_to_wire
 from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import Send
-from kvsidecar.types import Namespace
+from kvsidecar.types import Namespace, Readiness
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_UNREAD_BYTES = 256 * 1024
@@ -78,5 +79,5 @@ class WatchStream(Receiver):
         residency.sequence, residency.reset, residency.complete = update.sequence, update.reset, update.complete
         self.reply(shared[1])
 
-    def _send_readiness(self, snapshot: Snapshot) -> None:
-        self.reply(pb.AttachReply(readiness=convert.readiness_to(snapshot)))
+    def _send_readiness(self, now: Readiness) -> None:
+        self.reply(pb.AttachReply(readiness=readiness_to_wire(now)))

@@ -12,11 +12,7 @@ RETRY_SECONDS: Final = 0.1
 
 
 async def accept(listener: socket.socket, caused: Limited) -> tuple[socket.socket, Any]:
-    """The next connection, which does not block, and the address of its other end.
-
-    Args:
-        caused: logs what fails.
-    """
+    """The next connection, which does not block, and the address of its other end."""
     loop = asyncio.get_running_loop()
     while True:
         try:

@@ -48,7 +48,6 @@ class LogWriter:
     """Owns the writer thread. Thread-safe; no method raises.
 
     Args:
-        fd: the descriptor to write to.
         describe: returns the text that reports lost lines.
         max_waiting: maximum bytes of waiting lines; a single line may exceed it.
     """

@@ -4,14 +4,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core.metrics import Gauges, Metrics
-from kvsidecar.core.readiness import Snapshot
 from kvsidecar.errors import Refusal
-from kvsidecar.types import Direction, State
+from kvsidecar.types import Direction, Readiness, State
 
 
 def gauges(state: State = State.READY) -> Gauges:
     return Gauges(
-        readiness=Snapshot(state, pool_bytes=100, pinned_bytes=100),
+        readiness=Readiness(state, pool_bytes=100, pinned_bytes=100),
         cache=CacheStats(
             total_bytes=100,
             used_bytes=40,

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.daemon.systemd import status_text
 from kvsidecar.errors import Refusal
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 
 
 def test_work_is_declined_until_ready_and_again_when_draining() -> None:
@@ -20,7 +20,7 @@ def test_work_is_declined_until_ready_and_again_when_draining() -> None:
 def test_ready_says_that_everything_is_pinned_and_gives_no_reason() -> None:
     readiness = DaemonReadiness(1000)
     readiness.pinning(pinned_bytes=400, bytes_per_second=100.0, eta_seconds=6.0)
-    assert readiness.now == Snapshot(State.PINNING, 1000, 400, 100.0, 6.0, "the pool is being pinned")
+    assert readiness.now == Readiness(State.PINNING, 1000, 400, 100.0, 6.0, "the pool is being pinned")
     readiness.become_ready()
     assert readiness.now.pinned_bytes == 1000
     assert readiness.now.reason == ""
@@ -36,7 +36,7 @@ def test_kept_blocks_are_read_while_the_pool_is_pinned_and_in_no_other_state() -
     readiness.serve_kept(True)
     assert (readiness.read_refusal, readiness.refusal) == (None, Refusal.NOT_READY), "stores are declined as before"
     reason = "the pool is being pinned; kept blocks in pinned chunks are served"
-    assert readiness.now == Snapshot(State.PINNING, 1000, 400, reason=reason, serves_kept=True)
+    assert readiness.now == Readiness(State.PINNING, 1000, 400, reason=reason, serves_kept=True)
     readiness.pinning(pinned_bytes=500)
     assert (readiness.now.pinned_bytes, readiness.read_refusal) == (500, None)
     readiness.drain("an operator asked to drain")
@@ -53,7 +53,7 @@ def test_kept_blocks_are_read_while_the_pool_is_pinned_and_in_no_other_state() -
     assert readiness.read_refusal is Refusal.NOT_READY
     readiness.serve_kept(True)
     readiness.become_ready()
-    assert readiness.now == Snapshot(State.READY, 1000, 1000)
+    assert readiness.now == Readiness(State.READY, 1000, 1000)
     assert readiness.read_refusal is None
 
 
@@ -74,7 +74,7 @@ def test_a_daemon_that_nobody_can_reach_is_not_ready_and_serves_who_is_connected
     assert (readiness.now.state, readiness.refusal) == (State.DRAINING, Refusal.DRAINING)
     readiness.cancel_drain()
     readiness.unreachable("")
-    assert readiness.now == Snapshot(State.READY, 1000, 1000)
+    assert readiness.now == Readiness(State.READY, 1000, 1000)
 
 
 def test_a_pin_that_fails_ends_the_service_of_kept_blocks() -> None:
@@ -176,4 +176,4 @@ def test_while_no_device_works_the_daemon_is_starting_and_names_them() -> None:
     assert readiness.refusal is Refusal.NOT_READY
     assert status_text(readiness.now) == f"starting: {readiness.now.reason}"
     readiness.devices_down({}, all_down=False)
-    assert readiness.now == Snapshot(State.READY, 1000, 1000)
+    assert readiness.now == Readiness(State.READY, 1000, 1000)

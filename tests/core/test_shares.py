@@ -9,13 +9,12 @@ import pytest
 from kvsidecar.cache.shares import Share
 from kvsidecar.core import access, shares
 from kvsidecar.core.metrics import Gauges, Metrics
-from kvsidecar.core.readiness import Snapshot
 from kvsidecar.core.share_metrics import SHARES_SHOWN
 from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.errors import ConfigError
 from kvsidecar.tiers.engine import EngineStats, ShareUse, TierShare
 from kvsidecar.tiers.tier import TierCounts
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 from tests.cache.support import new_cache
 from tests.harness import NAMESPACE
 
@@ -82,7 +81,7 @@ def test_what_shares_have_of_a_tier_is_in_the_metrics_and_only_the_largest_by_na
     stats = EngineStats(100, 10, 1, 0, 0, {}, quota_blocks=5, shares=use)
     tiers = [TierGauges("disk", "", stats, TierCounts()), TierGauges("cluster", "down", None, TierCounts())]
     metrics = Metrics("host")
-    metrics.read_gauges_from(lambda: Gauges(Snapshot(State.READY, pool_bytes=0), new_cache(1).stats(), 0, tiers=tiers))
+    metrics.read_gauges_from(lambda: Gauges(Readiness(State.READY, pool_bytes=0), new_cache(1).stats(), 0, tiers=tiers))
     lines = metrics.render().decode().splitlines()
     assert sum(line.startswith("kvsidecar_tier_share_used_bytes{") for line in lines) == SHARES_SHOWN + 1
     assert metrics.value("kvsidecar_tier_share_used_bytes", tier="disk", share="s99") == 99
@@ -139,7 +138,7 @@ def test_guarantees_that_the_pool_cannot_keep_are_refused() -> None:
 def test_only_the_largest_shares_have_a_label_of_their_own() -> None:
     metrics = Metrics("host")
     many = [Share(f"s{number}", guaranteed=1, most=9, used=number, evictable=number) for number in range(1000)]
-    gauges = Gauges(Snapshot(State.READY, pool_bytes=0), new_cache(1).stats(), 0, shares=[*many, Share()])
+    gauges = Gauges(Readiness(State.READY, pool_bytes=0), new_cache(1).stats(), 0, shares=[*many, Share()])
     metrics.read_gauges_from(lambda: gauges)
     lines = [line for line in metrics.render().decode().splitlines() if line.startswith("kvsidecar_share_used_bytes{")]
     assert len(lines) == SHARES_SHOWN + 1

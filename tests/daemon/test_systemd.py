@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.core.readiness import DaemonReadiness, Snapshot
+from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.daemon.systemd import (
     EXTEND_SECONDS,
     STOP_MARGIN_SECONDS,
@@ -17,7 +17,7 @@ from kvsidecar.daemon.systemd import (
     watchdog_seconds,
 )
 from kvsidecar.support.units import GiB
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 from tests.service_manager import ServiceManager
 
 PID = 77
@@ -108,7 +108,7 @@ def test_ready_is_said_once_and_by_nothing_but_the_state_ready() -> None:
 
 
 def test_the_status_of_a_pin_has_all_that_a_person_waits_for() -> None:
-    now = Snapshot(State.PINNING, 1024 * GiB, 312 * GiB, 9.75 * GiB, 73.0)
+    now = Readiness(State.PINNING, 1024 * GiB, 312 * GiB, 9.75 * GiB, 73.0)
     assert status_text(now) == "pinning: 312 GiB of 1 TiB (30 %), 10.5 GB/s, 1 min 13 s left"
 
 
@@ -131,7 +131,7 @@ async def test_the_watchdog_is_not_fed_before_the_daemon_is_ready() -> None:
 async def test_a_stuck_copy_stops_the_watchdog_and_progress_starts_it_again() -> None:
     heard = Heard()
     notifier = Notifier(heard, 1e-3)
-    notifier.changed(Snapshot(State.READY, GiB))
+    notifier.changed(Readiness(State.READY, GiB))
     with pytest.raises(Enough):
         await notifier.watch(
             answers(None, "a store is in flight for 61 s", "a store is in flight for 62 s", None, None)
@@ -148,7 +148,7 @@ async def test_a_stuck_copy_stops_the_watchdog_and_progress_starts_it_again() ->
 async def test_nothing_is_fed_where_no_watchdog_is_asked_for() -> None:
     heard = Heard()
     notifier = Notifier(heard, None)
-    notifier.changed(Snapshot(State.READY, GiB))
+    notifier.changed(Readiness(State.READY, GiB))
     async with asyncio.timeout(30):
         await notifier.watch(lambda: None)
     assert "WATCHDOG=1" not in heard.lines
@@ -163,7 +163,7 @@ async def test_a_reload_before_ready_does_not_say_ready() -> None:
 
     await notifier.reloading(reload)
     assert heard.messages == []
-    notifier.changed(Snapshot(State.READY, GiB))
+    notifier.changed(Readiness(State.READY, GiB))
     await notifier.reloading(reload)
     begin, end = heard.messages[-2:]
     assert begin[0] == "RELOADING=1"

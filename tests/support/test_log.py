@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvsidecar.core.readiness import Snapshot
 from kvsidecar.daemon.serve import bar
 from kvsidecar.support import log
 from kvsidecar.support.log import Text
 from kvsidecar.support.log_writer import LogWriter, Loss
-from kvsidecar.types import State
+from kvsidecar.types import Readiness, State
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Gate
 from tests.terminal import Terminal
@@ -96,10 +95,10 @@ def test_a_terminal_that_was_stopped_holds_up_nothing(short_dir: Path) -> None:
 
 
 def test_the_bar_is_there_while_the_pool_is_pinned_and_never_wider_than_it_may_be() -> None:
-    now = Snapshot(State.PINNING, 4 << 20, 1 << 20, 1e9, 6.0)
+    now = Readiness(State.PINNING, 4 << 20, 1 << 20, 1e9, 6.0)
     assert bar(now, 80) == f"pinning {'█' * 9}{'░' * 30} 1 MiB of 4 MiB, 1 GB/s, 6 s left"
     assert {len(bar(now, columns)) for columns in range(1, 60)} == set(range(1, 60))
-    assert bar(Snapshot(State.READY, 4 << 20), 80) == ""
+    assert bar(Readiness(State.READY, 4 << 20), 80) == ""
 
 
 def test_what_a_client_chose_does_not_steer_the_terminal() -> None:
