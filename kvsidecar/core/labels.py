@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from kvsidecar.core import families
 from kvsidecar.core.shares import REST
 from kvsidecar.types import Direction
 
@@ -89,21 +90,12 @@ class ModelCounts:
         labelled = {**self._counts, REST: self._rest}
         used_bytes = {label: by_label.get(label, 0) for label in self._counts}
         used_bytes[REST] = sum(by_label.values()) - sum(used_bytes.values())
-        gauge = GaugeMetricFamily(
-            "kvsidecar_model_used_bytes", "Bytes of the pool that the model's blocks occupy.", labels=["model"]
-        )
-        for label in labelled:
-            gauge.add_metric([label], used_bytes[label])
-        yield gauge
-        lookups = CounterMetricFamily(
-            "kvsidecar_model_lookup_blocks",
-            "Blocks requested by lookups, by model and result.",
-            labels=["model", "result"],
-        )
-        for label, counts in labelled.items():
-            lookups.add_metric([label, "hit"], counts.hits)
-            lookups.add_metric([label, "miss"], counts.misses)
-        yield lookups
+        text = "Bytes of the pool that the model's blocks occupy."
+        yield families.gauge("model_used_bytes", text, ["model"], {label: used_bytes[label] for label in labelled})
+        hits = {(label, "hit"): counts.hits for label, counts in labelled.items()}
+        misses = {(label, "miss"): counts.misses for label, counts in labelled.items()}
+        text = "Blocks requested by lookups, by model and result."
+        yield families.counter("model_lookup_blocks", text, ["model", "result"], hits | misses)
         yield from _copies("model", labelled)
 
 
@@ -121,15 +113,8 @@ class DeviceCounts:
 
 
 def _copies(name: str, labelled: Mapping[str, Counts]) -> Iterable[Metric]:
-    copies = CounterMetricFamily(
-        f"kvsidecar_{name}_copies", f"Successful copies, by {name} and direction.", labels=[name, "direction"]
-    )
-    nbytes = CounterMetricFamily(
-        f"kvsidecar_{name}_copied_bytes", f"Bytes moved by them, by {name} and direction.", labels=[name, "direction"]
-    )
-    for label, counts in labelled.items():
-        for direction in Direction:
-            copies.add_metric([label, direction.value], counts.copies[direction])
-            nbytes.add_metric([label, direction.value], counts.copied_bytes[direction])
-    yield copies
-    yield nbytes
+    labels = [name, "direction"]
+    copies = {(label, way): count for label, counts in labelled.items() for way, count in counts.copies.items()}
+    yield families.counter(f"{name}_copies", f"Successful copies, by {name} and direction.", labels, copies)
+    nbytes = {(label, way): count for label, counts in labelled.items() for way, count in counts.copied_bytes.items()}
+    yield families.counter(f"{name}_copied_bytes", f"Bytes moved by them, by {name} and direction.", labels, nbytes)

@@ -10,27 +10,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvsidecar import __version__
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
+from kvsidecar.core import families
 from kvsidecar.core.labels import DeviceCounts, ModelCounts
 from kvsidecar.core.process_metrics import ProcessMetrics
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.share_metrics import share_metrics
 from kvsidecar.core.tier_metrics import TierGauges, tier_metrics
 from kvsidecar.errors import Refusal
-from kvsidecar.support import log
 from kvsidecar.support.tasks import in_one
 from kvsidecar.types import Direction, Outcome, Readiness, Residency, State
 
@@ -101,6 +94,7 @@ class Metrics:
         self._backend = backend
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
         self.refusals = counter("kvsidecar_refusals", "Requests and jobs that were refused, by reason.", ["reason"])
         self.copied_bytes = counter("kvsidecar_copied_bytes", "Bytes moved by successful copies.", ["direction"])
         self.loaded_tokens = counter(
@@ -149,22 +143,19 @@ class Metrics:
             "Time to pin the whole pool.",
             buckets=(0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800),
         )
-        self.register_seconds = Gauge(
+        self.register_seconds = gauge(
             "kvsidecar_pin_register_seconds",
             "Part of the pinning time that was spent in the calls that pin. The rest was spent waiting for prefaulted "
             "pages.",
-            registry=self.registry,
         )
-        self.warm_start_blocks = Gauge(
+        self.warm_start_blocks = gauge(
             "kvsidecar_warm_start_blocks",
             "Blocks of an earlier daemon that this one has found at its start, by result.",
             ["result"],
-            registry=self.registry,
         )
-        self.warm_start_seconds = Gauge(
+        self.warm_start_seconds = gauge(
             "kvsidecar_warm_start_seconds",
             "Time that this daemon took to find the blocks of an earlier one, without pinning.",
-            registry=self.registry,
         )
         self.unfetched = counter(
             "kvsidecar_tier_unfetched_blocks",
@@ -276,25 +267,16 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at a scrape."""
-        info = GaugeMetricFamily("kvsidecar_build_info", "Always 1.", labels=["version", "backend"])
-        info.add_metric([__version__, self._backend], 1)
-        yield info
-        lost = CounterMetricFamily(
-            "kvsidecar_log_lines_lost", "Log lines that standard error did not accept.", labels=["reason"]
-        )
-        for reason, count in log.lost().items():
-            lost.add_metric([reason], count)
-        yield lost
+        yield families.gauge("build_info", "Always 1.", ["version", "backend"], {(__version__, self._backend): 1})
+        yield families.lost_log_lines("log_lines_lost")
         if self._gauges is None:
             return
         now = self._gauges()
         pool, cache = now.readiness, now.cache
         ready = pool.state is State.READY
         yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon is ready, else 0.", value=ready)
-        state = GaugeMetricFamily("kvsidecar_state", "1 for the current state, 0 for the others.", labels=["state"])
-        for each in State:
-            state.add_metric([each.value], each is pool.state)
-        yield state
+        states = {each.value: each is pool.state for each in State}
+        yield families.gauge("state", "1 for the current state, 0 for the others.", ["state"], states)
         for name, text, value in (
             ("pool_total_bytes", "Configured size of the host pool, in bytes.", pool.pool_bytes),
             ("pool_pinned_bytes", "Bytes of the pool that are pinned.", pool.pinned_bytes),
@@ -342,16 +324,10 @@ class Metrics:
             ("jobs_running", "Jobs whose copies are in flight.", now.jobs_running),
             ("oldest_inflight_seconds", "Age of the oldest unfinished job; 0 if none.", now.oldest_inflight_seconds),
         ):
-            family = GaugeMetricFamily(f"kvsidecar_{name}", text, labels=["direction"])
-            for direction in Direction:
-                family.add_metric([direction.value], values.get(direction, 0))
-            yield family
-        imported = GaugeMetricFamily(
-            "kvsidecar_imported_gpu_bytes", "Engine memory mapped by the daemon.", labels=["device"]
+            yield families.gauge(name, text, ["direction"], {each.value: values.get(each, 0) for each in Direction})
+        yield families.gauge(
+            "imported_gpu_bytes", "Engine memory mapped by the daemon.", ["device"], now.imported_bytes
         )
-        for device, nbytes in now.imported_bytes.items():
-            imported.add_metric([device], nbytes)
-        yield imported
         yield from tier_metrics(now.tiers)
         yield from share_metrics(now.shares)
         yield from self.devices.metrics()

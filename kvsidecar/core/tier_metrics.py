@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
-from kvsidecar.core.share_metrics import SHARES_SHOWN
-from kvsidecar.core.shares import REST
+from kvsidecar.core import families
+from kvsidecar.core.share_metrics import by_label
 from kvsidecar.tiers.engine import EngineStats
 from kvsidecar.tiers.tier import TierCounts
 
@@ -31,25 +31,18 @@ class TierGauges:
 
 
 def _tier_share_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
-    """Of tiers of which shares have a part; as `_share_metrics`."""
-    used = GaugeMetricFamily(
-        "kvsidecar_tier_share_used_bytes", "Bytes of the tier that the share uses.", labels=["tier", "share"]
-    )
-    guaranteed = GaugeMetricFamily(
-        "kvsidecar_tier_share_guaranteed_bytes",
-        "Bytes of the tier that no other share can take.",
-        labels=["tier", "share"],
-    )
+    """Of tiers of which shares have a part; as `share_metrics`."""
+    used: dict[tuple[str, ...], float] = {}
+    guaranteed: dict[tuple[str, ...], float] = {}
     for tier in tiers:
         ordered = sorted(() if tier.stats is None else tier.stats.shares, key=lambda share: -share.used)
-        labels = [(share.name, [share]) for share in ordered[:SHARES_SHOWN]]
-        if rest := ordered[SHARES_SHOWN:]:
-            labels.append((REST, rest))
-        for label, members in labels:
-            used.add_metric([tier.name, label], sum([share.used for share in members]))
-            guaranteed.add_metric([tier.name, label], sum([share.guaranteed for share in members]))
-    yield used
-    yield guaranteed
+        for label, members in by_label(ordered).items():
+            used[tier.name, label] = sum([share.used for share in members])
+            guaranteed[tier.name, label] = sum([share.guaranteed for share in members])
+    labels = ["tier", "share"]
+    yield families.gauge("tier_share_used_bytes", "Bytes of the tier that the share uses.", labels, used)
+    text = "Bytes of the tier that no other share can take."
+    yield families.gauge("tier_share_guaranteed_bytes", text, labels, guaranteed)
 
 
 def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
@@ -69,19 +62,10 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
         ("writing_bytes", "Bytes that wait to be written, or are being written.", lambda tier: tier.writing_bytes),
     )
     for name, text, value in gauges:
-        family = GaugeMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
-        for tier in tiers:
-            family.add_metric([tier.name], value(tier))
-        yield family
-    budget = GaugeMetricFamily(
-        "kvsidecar_tier_write_budget_bytes",
-        "Bytes of the day's budget that may be written now. Absent without a limit.",
-        labels=["tier"],
-    )
-    for tier in tiers:
-        if tier.write_budget_bytes is not None:
-            budget.add_metric([tier.name], tier.write_budget_bytes)
-    yield budget
+        yield families.gauge(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
+    budgets = {tier.name: tier.write_budget_bytes for tier in tiers if tier.write_budget_bytes is not None}
+    text = "Bytes of the day's budget that may be written now. Absent without a limit."
+    yield families.gauge("tier_write_budget_bytes", text, ["tier"], budgets)
     counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
         ("failures", "Calls to the tier that failed or were late.", lambda tier: tier.counts.failures),
         ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.deaths),
@@ -98,18 +82,12 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
         ),
     )
     for name, text, value in counters:
-        counted = CounterMetricFamily(f"kvsidecar_tier_{name}", text, labels=["tier"])
-        for tier in tiers:
-            counted.add_metric([tier.name], value(tier))
-        yield counted
+        yield families.counter(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
     yield from _tier_share_metrics(tiers)
     for unit, text in (
         ("blocks", "Shards of blocks that were copied between the pool and the tier."),
         ("bytes", "Bytes that were copied between the pool and the tier."),
         ("seconds", "Time spent in calls to the tier; several run at a time."),
     ):
-        copied = CounterMetricFamily(f"kvsidecar_tier_copied_{unit}", text, labels=["tier", "direction"])
-        for tier in tiers:
-            for direction in ("read", "write"):
-                copied.add_metric([tier.name, direction], tier.counts.copied[direction, unit])
-        yield copied
+        copied = {(tier.name, way): tier.counts.copied[way, unit] for tier in tiers for way in ("read", "write")}
+        yield families.counter(f"tier_copied_{unit}", text, ["tier", "direction"], copied)

@@ -9,11 +9,11 @@ from itertools import product
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvsidecar.core.families import lost_log_lines
 from kvsidecar.errors import InvalidRequest, Refusal
-from kvsidecar.support import log
 
 ENDPOINTS: Final = ("bind", "replay")
 """The values of the label ``endpoint``: the options that set them."""
@@ -126,9 +126,4 @@ class Metrics:
 
 class _LogLines(Collector):
     def collect(self) -> list[Metric]:
-        family = CounterMetricFamily(
-            "kvsidecar_publisher_log_lines_lost", "Log lines that standard error did not accept.", labels=["reason"]
-        )
-        for reason, count in log.lost().items():
-            family.add_metric([reason], count)
-        return [family]
+        return [lost_log_lines("publisher_log_lines_lost")]
