@@ -58,11 +58,7 @@ _log = log.get("tier")
 
 
 class TierProcess:
-    """Answers the daemon's requests.
-
-    Args:
-        pool: all of it.
-    """
+    """Answers the daemon's requests."""
 
     def __init__(self, connection: socket.socket, pool: memoryview, engine: Engine, key_filter: KeyFilter) -> None:
         self._connection, self._pool, self._engine, self._filter = connection, pool, engine, key_filter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from kvsidecar.support.units import format_size
 from kvsidecar.tiers.disk.extents import PAGE
 from kvsidecar.tiers.disk.kept_budget import KeptBudget
 from kvsidecar.tiers.disk.names import KeptNames
+from kvsidecar.tiers.private_directory import open_directory
 
 EXTENTS: Final = "kvsidecar-disk-extents"
 INDEX: Final = "kvsidecar-disk-index"
@@ -76,28 +76,12 @@ class DiskDirectory:
 
     def __init__(self, path: Path, lock_seconds: float) -> None:
         self.path = path
+        self._fd = open_directory(path, "disk")
         try:
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise TierFailed(f"the disk tier's directory {path} cannot be opened: {error.strerror}") from error
-        try:
-            self._check_owner()
             self._lock(lock_seconds)
         except BaseException:
             os.close(self._fd)
             raise
-
-    def _check_owner(self) -> None:
-        is_ = os.fstat(self._fd)
-        if is_.st_uid != os.geteuid():
-            raise TierFailed(f"the disk tier's directory {self.path} belongs to uid {is_.st_uid}, not to this process")
-        if is_.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise TierFailed(
-                f"the disk tier's directory {self.path} has mode {stat.S_IMODE(is_.st_mode):04o}: others could write "
-                f"to it; chmod it to 0700"
-            )
 
     def _lock(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -12,7 +12,6 @@ import errno
 import os
 import secrets
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
 from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
 from kvsidecar.tiers.files.sweep import SWEEP_SECONDS, TRASH, Sweeper, sweep
+from kvsidecar.tiers.private_directory import open_directory
 from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
 from kvsidecar.types import Namespace
 
@@ -230,20 +230,9 @@ class FilesEngine:
 
 
 def _open_root(path: Path) -> Path:
+    os.close(open_directory(path, "shared"))
+    root = path / ROOT
     try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        is_ = path.lstat()
-        if not stat.S_ISDIR(is_.st_mode):
-            raise TierFailed(f"the shared tier's directory {path} is not a directory")
-        if is_.st_uid != os.geteuid():
-            raise TierFailed(f"the shared tier's directory {path} belongs to uid {is_.st_uid}, not to this process")
-        if is_.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise TierFailed(
-                f"the shared tier's directory {path} has mode {stat.S_IMODE(is_.st_mode):04o}: others could write to "
-                f"it; chmod it to 0700"
-            )
-        root = path / ROOT
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
     except OSError as error:

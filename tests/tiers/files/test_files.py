@@ -409,7 +409,7 @@ def test_a_directory_that_others_could_write_to_is_refused(tmp_path: Path) -> No
     with pytest.raises(TierFailed, match="has mode 0770: others could write to it"):
         FilesEngine(tmp_path / "open", CAPACITY)
     (tmp_path / "link").symlink_to(tmp_path / "open")
-    with pytest.raises(TierFailed, match="is not a directory"):
+    with pytest.raises(TierFailed, match=r"cannot be opened: (Not a directory|Too many levels)"):
         FilesEngine(tmp_path / "link", CAPACITY)
     with pytest.raises(TierFailed, match="No such file or directory"):
         FilesEngine(tmp_path / "no" / "where", CAPACITY)
