@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -85,7 +85,10 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool)
         else:
             loaded, code = _engine_b(kind, shape, socket), _end(client, daemon)
     if disk:
-        with _daemon(kind, socket, options, directory / "daemon-2.log") as daemon, _client(socket) as client:
+        with (
+            _daemon(kind, socket, options, directory / "daemon-2.log") as daemon,
+            Client(socket, name="demo") as client,
+        ):
             _show_pinning(console, client, daemon)
             _wait_for_disk(client)
             loaded, code = _engine_b(kind, shape, socket), _end(client, daemon)
@@ -102,13 +105,8 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool)
     return 0
 
 
-@contextmanager
-def _client(socket: str) -> Iterator[Client]:
-    client = Client(socket, name="demo")
-    try:
-        yield client
-    finally:
-        client.close()
+def _client(socket: str) -> Client:
+    return Client(socket, name="demo")
 
 
 def _end(client: Client, daemon: subprocess.Popen[bytes]) -> int:
@@ -198,28 +196,34 @@ def _engine_b(kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
     return [line for line in lines if "rank" in line]
 
 
-def _wait_until_detached(client: Client) -> None:
-    deadline = time.monotonic() + 10
-    while client.status().ranks:
+def _wait_until(problem: Callable[[], str], seconds: float) -> None:
+    """Wait until there is none."""
+    deadline = time.monotonic() + seconds
+    while found := problem():
         if time.monotonic() > deadline:
-            raise DemoFailed("the daemon still holds the dead engine's memory after 10 s")
+            raise DemoFailed(found)
         time.sleep(0.01)
+
+
+def _wait_until_detached(client: Client) -> None:
+    still = "the daemon still holds the dead engine's memory after 10 s"
+    _wait_until(lambda: still if client.status().ranks else "", 10)
 
 
 def _wait_for_disk(client: Client) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while off := client.status().tiers[0].off:
-        if time.monotonic() > deadline:
-            raise DemoFailed(f"the disk is not used: {off}")
-        time.sleep(0.01)
+    _wait_until(lambda: (off := client.status().tiers[0].off) and f"the disk is not used: {off}", START_SECONDS)
 
 
 def _wait_until_written(client: Client, shape: Shape) -> None:
-    deadline = time.monotonic() + ENGINE_SECONDS
-    while (written := client.status().tiers[0].written_bytes) < shape.all_bytes:
-        if time.monotonic() > deadline:
-            raise DemoFailed(f"the daemon has written {format_size(written)} of {format_size(shape.all_bytes)} to disk")
-        time.sleep(0.01)
+    def problem() -> str:
+        written, wanted = client.status().tiers[0].written_bytes, shape.all_bytes
+        return (
+            ""
+            if written >= wanted
+            else f"the daemon has written {format_size(written)} of {format_size(wanted)} to disk"
+        )
+
+    _wait_until(problem, ENGINE_SECONDS)
 
 
 def _print_table(console: Console, stored: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
