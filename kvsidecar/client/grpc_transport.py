@@ -31,28 +31,36 @@ def open_channel(socket: str) -> grpc.Channel:
     return grpc.insecure_channel(grpc_address(socket), options=CHANNEL_OPTIONS)
 
 
-class Channel:
-    """A gRPC channel to the daemon, opened by the first call. Calls raise ValueError once it is closed.
+class GrpcTransport(Transport):
+    """Sends everything over gRPC, on a channel that the first call opens. The attach connection provides the token, and
+    shows whether the daemon is alive.
 
     Args:
-        token: identifies the caller.
+        socket: path of the daemon's gRPC socket.
     """
 
-    def __init__(self, socket: str, token: bytes) -> None:
+    is_local = False
+
+    def __init__(self, connection: Connection, socket: str) -> None:
+        self.connection = connection
         self._socket = socket
-        self._metadata = ((TOKEN_METADATA, token),)
+        self._metadata = ((TOKEN_METADATA, connection.token),)
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
+        self._answered = threading.Condition()
 
     @property
-    def stub(self) -> pb_grpc.SidecarStub:
+    def _stub(self) -> pb_grpc.SidecarStub:
+        """Its calls raise ValueError once the channel is closed."""
         with self._lock:
             if self._channel is None:
                 self._channel = open_channel(self._socket)
             return pb_grpc.SidecarStub(self._channel)
 
+    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
+        return GrpcStream(self._stub, send_queue, monitor)
+
     def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
-        """As `Transport.call`."""
         call = self._begin(request)
         try:
             call.exception(seconds)
@@ -71,7 +79,15 @@ class Channel:
         return answer
 
     def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
-        """As `Transport.post_in_background`."""
+        def answered(answer: Any) -> None:
+            if on_answer is not None:
+                on_answer(answer)
+            with self._answered:
+                self._answered.notify_all()
+
+        return self.post_in_background(request, answered)
+
+    def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
         try:
             call = self._begin(request)
         except TransportError:
@@ -84,56 +100,10 @@ class Channel:
         name = method_of(request)
         seconds = None if name == "lookup" else POST_SECONDS
         try:
-            method = getattr(self.stub, name.capitalize())
+            method = getattr(self._stub, name.capitalize())
             return method.future(getattr(request, name), timeout=seconds, metadata=self._metadata)
         except ValueError as error:  # "Cannot invoke RPC on closed channel!"
             raise TransportError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
-
-    def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
-        """As `Transport.query`."""
-        # Without the token: the daemon may have forgotten it, and anyone may make these two calls.
-        method = self.stub.Status if isinstance(request, pb.StatusRequest) else self.stub.Release
-        future = method.future(request, timeout=seconds)
-        future.add_done_callback(lambda call: on_answer(_answer_of(call)))
-        return lambda: future.cancel()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._channel is not None:
-                self._channel.close()
-
-
-class GrpcTransport(Transport):
-    """Sends everything over gRPC. The attach connection provides the token, and shows whether the daemon is alive.
-
-    Args:
-        socket: path of the daemon's gRPC socket.
-    """
-
-    is_local = False
-
-    def __init__(self, connection: Connection, socket: str) -> None:
-        self.connection = connection
-        self._channel = Channel(socket, connection.token)
-        self._answered = threading.Condition()
-
-    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
-        return GrpcStream(self._channel.stub, send_queue, monitor)
-
-    def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
-        return self._channel.call(request, seconds, on_late)
-
-    def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
-        def answered(answer: Any) -> None:
-            if on_answer is not None:
-                on_answer(answer)
-            with self._answered:
-                self._answered.notify_all()
-
-        return self._channel.post(request, answered)
-
-    def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
-        return self._channel.post(request, on_answer)
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
         if is_done is not None:
@@ -141,13 +111,19 @@ class GrpcTransport(Transport):
                 self._answered.wait_for(is_done, max(0.0, seconds))
 
     def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
-        return self._channel.query(request, seconds, on_answer)
+        # Without the token: the daemon may have forgotten it, and anyone may make these two calls.
+        method = self._stub.Status if isinstance(request, pb.StatusRequest) else self._stub.Release
+        future = method.future(request, timeout=seconds)
+        future.add_done_callback(lambda call: on_answer(_answer_of(call)))
+        return lambda: future.cancel()
 
     def going_down(self) -> bool:
         return self.connection.ended()
 
     def close(self) -> None:
-        self._channel.close()
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
         self.connection.close()
 
 

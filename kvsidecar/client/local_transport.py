@@ -11,17 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsidecar.client.connection import Connection
-from kvsidecar.client.grpc_transport import Channel
+from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.local_calls import LocalCalls
 from kvsidecar.client.local_stream import LocalStream
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.transport import AttachStream, OnAnswer, Query, Transport
+from kvsidecar.client.transport import AttachStream, OnAnswer
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 
-class LocalTransport(Transport):
-    """The Attach stream uses the transport's connection; calls use connections of their own.
+class LocalTransport(GrpcTransport):
+    """The Attach stream uses the transport's connection; calls use connections of their own. What the local protocol
+    lacks goes over gRPC.
 
     Args:
         socket: path of the daemon's gRPC socket.
@@ -31,11 +32,10 @@ class LocalTransport(Transport):
     is_local = True
 
     def __init__(self, connection: Connection, socket: str, connect: Callable[..., Connection]) -> None:
-        self.connection = connection
+        super().__init__(connection, socket)
         # On a connection of its own a caller reads its own answer, and no thread has to hand it over. The second one is
         # made when two threads call at a time: a scheduler's lookup does not wait for another thread's lease.
         self._calls = LocalCalls(connect), LocalCalls(connect)
-        self._channel = Channel(socket, connection.token)
 
     def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
         return LocalStream(self.connection, send_queue, monitor)
@@ -47,16 +47,10 @@ class LocalTransport(Transport):
     def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
         return any(calls.post(request, on_answer) for calls in self._calls)
 
-    def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
-        return self._channel.post(request, on_answer)
-
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
         deadline = time.monotonic() + seconds
         for calls in self._calls:
             calls.collect(is_done, deadline - time.monotonic())
-
-    def query(self, request: Query, seconds: float, on_answer: OnAnswer) -> Callable[[], object]:
-        return self._channel.query(request, seconds, on_answer)
 
     def going_down(self) -> bool:
         return False  # the connection carried the stream: its end announces nothing more than the stream's
@@ -64,5 +58,4 @@ class LocalTransport(Transport):
     def close(self) -> None:
         for calls in self._calls:
             calls.close()
-        self._channel.close()
-        self.connection.close()
+        super().close()
