@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.support.units import KiB, MiB, parse_size
+from kvsidecar.tiers.backend import ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.disk.backend import DiskBackend
 from kvsidecar.tiers.disk.directory import EXTENTS
-from kvsidecar.tiers.disk.engine import DiskEngine
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.types import Namespace
 
 PAGE = 4096
@@ -60,7 +60,7 @@ class Speeds(NamedTuple):
     read: float
 
 
-def engine_speeds(tier: DiskEngine, shape: Shape, nbytes: int, in_flight: int, seed: int) -> Speeds:
+def engine_speeds(tier: DiskBackend, shape: Shape, nbytes: int, in_flight: int, seed: int) -> Speeds:
     space = ShardSpace(Namespace("m", "bf16", "l", 16, 1, 1, "h"), 0, 0, 1, shape.shard_bytes)
     tier.forget(None)
     rng = random.Random(seed)
@@ -133,7 +133,7 @@ def main() -> None:
     if shutil.which("fio") is None:
         sys.exit("fio is not installed (Debian and Ubuntu: apt install fio)")
     made = not options.directory.exists()
-    tier = DiskEngine(options.directory, options.bytes + options.bytes // 4)
+    tier = DiskBackend(options.directory, options.bytes + options.bytes // 4)
     direct = tier._files.direct
     rows = []
     table = Table(title=f"GB/s, {options.in_flight} in flight, fio {fio_engine()}, direct: {direct}")

@@ -39,11 +39,11 @@ from rich.table import Table
 from kvsidecar.bench.engine import Engine, attached, throughput
 from kvsidecar.bench.layouts import CONTIGUOUS, STACKED, Layout
 from kvsidecar.bench.processes import PrivateDaemon
-from kvsidecar.core.fetches import CHUNK_BYTES
+from kvsidecar.core.tier_fetches import CHUNK_BYTES
 from kvsidecar.support.failpoints import VARIABLE
 from kvsidecar.support.units import GiB, MiB
-from kvsidecar.tiers.disk.engine import DiskEngine
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace
+from kvsidecar.tiers.backend import ReadEnd, ShardSpace
+from kvsidecar.tiers.disk.backend import DiskBackend
 
 POOL_BYTES = 192 * MiB
 LAYOUT = replace(STACKED.scaled(16), num_blocks=512)
@@ -252,7 +252,7 @@ def hits(directory: Path, rounds: int) -> dict[str, list[float]]:
             for piece in pieces:
                 fetch(side, piece, found["daemon"], evicted=number > 0)
             namespace = engine.namespace
-        tier = DiskEngine(path, size)
+        tier = DiskBackend(path, size)
         space = ShardSpace(namespace, 0, 0, 1, layout.block_bytes)
         memory = mmap.mmap(-1, FETCHED_AT_A_TIME * layout.block_bytes)
         memory.madvise(mmap.MADV_HUGEPAGE)  # as the pool

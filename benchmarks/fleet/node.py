@@ -23,11 +23,11 @@ from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import Lease, LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
-from kvsidecar.core import writes
-from kvsidecar.core.fetches import Fetches
-from kvsidecar.core.writes import Writes
+from kvsidecar.core import tier_writes
+from kvsidecar.core.tier_fetches import Fetches
+from kvsidecar.core.tier_writes import Writes
 from kvsidecar.errors import Refusal
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.policy import GUESSED_PREFILL, Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import LookupMode, Namespace
@@ -253,7 +253,9 @@ class Node:
             found.append(("disk", disk, (hardware.disk_read, hardware.disk_write)))
         if cluster is not None:
             found.append(("cluster", cluster, (hardware.cluster_rate, hardware.cluster_rate)))
-        most = max(hardware.pool_bytes // writes.QUEUE_SHARE, min(hardware.pool_bytes // 2, writes.SMALL_QUEUE))
+        most = max(
+            hardware.pool_bytes // tier_writes.QUEUE_SHARE, min(hardware.pool_bytes // 2, tier_writes.SMALL_QUEUE)
+        )
         per_day, chunk_bytes = hardware.write_bytes_per_day, hardware.chunk_blocks * UNIT
         for number, (name, kept, (read, write)) in enumerate(found):
             tier = SimulatedTier(name, kept, loop, (read * scale, write * scale), self._counter(name))

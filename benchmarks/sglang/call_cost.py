@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region, Residency, ResidencyChange
-from kvsidecar.integrations.facts import Identity
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
-from kvsidecar.integrations.facts import Identity
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, Groups, groups_of
 from kvsidecar.integrations.sglang.options import Options

@@ -7,8 +7,15 @@ import re
 import click
 
 from docs.generate.markdown import code, prose, table
-from kvsidecar.daemon.config import CONFIG_VARIABLE, DEFAULT_FILE, SECTIONS, click_options, flag_of, variable_of
 from kvsidecar.daemon.reload import RELOADABLE
+from kvsidecar.daemon.setting_sources import (
+    CONFIG_VARIABLE,
+    DEFAULT_FILE,
+    SECTIONS,
+    click_options,
+    flag_of,
+    variable_of,
+)
 from kvsidecar.daemon.settings import Settings
 
 HEAD = f"""\

@@ -18,7 +18,7 @@ from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.errors import Refusal
 from kvsidecar.publisher import metrics as publisher
 from kvsidecar.support.units import format_duration, format_size
-from kvsidecar.tiers.engine import EngineStats, ShareUse
+from kvsidecar.tiers.backend import BackendStats, ShareUse
 from kvsidecar.tiers.policy import FetchRefusal, WriteRefusal
 from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import Readiness, State
@@ -99,7 +99,7 @@ def families() -> list[Metric]:
     metrics.copier_deaths.labels("host")
     cache = CacheStats(**dict.fromkeys(CacheStats.__annotations__, 0))
     gauges = Gauges(Readiness(State.READY, pool_bytes=0), cache, attached_ranks=0, imported_bytes={"host": 0})
-    stats = EngineStats(0, 0, 0, 0, 0, {}, shares=[ShareUse("chat", 0, 0, None, 0, 0)])
+    stats = BackendStats(0, 0, 0, 0, 0, {}, shares=[ShareUse("chat", 0, 0, None, 0, 0)])
     tiers = [
         TierGauges(name, "", stats if name == "disk" else None, TierCounts(), write_budget_bytes=0)
         for name in ("disk", "cluster", "shared")

@@ -20,8 +20,8 @@ from kvsidecar.cache.arrays import (
     only_value,
 )
 from kvsidecar.cache.block_index import BlockIndex, Keys
-from kvsidecar.cache.eviction_policy import EvictionQueues
-from kvsidecar.cache.rhythm import CLASS_OF, FIRST_GAP, NEVER, Rhythm, class_of, in_order
+from kvsidecar.cache.eviction_queues import EvictionQueues
+from kvsidecar.cache.eviction_rhythm import CLASS_OF, FIRST_GAP, NEVER, Rhythm, class_of, in_order
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.slots import size_class
 from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
@@ -117,7 +117,7 @@ class SpaceBlocks:
         self.priority = np.zeros(1, np.uint8)
         """`Priority`, from the store that created the block."""
         self.gaps = np.zeros(1, np.uint8)
-        """Usual time between its uses, as `kvsidecar.cache.rhythm` has it; 0 without a rhythm."""
+        """Usual time between its uses, as `kvsidecar.cache.eviction_rhythm` has it; 0 without a rhythm."""
         self.marks = np.zeros(1, np.uint8)
         """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)

@@ -11,9 +11,9 @@ from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
 from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.change_log import Outlet
+from kvsidecar.cache.eviction_rhythm import Rhythm
 from kvsidecar.cache.geometry import set_geometry
 from kvsidecar.cache.records import Records
-from kvsidecar.cache.rhythm import Rhythm
 from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slabs import LARGEST_SHARE
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class

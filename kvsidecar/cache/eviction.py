@@ -9,7 +9,7 @@ that slab, then the blocks up to the next slab, and so on. If slabs did not take
 the node would never get more than its first slab.
 
 "Used" is meant as the policy has it: `SpaceBlocks.ranks` are the ticks of the last uses (LRU), or what
-`kvsidecar.cache.rhythm` makes of them. A slab goes by the last use alone.
+`kvsidecar.cache.eviction_rhythm` makes of them. A slab goes by the last use alone.
 
 A block is evicted as a whole, with its slots in other slabs and classes. A later victim may therefore provide what an
 earlier one was chosen for. At the end the plan takes back the victims that turned out to be unnecessary, newest first.
@@ -30,7 +30,7 @@ import numpy as np
 from kvsidecar.cache.arrays import NO_INTS
 from kvsidecar.cache.block import Chain, SpaceBlocks
 from kvsidecar.cache.eviction_order import candidates_of, oldest_blocks, oldest_first, provided, rank_of
-from kvsidecar.cache.rhythm import NEVER
+from kvsidecar.cache.eviction_rhythm import NEVER
 from kvsidecar.cache.shares import Age, Budget, Share, Shares
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.windows import Window

@@ -1,5 +1,5 @@
 """What is known of prompts, whether or not the pool has their blocks: how often each comes back, and whether a part of
-it was declined. For the eviction policy `kvsidecar.cache.rhythm`.
+it was declined. For the eviction policy `kvsidecar.cache.eviction_rhythm`.
 
 A store does not say what its blocks follow, but the lookup before it named them all. And a session that lost its
 blocks, or whose blocks were declined, must not come back as one that nobody knows.
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvsidecar.cache.arrays import NO_INTS, Bools, Bytes, Ints, all_true, any_true, zeros
 from kvsidecar.cache.block import SpaceBlocks, StorePart
 from kvsidecar.cache.block_index import Keys, Tags
-from kvsidecar.cache.rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
+from kvsidecar.cache.eviction_rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
 
 ENTRIES = 1 << 20
 """Of twelve bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest

@@ -40,8 +40,8 @@ class ShareLimits:
 
 
 Age = tuple[int, int]
-"""Two ticks of a block: its rank (`kvsidecar.cache.rhythm`), and its last use. With LRU both are the same. Of two
-blocks the one with the lower age goes first."""
+"""Two ticks of a block: its rank (`kvsidecar.cache.eviction_rhythm`), and its last use. With LRU both are the same. Of
+two blocks the one with the lower age goes first."""
 NO_AGE: Age = (-1, -1)
 """Not later than that of any block."""
 

@@ -20,11 +20,11 @@ with gc_disabled():
     from kvsidecar.cli.size.cli import size
 
     if sys.platform == "linux":
-        from kvsidecar.cli import node
-        from kvsidecar.daemon.config import unknown_variable
+        from kvsidecar.cli import node_commands
+        from kvsidecar.daemon.setting_sources import unknown_variable
 
 OF_A_NODE = ("serve", "doctor", "publish", "demo", "bench")
-"""What `node` has."""
+"""What `node_commands` has."""
 
 
 class _Commands(click.Group):
@@ -71,5 +71,5 @@ def _warn_of_variable() -> None:
 for _command in (*operate.COMMANDS, size):
     main.add_command(_command)
 if sys.platform == "linux":
-    for _command in node.COMMANDS:
+    for _command in node_commands.COMMANDS:
         main.add_command(_command)

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.protocol.figures import jobs_now, pool_details, pool_parts, short_device, tier_details, used_of
+from kvsidecar.protocol.status_figures import jobs_now, pool_details, pool_parts, short_device, tier_details, used_of
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb

@@ -7,11 +7,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
-from kvsidecar.core.fetches import NOTHING, Coming, Gain
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.pins import Pin, Pins
 from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain
 from kvsidecar.core.tiering import Tiering
 from kvsidecar.errors import Refusal, Unavailable
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard

@@ -17,11 +17,11 @@ import numpy as np
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.change_log import MAX_LOG_BYTES, ChangeLog
+from kvsidecar.core.block_notes import Notes, without_blocks
 from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.metrics import Metrics, ResetReason
-from kvsidecar.core.notes import Notes, without_blocks
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import OF_TIER, Namespace, Residency
 
 INTERVAL = 0.05

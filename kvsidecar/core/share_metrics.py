@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from kvsidecar.cache.shares import Share
 from kvsidecar.core import families
 from kvsidecar.core.shares import REST
-from kvsidecar.tiers.engine import ShareUse
+from kvsidecar.tiers.backend import ShareUse
 
 S = TypeVar("S", Share, ShareUse)
 

@@ -16,7 +16,7 @@ from kvsidecar.core.access import Policy, Rule, read_owners, read_tables, read_t
 from kvsidecar.errors import ConfigError
 from kvsidecar.support.patterns import covers
 from kvsidecar.support.units import Size, format_size
-from kvsidecar.tiers.engine import TierShare
+from kvsidecar.tiers.backend import TierShare
 from kvsidecar.types import UNASSIGNED
 
 if TYPE_CHECKING:

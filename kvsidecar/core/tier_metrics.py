@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from kvsidecar.core import families
 from kvsidecar.core.share_metrics import by_label
-from kvsidecar.tiers.engine import EngineStats
+from kvsidecar.tiers.backend import BackendStats
 from kvsidecar.tiers.tier import TierCounts
 
 
@@ -20,7 +20,7 @@ class TierGauges:
     name: str
     off: str
     """Why it is not used at present; empty while it is."""
-    stats: EngineStats | None
+    stats: BackendStats | None
     """As its process last said; None if it has never worked."""
     counts: TierCounts
     reading_bytes: int = 0

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.core.fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held, shard_space
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.tier_fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held, shard_space
 from kvsidecar.core.tier_metrics import TierGauges
-from kvsidecar.core.writes import Writes, queue_share
+from kvsidecar.core.tier_writes import Writes, queue_share
 from kvsidecar.core.zeroing import Zeroing
-from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import OnTold, Tier
 from kvsidecar.types import Namespace

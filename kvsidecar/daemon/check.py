@@ -10,8 +10,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.server.socket_files import group_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsidecar.daemon.option_types import PAGE_BYTES
+from kvsidecar.daemon.setting_types import PAGE_BYTES
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import memory_limits

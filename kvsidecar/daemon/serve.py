@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvsidecar import copier
-from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable

@@ -1,7 +1,7 @@
 """Every setting of the daemon, written once: name, type, default and description are the fields of `Settings`.
 
 The flags of ``kvsidecar serve``, the environment's variables and the keys of the TOML file are made from them (see
-`kvsidecar.daemon.config`), so no setting can be missing in one of these.
+`kvsidecar.daemon.setting_sources`), so no setting can be missing in one of these.
 
 Imports nothing heavy: ``kvsidecar serve --help`` needs this module.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvsidecar.daemon.option_types import (
+from kvsidecar.daemon.setting_types import (
     Address,
     ChunkSize,
     Devices,
@@ -39,7 +39,7 @@ from kvsidecar.types import Eviction, Verify
 
 
 class Settings(BaseModel):
-    """The daemon's settings. Build it with `kvsidecar.daemon.config.load_settings`, which merges the sources
+    """The daemon's settings. Build it with `kvsidecar.daemon.setting_sources.load_settings`, which merges the sources
     and words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

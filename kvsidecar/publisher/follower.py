@@ -10,7 +10,7 @@ from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.hashes import first_bytes
 from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.integrations.residency.notes import NoteFormat
+from kvsidecar.integrations.residency.note_format import NoteFormat
 from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, media
 from kvsidecar.publisher.topic import Topic, dialect_of
 from kvsidecar.types import OF_TIER

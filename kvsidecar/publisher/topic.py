@@ -10,7 +10,7 @@ from typing import Any
 
 from kvsidecar.integrations.residency.known_blocks import BlockInfo
 from kvsidecar.integrations.residency.kv_events import KVEvents
-from kvsidecar.integrations.residency.notes import NAME_BYTES
+from kvsidecar.integrations.residency.note_format import NAME_BYTES
 
 Event = dict[str, Any]
 """As on the wire: a map with its ``type``."""

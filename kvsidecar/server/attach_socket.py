@@ -26,7 +26,7 @@ from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import fence, log
 from kvsidecar.support import peer as peers
-from kvsidecar.support.crowd import READABLE, Crowd
+from kvsidecar.support.poll_set import READABLE, Crowd
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.v1 import sidecar_pb2 as pb

@@ -17,7 +17,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.handler import REASONS
 from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
 from kvsidecar.support import free_memory, log
-from kvsidecar.support.crowd import READABLE, WRITABLE, Crowd
+from kvsidecar.support.poll_set import READABLE, WRITABLE, Crowd
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
-from kvsidecar.protocol.figures import (
+from kvsidecar.protocol.status_figures import (
     Rates,
     Sample,
     busiest,

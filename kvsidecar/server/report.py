@@ -29,7 +29,7 @@ from kvsidecar.protocol.as_json import field_json, message_json
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire, readiness_to_wire
 from kvsidecar.server.overview import Device
 from kvsidecar.support.patterns import EVERYTHING
-from kvsidecar.tiers.engine import ShareUse
+from kvsidecar.tiers.backend import ShareUse
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 

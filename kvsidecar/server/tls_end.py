@@ -12,7 +12,7 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownPeer
 from kvsidecar.server.grpc_front import End
 from kvsidecar.server.tls import PROTOCOL
-from kvsidecar.support.crowd import Crowd
+from kvsidecar.support.poll_set import Crowd
 
 RECORD_BYTES = 16 * 1024
 """The most that TLS seals at once. More would stay allocated in its buffers, which never shrink."""

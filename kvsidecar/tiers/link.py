@@ -13,12 +13,12 @@ from kvsidecar.errors import TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support.host_memory import FileInMemory, facts_of
 from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched
-from kvsidecar.tiers.engine import EngineStats, ShardSpace, TierShare
+from kvsidecar.tiers.backend import BackendStats, ShardSpace, TierShare
 from kvsidecar.tiers.messages import MAX_FRAME, TELLS, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
 from kvsidecar.types import Residency
 
 OnEnd = Callable[[Reply | TierFailed], object]
-"""Called once, when the engine's call has returned or its process is dead: nothing of it touches the pool any more. It
+"""Called once, when the backend's call has returned or its process is dead: nothing of it touches the pool any more. It
 must not raise."""
 
 
@@ -26,10 +26,10 @@ must not raise."""
 class TierOptions:
     """How the processes of a tier are started."""
 
-    engine: str
-    """A name in `kvsidecar.tiers.process.ENGINES`."""
+    backend: str
+    """A name in `kvsidecar.tiers.process.BACKENDS`."""
     options: dict[str, Any]
-    """Of the engine."""
+    """Of the backend."""
     capacity_bytes: int
     """Of the tier, for the size of its filter."""
     given: Given = NOTHING
@@ -51,15 +51,15 @@ class TierLink(Child, asyncio.Protocol):
         self.on_told: Callable[[ShardSpace, Residency, bytes], object] = lambda *_: None
         """Called with what a watched space has: block hashes, joined. It must not raise."""
 
-    async def open(self, options: TierOptions, pool: FileInMemory, filter_fd: int) -> EngineStats:
-        """Have it open its engine, and make its filter.
+    async def open(self, options: TierOptions, pool: FileInMemory, filter_fd: int) -> BackendStats:
+        """Have it open its backend, and make its filter.
 
         Raises:
             TierFailed: the process has ended.
-            KVSidecarError: the engine cannot be opened.
+            KVSidecarError: the backend cannot be opened.
         """
         await self.greet(options.given)
-        request = {"do": "open", "engine": options.engine, "options": options.options, "pool": facts_of(pool)}
+        request = {"do": "open", "backend": options.backend, "options": options.options, "pool": facts_of(pool)}
         stats = stats_of(await self.ask(request, [pool.fd, filter_fd]))
         await self._loop.create_unix_connection(lambda: self, sock=socket.socket(fileno=self._connection.detach()))
         return stats
@@ -88,7 +88,7 @@ class TierLink(Child, asyncio.Protocol):
         self._write(Request(Do.WATCH if wanted else Do.UNWATCH, space=self.space(space)).pack())
 
     def call(self, request: Request, on_end: OnEnd) -> None:
-        """Send a request to the engine. It is given a number.
+        """Send a request to the backend. It is given a number.
 
         Raises:
             TierFailed: the process has ended.

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvsidecar.cache.arrays import Ints, Words
 from kvsidecar.protocol.framing import frame
-from kvsidecar.tiers.engine import EngineStats, ShardSpace, ShareUse, TierShare
+from kvsidecar.tiers.backend import BackendStats, ShardSpace, ShareUse, TierShare
 from kvsidecar.types import Namespace, Residency
 
 MAX_FRAME: Final = 1 << 20
@@ -94,7 +94,7 @@ class Reply:
     number: int
     failed: bool
     seconds: float
-    """That the engine took."""
+    """That the backend took."""
     body: bytes = b""
     """One byte per hash, JSON, or why it failed."""
 
@@ -137,9 +137,9 @@ def namespace_of(body: bytes) -> Namespace | None:
     return None if fields is None else Namespace(**fields)
 
 
-def stats_of(fields: dict[str, Any]) -> EngineStats:
+def stats_of(fields: dict[str, Any]) -> BackendStats:
     """Args: fields: as of `dataclasses.asdict`, that JSON has carried."""
-    return EngineStats(**{**fields, "shares": [ShareUse(**each) for each in fields["shares"]]})
+    return BackendStats(**{**fields, "shares": [ShareUse(**each) for each in fields["shares"]]})
 
 
 def split(hashes: bytes, width: int) -> Sequence[bytes]:

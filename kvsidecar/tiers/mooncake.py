@@ -1,4 +1,4 @@
-"""The engine of the cluster tier: a client of Mooncake Store, which keeps shards in the memory of other nodes.
+"""The backend of the cluster tier: a client of Mooncake Store, which keeps shards in the memory of other nodes.
 
 Bytes go straight between the pool and the network. Each shard is stored with a trailer that says of which shard it is
 and what its checksum is: every read verifies it.
@@ -23,7 +23,7 @@ import xxhash
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
+from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
 from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
 from kvsidecar.types import Namespace
 
@@ -76,8 +76,8 @@ class ClusterOptions:
     tenant: str = "default"
 
 
-class MooncakeEngine:
-    """Keeps shards in Mooncake Store. Implements `kvsidecar.tiers.engine.Engine`.
+class MooncakeBackend:
+    """Keeps shards in Mooncake Store. Implements `kvsidecar.tiers.backend.Backend`.
 
     What is there is decided by the master, and changed by other nodes at any time: `keys` is unknown, and `stats` says
     zero.
@@ -204,8 +204,8 @@ class MooncakeEngine:
             finally:
                 self._store.remove(key, True)
 
-    def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0, 0, {})
+    def stats(self) -> BackendStats:
+        return BackendStats(0, 0, 0, 0, 0, {})
 
     def close(self) -> None:
         self._store.close()
@@ -278,10 +278,10 @@ def _failed(what: str, code: int) -> TierFailed:
     return TierFailed(f"{what}: {_MEANINGS.get(code, 'Mooncake Store says')} (code {code})")
 
 
-def open_engine(pool: memoryview, **options: Any) -> MooncakeEngine:
+def open_backend(pool: memoryview, **options: Any) -> MooncakeBackend:
     """As the process of the tier opens it.
 
     Args:
         options: of `ClusterOptions`.
     """
-    return MooncakeEngine(pool, ClusterOptions(**options))
+    return MooncakeBackend(pool, ClusterOptions(**options))

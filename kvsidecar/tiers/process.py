@@ -1,9 +1,9 @@
-"""The process of one tier: maps the pool, and lets an engine read into its slots and write from them.
+"""The process of one tier: maps the pool, and lets a backend read into its slots and write from them.
 
 It speaks with the daemon alone, over the socket that it inherits. It ends when the daemon closes the socket, and at the
 latest when the daemon dies. The end of this process is the proof that it writes to no slot any more.
 
-The main thread takes requests; threads of their own find, read and write, because an engine's calls may block.
+The main thread takes requests; threads of their own find, read and write, because a backend's calls may block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.child_side import EXIT_FAILED, Control, run
-from kvsidecar.tiers.engine import Engine, LimitsShares, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import Backend, LimitsShares, ShardSpace, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import (
     MAX_FRAME,
@@ -38,19 +38,19 @@ from kvsidecar.tiers.messages import (
     space_of,
     split,
 )
-from kvsidecar.tiers.telling import Teller
+from kvsidecar.tiers.residency_report import Teller
 from kvsidecar.types import Residency
 
-ENGINES: Final = {
-    "cluster": "kvsidecar.tiers.mooncake:open_engine",
-    "disk": "kvsidecar.tiers.disk.engine:open_engine",
-    "files": "kvsidecar.tiers.files.engine:open_engine",
+BACKENDS: Final = {
+    "cluster": "kvsidecar.tiers.mooncake:open_backend",
+    "disk": "kvsidecar.tiers.disk.backend:open_backend",
+    "files": "kvsidecar.tiers.files.backend:open_backend",
 }
-"""By name: the function that opens the engine with the options of its tier, as keyword arguments, and the pool if it
+"""By name: the function that opens the backend with the options of its tier, as keyword arguments, and the pool if it
 has an argument of this name."""
 READS: Final = 8
 WRITES: Final = 4
-"""Calls of the engine at a time."""
+"""Calls of the backend at a time."""
 FILTER_EVICTED: Final = 1024
 """The filter is made anew when more blocks than this have gone, and more than half as many as there are."""
 
@@ -60,13 +60,13 @@ _log = log.get("tier")
 class TierProcess:
     """Answers the daemon's requests."""
 
-    def __init__(self, connection: socket.socket, pool: memoryview, engine: Engine, key_filter: KeyFilter) -> None:
-        self._connection, self._pool, self._engine, self._filter = connection, pool, engine, key_filter
+    def __init__(self, connection: socket.socket, pool: memoryview, backend: Backend, key_filter: KeyFilter) -> None:
+        self._connection, self._pool, self._backend, self._filter = connection, pool, backend, key_filter
         self._filtered_evicted = 0
         """Blocks that had been evicted when the filter was last made."""
         self._spaces: dict[int, ShardSpace] = {}
         self._sending = threading.Lock()
-        self._teller = Teller(engine, self._tell)
+        self._teller = Teller(backend, self._tell)
         others = ThreadPoolExecutor(2, "other")
         self._threads = {
             Do.FIND: ThreadPoolExecutor(1, "find"),
@@ -91,8 +91,8 @@ class TierProcess:
             self._spaces[request.space] = space_of(request)
             return
         if request.do is Do.SHARES:
-            if isinstance(self._engine, LimitsShares):
-                self._engine.set_shares(shares_of(request))
+            if isinstance(self._backend, LimitsShares):
+                self._backend.set_shares(shares_of(request))
             return
         if request.do is Do.WATCH:
             self._teller.watch(request.space, self._spaces[request.space])
@@ -110,8 +110,8 @@ class TierProcess:
             body, failed = self._do(request, space), False
         except (KVSidecarError, OSError, failpoints.FailpointError) as error:
             body, failed = str(error).encode(), True
-        except Exception as error:  # noqa: BLE001 - the daemon must get an answer; a defect of the engine is a failure
-            _log.exception("the tier's engine failed unexpectedly", request=request.do.name.lower())
+        except Exception as error:  # noqa: BLE001 - the daemon must get an answer; a defect of the backend is a failure
+            _log.exception("the tier's backend failed unexpectedly", request=request.do.name.lower())
             body, failed = f"{type(error).__name__}: {error}".encode(), True
         self._send(Reply(request.number, failed, time.monotonic() - began, body))
 
@@ -124,43 +124,43 @@ class TierProcess:
             self._connection.sendall(data)
 
     def _do(self, request: Request, space: ShardSpace | None) -> bytes:
-        engine = self._engine
+        backend = self._backend
         match request.do:
             case Do.PROBE:
-                engine.probe()
+                backend.probe()
                 return b""
             case Do.STATS:
-                stats = engine.stats()
+                stats = backend.stats()
                 if stats.evicted_blocks - self._filtered_evicted > max(FILTER_EVICTED, stats.blocks // 2):
                     self.fill_filter()
                 return json.dumps(asdict(stats)).encode()
             case Do.FORGET:
-                engine.forget(namespace_of(request.hashes))
+                backend.forget(namespace_of(request.hashes))
                 return b""
         if space is None:
             raise TierFailed(f"space {request.space} is unknown")
         hashes = split(request.hashes, space.namespace.hash_bytes)
         if request.do is Do.FIND:
             failpoints.hit("tier.before_find")
-            return bytes(engine.find(space, hashes))
+            return bytes(backend.find(space, hashes))
         assert request.slots is not None
         memory = self._memory(request.slots.tolist(), space.shard_bytes)
         if request.do is Do.READ:
             failpoints.hit("tier.before_read")
-            return bytes(engine.read(space, hashes, memory))
+            return bytes(backend.read(space, hashes, memory))
         assert request.checksums is not None
         failpoints.hit("tier.before_write")
         sums, known = (each.tolist() for each in request.checksums)
         checksums = [value if is_known else None for value, is_known in zip(sums, known, strict=True)]
-        ends = engine.write(space, hashes, memory, checksums)
+        ends = backend.write(space, hashes, memory, checksums)
         there = b"".join([each for each, end in zip(hashes, ends, strict=True) if end is not WriteEnd.FULL])
         self._filter.add(space.digest, first_words(there, space.namespace.hash_bytes))
         return bytes(ends)
 
     def fill_filter(self) -> None:
         """Begin the filter anew, with what is there."""
-        self._filtered_evicted = self._engine.stats().evicted_blocks
-        keys = self._engine.keys()
+        self._filtered_evicted = self._backend.stats().evicted_blocks
+        keys = self._backend.keys()
         if keys is None:
             self._filter.replace(None)
         else:
@@ -190,31 +190,31 @@ def _heard(call: Future[None]) -> None:
         os._exit(EXIT_FAILED)  # the daemon would wait for ever
 
 
-def open_engine(name: str, options: dict[str, Any], pool: memoryview) -> Engine:
-    """Args: name: in `ENGINES`, or ``module:function`` as there."""
-    module, _, function = ENGINES.get(name, name).partition(":")
-    open_it: Callable[..., Engine] = getattr(importlib.import_module(module), function)
+def open_backend(name: str, options: dict[str, Any], pool: memoryview) -> Backend:
+    """Args: name: in `BACKENDS`, or ``module:function`` as there."""
+    module, _, function = BACKENDS.get(name, name).partition(":")
+    open_it: Callable[..., Backend] = getattr(importlib.import_module(module), function)
     given = {"pool": pool} if "pool" in inspect.signature(open_it).parameters else {}
     return open_it(**given, **options)
 
 
 def _serve(control: Control) -> None:
-    """Open the engine as the daemon says, then take requests of the tier's own."""
+    """Open the backend as the daemon says, then take requests of the tier's own."""
     opened: list[TierProcess] = []
 
     def open_it(request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
         pool = host_memory.map_by_facts(fds[0], request["pool"]).data
         try:
-            engine = open_engine(request["engine"], request["options"], pool)
+            backend = open_backend(request["backend"], request["options"], pool)
         except (KVSidecarError, OSError):
             raise
         except Exception as error:
             _log.exception("the tier does not start")
             raise TierFailed(f"{type(error).__name__}: {error}") from error
-        tier = TierProcess(control.connection, pool, engine, KeyFilter(fds[1]))
+        tier = TierProcess(control.connection, pool, backend, KeyFilter(fds[1]))
         tier.fill_filter()
         opened.append(tier)
-        return asdict(engine.stats())
+        return asdict(backend.stats())
 
     while (reply := control.answer({"open": open_it})) is not None and "error" not in reply:
         if opened:
@@ -223,6 +223,6 @@ def _serve(control: Control) -> None:
 
 
 if __name__ == "__main__":
-    # No engine's step waits for it, whatever the daemon's own priority is: it must not take the cores of engines.
+    # No backend's step waits for it, whatever the daemon's own priority is: it must not take the cores of backends.
     os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
     run("tier", _serve)

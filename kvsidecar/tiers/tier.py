@@ -1,7 +1,7 @@
 """One tier of a daemon, across the processes that are it one after another: started, watched, asked, replaced.
 
 Nobody waits for a tier. A request that is not answered in time is over for whoever asked; its slots stay with it until
-the engine's call returns or its process is dead.
+the backend's call returns or its process is dead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvsidecar.support.supervised_child import (
     launch,
     to_the_end,
 )
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, TierShare, WriteEnd
+from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, TierShare, WriteEnd
 from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
 from kvsidecar.tiers.link import TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
@@ -85,7 +85,7 @@ class Tier(Supervised[TierLink]):
         super().__init__("tier", {"tier": name}, options.given, clock)
         self.name = name
         self.counts = TierCounts()
-        self.stats: EngineStats | None = None
+        self.stats: BackendStats | None = None
         """As of the last time that it was asked; None before it has opened."""
         self._read_rate = ReadRate()
         self._options, self._pool = options, pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.backend import ShardSpace
 
 _LAYOUT: Final = struct.Struct("<8s16s32sQ")
 """Magic, digest of the shard space, start of the block hash, checksum of the bytes."""

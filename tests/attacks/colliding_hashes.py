@@ -13,7 +13,7 @@ import time
 import zmq
 
 from kvsidecar.client import Blocks, Client, ClientError
-from kvsidecar.integrations.residency.notes import NoteFormat
+from kvsidecar.integrations.residency.note_format import NoteFormat
 from tests.harness import NAMESPACE, Rank
 
 FORM = NoteFormat(NAMESPACE.hash_bytes, 4, chained=True)

@@ -19,7 +19,7 @@ from collections import Counter
 
 from kvsidecar.client import Blocks, Client
 from kvsidecar.core.residency import MAX_NOTE_BYTES
-from kvsidecar.integrations.residency.notes import CHECK_BYTES, TOKEN_BYTES, NoteFormat
+from kvsidecar.integrations.residency.note_format import CHECK_BYTES, TOKEN_BYTES, NoteFormat
 from kvsidecar.publisher import zmtp
 from tests.harness import NAMESPACE, NUM_BLOCKS, Rank
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvsidecar.cache import arrays, block, block_index, block_table, eviction, eviction_policy, slots
+from kvsidecar.cache import arrays, block, block_index, block_table, eviction, eviction_queues, slots
 
-MODULES = (arrays, block, block_index, eviction_policy, slots)
+MODULES = (arrays, block, block_index, eviction_queues, slots)
 
 
 @contextmanager

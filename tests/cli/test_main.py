@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.daemon.config import SECTIONS, flag_of, variable_of
+from kvsidecar.daemon.setting_sources import SECTIONS, flag_of, variable_of
 from kvsidecar.daemon.settings import Settings
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment

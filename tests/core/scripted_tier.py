@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.types import Namespace
 
 
@@ -35,7 +35,7 @@ class ScriptedTier:
         self.name = name
         self.off = ""
         self.read_rate = 1e12
-        self.stats: EngineStats | None = None
+        self.stats: BackendStats | None = None
         self.memory = memory
         self.kept: dict[tuple[ShardSpace, bytes], Any] = {}
         self.finds: list[Call] = []

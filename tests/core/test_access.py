@@ -12,7 +12,7 @@ import pytest
 
 from kvsidecar.core.access import Access, Grant, Identity, Policy, Rule, parse
 from kvsidecar.core.quota import Quota
-from kvsidecar.daemon.config import load_settings
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.errors import ConfigError, LimitExceeded
 from kvsidecar.support.patterns import EVERYTHING
 from tests.harness import NAMESPACE

@@ -9,12 +9,12 @@ import pytest
 
 from kvsidecar.cache import change_log
 from kvsidecar.cache.block import Space
-from kvsidecar.core import notes, residency
+from kvsidecar.core import block_notes, residency
 from kvsidecar.core.changes import Change
-from kvsidecar.core.fetches import shard_space
 from kvsidecar.core.residency import Watch, joined, split
+from kvsidecar.core.tier_fetches import shard_space
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import LookupMode, Residency
 from tests.cache.support import keys, namespace, open_space, store
 from tests.core.watched import WIDTH, Daemon, Reader
@@ -289,7 +289,7 @@ def test_joined_changes_leave_the_same_behind(seed: int, width: int) -> None:
 
 
 def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 4000)
+    monkeypatch.setattr(block_notes, "MAX_NOTES_BYTES", 4000)
     daemon, reader = Daemon(), Reader()
     daemon.watches.note(namespace("small"), 0, keys("s")[0], b"small", user=0)
     for name in range(100):
@@ -306,7 +306,7 @@ def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatc
 
 
 def test_no_user_takes_the_notes_of_another_in_any_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 4000)
+    monkeypatch.setattr(block_notes, "MAX_NOTES_BYTES", 4000)
     daemon, reader = Daemon(), Reader()
     for name in ("a", "b", "c"):
         daemon.watches.note(namespace(), 0, keys(name)[0], b"honest", user=1)

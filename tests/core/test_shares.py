@@ -12,7 +12,7 @@ from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.share_metrics import SHARES_SHOWN
 from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.errors import ConfigError
-from kvsidecar.tiers.engine import EngineStats, ShareUse, TierShare
+from kvsidecar.tiers.backend import BackendStats, ShareUse, TierShare
 from kvsidecar.tiers.tier import TierCounts
 from kvsidecar.types import Readiness, State
 from tests.cache.support import new_cache
@@ -78,7 +78,7 @@ def test_a_share_is_guaranteed_bytes_or_a_part_of_the_disk() -> None:
 
 def test_what_shares_have_of_a_tier_is_in_the_metrics_and_only_the_largest_by_name() -> None:
     use = [ShareUse(f"s{number}", number, 1, None, 0, 0) for number in range(100)]
-    stats = EngineStats(100, 10, 1, 0, 0, {}, quota_blocks=5, shares=use)
+    stats = BackendStats(100, 10, 1, 0, 0, {}, quota_blocks=5, shares=use)
     tiers = [TierGauges("disk", "", stats, TierCounts()), TierGauges("cluster", "down", None, TierCounts())]
     metrics = Metrics("host")
     metrics.read_gauges_from(lambda: Gauges(Readiness(State.READY, pool_bytes=0), new_cache(1).stats(), 0, tiers=tiers))

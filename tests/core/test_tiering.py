@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from kvsidecar.cache.block import LoadGrant
-from kvsidecar.core.fetches import NOTHING, Coming, Gain, Held, shard_space
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain, Held, shard_space
 from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.tiers.policy import Admission
 from kvsidecar.tiers.tier import Tier

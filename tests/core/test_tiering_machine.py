@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
-from kvsidecar.core.fetches import INTEREST_SECONDS, Gain, shard_space
 from kvsidecar.core.metrics import Metrics
+from kvsidecar.core.tier_fetches import INTEREST_SECONDS, Gain, shard_space
 from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.tiers.policy import Admission
 from kvsidecar.tiers.tier import Tier

@@ -16,11 +16,11 @@ import pytest
 
 from kvsidecar.copier import PROGRAM
 from kvsidecar.daemon import daemon as module
-from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.daemon import EXIT_COPIERS_LEFT, Daemon
 from kvsidecar.daemon.lifecycle import Lifecycle
 from kvsidecar.daemon.pool_geometry import PoolGeometry
 from kvsidecar.daemon.serve import _load
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.systemd import Notifier, NotifySocket
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support import failpoints

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.daemon import Daemon
 from kvsidecar.daemon.lifecycle import Lifecycle
 from kvsidecar.daemon.reload import RELOADABLE, Reloader, change
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier, NotifySocket
 from kvsidecar.device.host import HostPlatform

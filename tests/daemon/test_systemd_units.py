@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.cli.common import EXIT_CONFIG, EXIT_SOCKET
-from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.daemon import EXIT_COPIERS_LEFT
 from kvsidecar.daemon.reload import RELOADABLE
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.systemd import EXTEND_SECONDS, STOP_MARGIN_SECONDS
 from kvsidecar.support.child_process import environment
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvsidecar.daemon.config import load_settings
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from tests.deploy.server_rules import refusals
 from tests.deploy.support import DEPLOY, ROOT

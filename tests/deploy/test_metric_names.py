@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvsidecar.integrations import condition
+from kvsidecar.integrations import offload_condition
 from kvsidecar.integrations.vllm import counters as vllm
 from tests.deploy.support import DEPLOY, ROOT, Exported, alerts, exported, problems
 from tests.harness import DaemonProcess, Rank, eventually
@@ -57,7 +57,7 @@ NOT_ON_A_PANEL = {
 }
 
 
-ENGINES = {"vllm": vllm.GAUGES, "sglang": condition.GAUGES}
+ENGINES = {"vllm": vllm.GAUGES, "sglang": offload_condition.GAUGES}
 """What the integrations export with the engines' own metrics."""
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("grpc_tools", reason="the group docs is not installed")
 from docs.generate import DOCS, PAGES, configuration, messages
 from docs.generate.markdown import attribute_docs, prose
 from kvsidecar import errors
-from kvsidecar.daemon.config import click_options, load_settings
+from kvsidecar.daemon.setting_sources import click_options, load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.v1 import sidecar_pb2 as pb
 

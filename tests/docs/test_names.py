@@ -9,7 +9,7 @@ import click
 import pytest
 
 from kvsidecar.cli.main import main
-from kvsidecar.daemon.config import RESERVED, click_options, variable_of
+from kvsidecar.daemon.setting_sources import RESERVED, click_options, variable_of
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.integrations.sglang.counters import HELP
 from kvsidecar.integrations.vllm.counters import COUNTED

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.core.notes import MAX_NOTES_BYTES
+from kvsidecar.core.block_notes import MAX_NOTES_BYTES
 from kvsidecar.server.grpc_front import USER_BYTES
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from tests.attacks.support import attack, behind_all

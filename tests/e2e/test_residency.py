@@ -10,7 +10,7 @@ import pytest
 
 from kvsidecar.client import Blocks, Residency
 from kvsidecar.client import inbox as client_inbox
-from kvsidecar.core.notes import MAX_NOTES_BYTES
+from kvsidecar.core.block_notes import MAX_NOTES_BYTES
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import PROTOCOL, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb

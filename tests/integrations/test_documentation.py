@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvsidecar.integrations.condition import WhyNot
+from kvsidecar.integrations.offload_condition import WhyNot
 from kvsidecar.integrations.vllm.counters import COUNTED, GAUGES
 from kvsidecar.integrations.vllm.options import Options
 from tests.option_tables import rows_of_code, rows_of_page

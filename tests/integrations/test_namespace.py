@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.checkpoint import checkpoint_of
-from kvsidecar.integrations.facts import Identity
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.namespace import identity_of
 from kvsidecar.types import Namespace

@@ -10,7 +10,7 @@ from kvsidecar.client import BreakerState, LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
 from kvsidecar.core.layout import check_block_ids
 from kvsidecar.errors import ClientError
-from kvsidecar.integrations.condition import GAUGES, WhyNot
+from kvsidecar.integrations.offload_condition import GAUGES, WhyNot
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import AGAIN_SECONDS, FRESH_SECONDS, UNCLAIMED_SECONDS

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvsidecar.integrations.condition import WhyNot, reason_gauges
+from kvsidecar.integrations.offload_condition import WhyNot, reason_gauges
 from kvsidecar.integrations.vllm import stats
 from kvsidecar.integrations.vllm.stats import SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.worker import Transfers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvsidecar.integrations.condition import GAUGES
+from kvsidecar.integrations.offload_condition import GAUGES
 from kvsidecar.integrations.sglang.counters import HELP
 from kvsidecar.integrations.sglang.options import Options
 from tests.option_tables import rows_of_code, rows_of_page

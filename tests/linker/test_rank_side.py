@@ -16,7 +16,7 @@ import pytest
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Outcome, Region
 from kvsidecar.errors import Refusal
-from kvsidecar.integrations.facts import Identity
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.sglang import loads
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, groups_of

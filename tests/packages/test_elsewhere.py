@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from kvsidecar.cli import node
+from kvsidecar.cli import node_commands
 from kvsidecar.cli.main import OF_A_NODE
 from tests.cli.size.support import LLAMA, alternating
 from tests.e2e import remote as remotes
@@ -137,7 +137,7 @@ def test_the_other_commands_and_a_socket_are_refused_in_a_sentence(kvsidecar: Kv
     helped = kvsidecar("--help").stdout
     listed = {line.split()[0] for line in helped.partition("Commands:\n")[2].splitlines() if line.strip()}
     assert listed == OF_A_LAPTOP
-    assert {each.name for each in node.COMMANDS} == set(OF_A_NODE)
+    assert {each.name for each in node_commands.COMMANDS} == set(OF_A_NODE)
     refused = kvsidecar("serve", "--pool-size", "1GiB")
     assert refused.returncode == 2
     assert "Error: serve is for the daemon's machine, which needs Linux: run it there" in refused.stderr

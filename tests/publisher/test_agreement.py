@@ -14,14 +14,14 @@ from kvsidecar.cache.block import StoreGrant
 from kvsidecar.client import ResidencyChange
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.core.changes import Update
-from kvsidecar.core.fetches import shard_space
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.residency import Watches
+from kvsidecar.core.tier_fetches import shard_space
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.publisher.follower import Follower
 from kvsidecar.publisher.topic import VLLM, Topic
 from kvsidecar.server import convert
-from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import LookupMode, Residency
 from tests.cache.support import PAGE, namespace, new_cache
 from tests.integrations.engine import chain, full

@@ -11,7 +11,7 @@ import pytest
 from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.residency import known_blocks
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.integrations.residency.notes import NoteFormat
+from kvsidecar.integrations.residency.note_format import NoteFormat
 from kvsidecar.integrations.residency.residents import STEP_BLOCKS
 from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.weights_version import WeightsVersion

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from kvsidecar.cli.main import main
-from kvsidecar.daemon.config import PUBLISH_VARIABLES, load_settings, variable_of
+from kvsidecar.daemon.setting_sources import PUBLISH_VARIABLES, load_settings, variable_of
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.publisher.options import TOPIC, Options

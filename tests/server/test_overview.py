@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import Screen, render
-from kvsidecar.protocol.figures import Sample, rates_between
+from kvsidecar.protocol.status_figures import Sample, rates_between
 from kvsidecar.server.overview import (
     FORGOTTEN_SECONDS,
     HISTORY,

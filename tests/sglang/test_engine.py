@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.integrations.condition import GAUGES
+from kvsidecar.integrations.offload_condition import GAUGES
 from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
 from tests.sglang.engine import PAGE, SGLangProcess, forgotten, join, stored

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sglang
 
-from kvsidecar.integrations.facts import Identity
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.sglang import ignored
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.namespace import arguments, identity_of

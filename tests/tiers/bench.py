@@ -1,4 +1,4 @@
-"""A tier whose engine the test controls."""
+"""A tier whose backend the test controls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import numpy as np
 
 from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import PageKind, Pages
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.link import TierOptions
 from kvsidecar.tiers.tier import Tier
 from tests.harness import NAMESPACE, SECONDS, eventually_in_loop
-from tests.tiers import memory_engine
+from tests.tiers import memory_backend
 
 POOL, SHARD = 1 << 20, 4096
 
@@ -84,14 +84,14 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(*, deadline: float = NEVER, engine: str = memory_engine.NAME, **options: Any) -> AsyncIterator[Bench]:
+async def bench(*, deadline: float = NEVER, backend: str = memory_backend.NAME, **options: Any) -> AsyncIterator[Bench]:
     fd = os.memfd_create("pool")
     os.ftruncate(fd, POOL)
     pages = Pages(PageKind.SMALL, 4096)
     address = host_memory.map_file(fd, POOL, pages)
     changes: list[str] = []
     memory = SimpleNamespace(fd=fd, nbytes=POOL, pages=pages)
-    tier = Tier("memory", TierOptions(engine, options, capacity_bytes=0), memory, deadline=deadline)
+    tier = Tier("memory", TierOptions(backend, options, capacity_bytes=0), memory, deadline=deadline)
     tier.on_change = lambda each: changes.append(each.down)
     running = asyncio.create_task(tier.run())
     try:

@@ -1,4 +1,4 @@
-"""Memory like the pool's, spaces, hashes and bytes for tests of engines."""
+"""Memory like the pool's, spaces, hashes and bytes for tests of backends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 import random
 from collections.abc import Sequence
 
-from kvsidecar.tiers.engine import Engine, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import Backend, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.types import Namespace
 
 PAGE = 4096
@@ -34,23 +34,23 @@ def memory(of: ShardSpace, count: int) -> list[memoryview]:
     return [area[at : at + of.shard_bytes] for at in range(0, count * extent, extent)]
 
 
-def write(engine: Engine, of: ShardSpace, numbers: Sequence[int], version: int = 0) -> list[WriteEnd]:
+def write(backend: Backend, of: ShardSpace, numbers: Sequence[int], version: int = 0) -> list[WriteEnd]:
     slots = memory(of, len(numbers))
     for slot, number in zip(slots, numbers, strict=True):
         slot[:] = content(of, number, version)
-    return engine.write(of, [key(number) for number in numbers], slots, [None] * len(numbers))
+    return backend.write(of, [key(number) for number in numbers], slots, [None] * len(numbers))
 
 
-def read(engine: Engine, of: ShardSpace, numbers: Sequence[int]) -> dict[int, ReadEnd]:
+def read(backend: Backend, of: ShardSpace, numbers: Sequence[int]) -> dict[int, ReadEnd]:
     """How each ended. What is done has the right bytes, whatever is read."""
     slots = memory(of, len(numbers))
-    ends = engine.read(of, [key(number) for number in numbers], slots)
+    ends = backend.read(of, [key(number) for number in numbers], slots)
     for slot, number, end in zip(slots, numbers, ends, strict=True):
         if end is ReadEnd.DONE:
             assert slot == content(of, number), f"wrong bytes for {number}"
     return dict(zip(numbers, ends, strict=True))
 
 
-def there(engine: Engine, of: ShardSpace, numbers: Sequence[int]) -> list[int]:
-    found = engine.find(of, [key(number) for number in numbers])
+def there(backend: Backend, of: ShardSpace, numbers: Sequence[int]) -> list[int]:
+    found = backend.find(of, [key(number) for number in numbers])
     return [number for number, is_there in zip(numbers, found, strict=True) if is_there]

@@ -1,4 +1,4 @@
-"""A tier's process with an engine in memory: what it is asked for, what fails, and that its end is known."""
+"""A tier's process with a backend in memory: what it is asked for, what fails, and that its end is known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsidecar.errors import TierFailed
 from kvsidecar.support import failpoints, supervised_child
 from kvsidecar.support.supervised_child import State
 from kvsidecar.tiers import tier as tier_module
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace, TierShare, WriteEnd
+from kvsidecar.tiers.backend import ReadEnd, ShardSpace, TierShare, WriteEnd
 from kvsidecar.tiers.policy import GUESSED_RATE
 from kvsidecar.tiers.tier import FAILURES
 from tests.harness import NAMESPACE, SECONDS, Gate, eventually_in_loop
@@ -31,7 +31,7 @@ async def test_shares_hold_in_its_process_in_the_next_one_and_after_a_reload(tmp
             assert await tier.write(number) == [WriteEnd.DONE]
         return sum(await tier.find(*range(first, first + 20)))
 
-    async with bench(engine="disk", **disk) as tier:
+    async with bench(backend="disk", **disk) as tier:
         tier.tier.set_shares([TierShare("a", (NAMESPACE.model,), 6 * SHARD)])
         await tier.on()
         assert await stays(tier, 0) == 6

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from kvsidecar.cli.operate.top_view import Screen, render
 from kvsidecar.errors import ClientError
-from kvsidecar.protocol.figures import Rates, Sample, Worth, rates_between
+from kvsidecar.protocol.status_figures import Rates, Sample, Worth, rates_between
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 if sys.platform == "win32":

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
-from kvsidecar.protocol.figures import (
+from kvsidecar.protocol.status_figures import (
     Rates,
     Worth,
     busiest,

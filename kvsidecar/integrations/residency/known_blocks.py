@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvsidecar.integrations.hashes import split_hashes
-from kvsidecar.integrations.residency.notes import NoteFormat
+from kvsidecar.integrations.residency.note_format import NoteFormat
 
 MAX_KNOWN_BYTES = 88 << 20
 """Of blocks whose tokens are remembered: 260,000 of 16 tokens. Bytes, not blocks: who notes chooses how many tokens a

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from kvsidecar.integrations import content, wrapping
+from kvsidecar.integrations import content_digest, wrapping
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -46,7 +46,7 @@ def digest_of(adapter: Any) -> str:
     config = {name: value for name, value in adapter.config.hf_config.items() if name not in NO_CONTENT}
     tensors = [layer.weights for layer in adapter.layers]
     others = [adapter.embedding_layers, adapter.added_tokens_embeddings, adapter.config.added_tokens_config]
-    return content.digest_of([config, adapter.scaling, tensors, others], "sglang.")
+    return content_digest.digest_of([config, adapter.scaling, tensors, others], "sglang.")
 
 
 class Adapters:

@@ -24,7 +24,7 @@ from kvsidecar.integrations.hashes import first_bytes, split_hashes
 from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.kv_events import KVEvents
-from kvsidecar.integrations.residency.notes import NAME_BYTES, TOKEN_BYTES
+from kvsidecar.integrations.residency.note_format import NAME_BYTES, TOKEN_BYTES
 from kvsidecar.integrations.residency.residents import Residents, Watch, media
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 

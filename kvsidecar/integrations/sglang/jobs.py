@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvsidecar.client import Client, JobDone
-from kvsidecar.integrations.refusals import UnfitJobs
+from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.sglang.counters import Counters
 
 GIVE_UP_SECONDS = 10.0

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.integrations.condition import ATTACHED, WhyNot, reason_gauges
+from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.sglang import adapters, endings, pools, ranks, sleeping
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events

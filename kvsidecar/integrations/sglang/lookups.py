@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from kvsidecar.client import LeaseRenewal, LookupMode, Namespace
 from kvsidecar.client.types import LookupResult
-from kvsidecar.integrations.proportion import in_proportion
 from kvsidecar.integrations.sglang.groups import KV, Group
 from kvsidecar.integrations.sglang.restorable import restorable
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of, name_of
 from kvsidecar.integrations.stored_filter import tags_of
+from kvsidecar.integrations.time_limits import in_proportion
 
 _log = logging.getLogger("kvsidecar.sglang")
 

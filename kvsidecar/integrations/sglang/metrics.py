@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvsidecar.integrations.condition import ATTACHED, GAUGES, NOT_OFFLOADING
+from kvsidecar.integrations.offload_condition import ATTACHED, GAUGES, NOT_OFFLOADING
 from kvsidecar.integrations.sglang.counters import HELP, Counters
 
 PUBLISH_SECONDS = 1.0

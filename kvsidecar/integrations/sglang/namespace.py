@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsidecar.integrations.checkpoint import checkpoint_of
-from kvsidecar.integrations.facts import Facts, Identity, sources
+from kvsidecar.integrations.namespace_facts import Facts, Identity, sources
 from kvsidecar.integrations.sglang import ignored
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvsidecar.client import DEVICE, BreakerState, Client, Completion, EventRing, GroupLayout, KVBuffers
-from kvsidecar.integrations.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
-from kvsidecar.integrations.facts import Identity
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.next_use import pause_after, said_in
+from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.jobs import Jobs

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core as vllm_core
 
-from kvsidecar.integrations import content
+from kvsidecar.integrations import content_digest
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, UNKNOWN, AdapterLoads, Adapters, Files, files_of
 from kvsidecar.integrations.wrapping import wrap
 
@@ -154,4 +154,4 @@ def digest_of(model: Any) -> str:
     Raises:
         TypeError: there is something of an unknown type.
     """
-    return content.digest_of({name: value for name, value in vars(model).items() if name != "id"}, "vllm.")
+    return content_digest.digest_of({name: value for name, value in vars(model).items() if name != "id"}, "vllm.")

@@ -33,7 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
-from kvsidecar.integrations.condition import ATTACHED, WhyNot, reason_gauges
+from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, register
 from kvsidecar.integrations.vllm.adapters import AdapterLoads, Adapters
 from kvsidecar.integrations.vllm.counters import OWN_HASHES

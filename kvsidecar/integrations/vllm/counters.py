@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from kvsidecar.integrations import condition
+from kvsidecar.integrations import offload_condition
 
 
 def _counter(text: str) -> Any:
@@ -95,7 +95,7 @@ COUNTED: dict[str, str] = {each.name: each.metadata["help"] for each in fields(C
 OWN_HASHES = "own_hashes"
 GAUGES = {
     OWN_HASHES: "1 if this engine's block hashes use a random seed: other engines and restarts cannot hit its blocks.",
-    **condition.GAUGES,
+    **offload_condition.GAUGES,
 }
 """Help by name."""
 _values = attrgetter(*COUNTED)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from kvsidecar.client import LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER, LookupResult
 from kvsidecar.errors import ClientError
-from kvsidecar.integrations.proportion import in_proportion
 from kvsidecar.integrations.stored_filter import tags_of
+from kvsidecar.integrations.time_limits import in_proportion
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.questions import Question, Questions
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient

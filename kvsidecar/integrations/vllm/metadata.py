@@ -113,7 +113,7 @@ class RankReport:
     pool_blocks: int = 0
     """Most blocks that the daemon's pool can hold; reported with the attachment."""
     refused: int = 0
-    """Jobs that the daemon refused because of what they ask for: see `kvsidecar.integrations.refusals`."""
+    """Jobs that the daemon refused because of what they ask for: see `kvsidecar.integrations.refused_jobs`."""
     adapters: Mapping[int, tuple[AdapterLoad, ...]] = field(default_factory=dict)
     """By rank: adapters that it has loaded."""
     not_admitted: frozenset[int] = frozenset()

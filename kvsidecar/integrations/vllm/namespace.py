@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvsidecar.integrations.checkpoint import Checkpoint, checkpoint_of
-from kvsidecar.integrations.facts import Facts, Identity, sources
+from kvsidecar.integrations.namespace_facts import Facts, Identity, sources
 from kvsidecar.integrations.vllm import ignored
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.types import Namespace

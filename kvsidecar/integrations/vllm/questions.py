@@ -15,7 +15,7 @@ from typing import Any
 from kvsidecar.client import PendingLookup
 from kvsidecar.client.types import LookupResult
 from kvsidecar.errors import ClientError
-from kvsidecar.integrations.proportion import BUDGETED_HASHES
+from kvsidecar.integrations.time_limits import BUDGETED_HASHES
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvsidecar.client import Client
 from kvsidecar.integrations import next_use
-from kvsidecar.integrations.condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
+from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.loads import Loads

@@ -23,8 +23,8 @@ from kvsidecar.client import (
     Outcome,
 )
 from kvsidecar.errors import Refusal
-from kvsidecar.integrations.condition import node_id
-from kvsidecar.integrations.refusals import UnfitJobs
+from kvsidecar.integrations.offload_condition import node_id
+from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place, RankMemory

@@ -132,7 +132,7 @@ class DiskDirectory:
         try:
             table = RecordTable.open(map_table(index), facts)
             table.take_room_by(partial(os.posix_fallocate, index))  # as below: somebody has made holes in it
-            table.records.take_room = None  # the engine takes it, see `DiskFiles.allocate_records`
+            table.records.take_room = None  # the backend takes it, see `DiskFiles.allocate_records`
             if table.starts >= MAX_STARTS:
                 raise KeptRefused(f"{table.starts} starts in a row with it have not completed")
             table.starts += 1

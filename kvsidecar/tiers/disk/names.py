@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvsidecar.support import log, private_files
-from kvsidecar.tiers.engine import namespace_digest
+from kvsidecar.tiers.backend import namespace_digest
 from kvsidecar.types import Namespace
 
 NAMES: Final = "kvsidecar-disk-names"

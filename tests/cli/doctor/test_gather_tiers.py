@@ -12,7 +12,7 @@ from kvsidecar.cli.doctor import gather_tiers
 from kvsidecar.cli.doctor.facts import DiskTier
 from kvsidecar.cli.doctor.gather import gather
 from kvsidecar.cli.doctor.gather_tiers import cluster, disk_tier, file_system, shared_tier
-from kvsidecar.daemon.config import load_settings
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.support.file_lock import try_lock
 from kvsidecar.support.units import MiB

@@ -11,7 +11,7 @@ import yaml
 from kvsidecar.cli.size.kv import KV, kv_of
 from kvsidecar.cli.size.models import KNOWN
 from kvsidecar.cli.size.plan import Demand, Machine, beside, helm, plan, size_text, systemd, toml
-from kvsidecar.daemon.config import load_settings
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.support.memory_limits import PageKind, Pages, bookkeeping_bytes, check_fits
 from kvsidecar.support.units import GiB, MiB, TiB, parse_size
 from tests.support.test_memory_limits import in_pod

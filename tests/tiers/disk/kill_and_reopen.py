@@ -21,9 +21,9 @@ from pathlib import Path
 
 from kvsidecar.cache.records import Records
 from kvsidecar.support import log
-from kvsidecar.tiers.disk import engine as engine_module
-from kvsidecar.tiers.disk.engine import DiskEngine
-from kvsidecar.tiers.engine import ReadEnd
+from kvsidecar.tiers.backend import ReadEnd
+from kvsidecar.tiers.disk import backend as backend_module
+from kvsidecar.tiers.disk.backend import DiskBackend
 from tests.tiers.support import PAGE, content, key, memory, space
 
 CAPACITY, SLAB = 40 * PAGE, 8 * PAGE
@@ -33,11 +33,11 @@ THREADS = 3
 CONTENT = {(at, name): content(of, name) for at, of in enumerate(SPACES) for name in NAMES}
 
 
-def open_tier(path: Path) -> DiskEngine:
-    return DiskEngine(path, CAPACITY, slab_bytes=SLAB)
+def open_tier(path: Path) -> DiskBackend:
+    return DiskBackend(path, CAPACITY, slab_bytes=SLAB)
 
 
-def read(tier: DiskEngine, at: int, names: list[int]) -> Counter[str]:
+def read(tier: DiskBackend, at: int, names: list[int]) -> Counter[str]:
     """How the reads ended, by name; ``WRONG`` those that are done with wrong bytes."""
     slots = memory(SPACES[at], len(names))
     ends = tier.read(SPACES[at], [key(name) for name in names], slots)
@@ -47,7 +47,7 @@ def read(tier: DiskEngine, at: int, names: list[int]) -> Counter[str]:
     )
 
 
-def live(tier: DiskEngine, progress: memoryview, thread: int, rng: random.Random) -> None:
+def live(tier: DiskBackend, progress: memoryview, thread: int, rng: random.Random) -> None:
     """Until killed."""
     while True:
         progress[thread] += 1
@@ -111,7 +111,7 @@ def main() -> None:
     if options.never_unseal:
         Records.unseal = lambda *_: None  # type: ignore[method-assign]
     if options.never_verify:
-        engine_module._checksum = lambda *_: 1
+        backend_module._checksum = lambda *_: 1
     progress = memoryview(mmap.mmap(-1, PAGE)).cast("Q")
     rng = random.Random(options.seed)
     ends: Counter[str] = Counter()

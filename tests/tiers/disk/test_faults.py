@@ -16,24 +16,24 @@ import structlog
 from kvsidecar.cache.records import CHECKED, RECORD_WORDS
 from kvsidecar.cache.room import SWEEP
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.disk import directory, engine
+from kvsidecar.tiers.backend import ReadEnd, WriteEnd
+from kvsidecar.tiers.disk import backend, directory
+from kvsidecar.tiers.disk.backend import DiskBackend
 from kvsidecar.tiers.disk.directory import EXTENTS, INDEX, MAX_STARTS
-from kvsidecar.tiers.disk.engine import DiskEngine
 from kvsidecar.tiers.disk.extents import Unreadable
 from kvsidecar.tiers.disk.names import NAMES
-from kvsidecar.tiers.engine import ReadEnd, WriteEnd
 from tests.failpoints import active
 from tests.tiers.support import PAGE, key, memory, read, space, there, write
 
 CAPACITY, SLAB = 64 * PAGE, 16 * PAGE
 
 
-def open_tier(path: Path, capacity: int = CAPACITY) -> DiskEngine:
-    return DiskEngine(path / "tier", capacity, slab_bytes=SLAB, lock_seconds=0)
+def open_tier(path: Path, capacity: int = CAPACITY) -> DiskBackend:
+    return DiskBackend(path / "tier", capacity, slab_bytes=SLAB, lock_seconds=0)
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskEngine]:
+def tier(tmp_path: Path) -> Iterator[DiskBackend]:
     opened = open_tier(tmp_path)
     yield opened
     opened.close()
@@ -56,7 +56,7 @@ def flip(path: Path, name: str, at: int) -> None:
 # -- reads and writes -----------------------------------------------------------------------------------------------
 
 
-def test_a_failed_write_raises_and_leaves_room_and_nothing_to_read(tier: DiskEngine, tmp_path: Path) -> None:
+def test_a_failed_write_raises_and_leaves_room_and_nothing_to_read(tier: DiskBackend, tmp_path: Path) -> None:
     of = space()
     with active("tier.write=raise(Input/output error)"), pytest.raises(TierFailed) as raised:
         write(tier, of, range(3))
@@ -66,7 +66,7 @@ def test_a_failed_write_raises_and_leaves_room_and_nothing_to_read(tier: DiskEng
     assert write(tier, of, range(3)) == [WriteEnd.DONE] * 3
 
 
-def test_a_failed_read_raises_and_what_could_not_be_read_is_a_miss(tier: DiskEngine, tmp_path: Path) -> None:
+def test_a_failed_read_raises_and_what_could_not_be_read_is_a_miss(tier: DiskBackend, tmp_path: Path) -> None:
     of = space()
     write(tier, of, range(6))
     with active("tier.read=raise(Input/output error)"), pytest.raises(Unreadable) as raised:
@@ -80,7 +80,7 @@ def test_a_failed_read_raises_and_what_could_not_be_read_is_a_miss(tier: DiskEng
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ESTALE, errno.ENOSPC])
 def test_another_error_raises_and_forgets_nothing(
-    tier: DiskEngine, number: int, monkeypatch: pytest.MonkeyPatch
+    tier: DiskBackend, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = space()
     write(tier, of, range(6))
@@ -99,7 +99,7 @@ def test_another_error_raises_and_forgets_nothing(
 
 
 @pytest.mark.parametrize("nbytes", [PAGE, PAGE + 5, 3 * PAGE])
-def test_short_reads_and_writes_go_on(tier: DiskEngine, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_go_on(tier: DiskBackend, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call moves one page at most, as a signal or a full queue may have it."""
     calls = 0
 
@@ -117,13 +117,13 @@ def test_short_reads_and_writes_go_on(tier: DiskEngine, nbytes: int, monkeypatch
     assert calls == 2 * 5 * -(-nbytes // PAGE)
 
 
-def test_a_write_that_does_not_go_on_is_an_error(tier: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_does_not_go_on_is_an_error(tier: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(TierFailed, match="only 0 bytes were written"):
         write(tier, space(), [1])
 
 
-def test_a_probe_compares(tier: DiskEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_compares(tier: DiskBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier.probe()
     monkeypatch.setattr(os, "pwritev", lambda _, buffers, __: sum(each.nbytes for each in buffers))
     with pytest.raises(TierFailed) as raised:
@@ -140,7 +140,7 @@ def test_a_removal_of_many_gives_back_all_of_their_room(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_neighbours_are_moved_in_one_call(tier: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_moved_in_one_call(tier: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     preadv, pwritev = os.preadv, os.pwritev
 
@@ -180,7 +180,7 @@ def test_a_flipped_bit_is_found_by_the_read(tmp_path: Path, *, reopened: bool) -
     tier.close()
 
 
-def test_a_truncated_file_is_corrupt_and_grows_again(tier: DiskEngine, tmp_path: Path) -> None:
+def test_a_truncated_file_is_corrupt_and_grows_again(tier: DiskBackend, tmp_path: Path) -> None:
     of = space()
     write(tier, of, range(6))
     os.truncate(tmp_path / "tier" / EXTENTS, 3 * PAGE + 100)
@@ -228,7 +228,7 @@ def test_a_record_that_came_to_be_of_another_space_is_corrupt(tmp_path: Path) ->
     records = tier._files.table.records
     ((number, _),) = records._entries.items()
     (known,) = tier._cache.spaces
-    other = DiskEngine(tmp_path / "other", CAPACITY, slab_bytes=SLAB)
+    other = DiskBackend(tmp_path / "other", CAPACITY, slab_bytes=SLAB)
     write(other, two, [50])
     (theirs,) = other._cache.spaces
     records.open_space(number, theirs.namespace, known.group, known.shard_bytes)
@@ -331,16 +331,16 @@ def test_an_index_that_cannot_be_read_in_an_unthought_of_way_starts_empty(
     tier = open_tier(tmp_path)
     write(tier, space(), range(3))
     tier.close()
-    real, calls = DiskEngine._make_cache, 0
+    real, calls = DiskBackend._make_cache, 0
 
-    def fail_once(self: DiskEngine, facts: object) -> object:
+    def fail_once(self: DiskBackend, facts: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise ZeroDivisionError
         return real(self, facts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(DiskEngine, "_make_cache", fail_once)
+    monkeypatch.setattr(DiskBackend, "_make_cache", fail_once)
     tier = open_tier(tmp_path)
     assert tier.stats().kept_blocks == 0
     assert write(tier, space(), range(3)) == [WriteEnd.DONE] * 3
@@ -350,10 +350,10 @@ def test_an_index_that_cannot_be_read_in_an_unthought_of_way_starts_empty(
 # -- the directory --------------------------------------------------------------------------------------------------
 
 
-def test_a_second_process_is_refused_and_the_first_goes_on(tier: DiskEngine, tmp_path: Path) -> None:
+def test_a_second_process_is_refused_and_the_first_goes_on(tier: DiskBackend, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from kvsidecar.tiers.disk.engine import DiskEngine\n"
-        f"DiskEngine(Path(sys.argv[1]), {CAPACITY}, slab_bytes={SLAB}, lock_seconds=0)\n"
+        "import sys; from pathlib import Path; from kvsidecar.tiers.disk.backend import DiskBackend\n"
+        f"DiskBackend(Path(sys.argv[1]), {CAPACITY}, slab_bytes={SLAB}, lock_seconds=0)\n"
     )
     write(tier, space(), range(3))
     command = [sys.executable, "-c", program, str(tmp_path / "tier")]
@@ -386,7 +386,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyt
         open_tier(tmp_path)
 
 
-def test_what_is_made_is_for_nobody_else(tier: DiskEngine, tmp_path: Path) -> None:
+def test_what_is_made_is_for_nobody_else(tier: DiskBackend, tmp_path: Path) -> None:
     made = tmp_path / "tier"
     assert made.stat().st_mode & 0o777 == 0o700
     assert {file.name: file.stat().st_mode & 0o777 for file in made.iterdir()} == dict.fromkeys(
@@ -398,7 +398,7 @@ def test_a_capacity_without_room_is_refused_in_one_sentence_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TierFailed, match=r"the disk tier needs .* are free: lower"):
-        DiskEngine(tmp_path / "tier", 1 << 60, slab_bytes=1 << 30)
+        DiskBackend(tmp_path / "tier", 1 << 60, slab_bytes=1 << 30)
     # Where the room goes between the question and the allocation.
     monkeypatch.setattr(directory.DiskDirectory, "_check_room", lambda *_: None)
     real = os.posix_fallocate
@@ -417,7 +417,7 @@ def test_a_capacity_without_room_is_refused_in_one_sentence_and_leaves_nothing(
 
 
 def test_no_room_for_the_index_is_an_error_of_the_write_and_no_signal(
-    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+    tier: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -450,7 +450,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
         pytest.skip("this container may not mount")
     try:
         with pytest.raises(TierFailed, match=r"the disk tier needs 12\.\d+ MiB in .*, where 6 MiB are free"):
-            DiskEngine(tmp_path / "small" / "tier", 8 << 20)
+            DiskBackend(tmp_path / "small" / "tier", 8 << 20)
         tier, of = open_tier(tmp_path / "small"), space()
         with suppress(OSError), (tmp_path / "small" / "others").open("wb") as others:
             while True:
@@ -470,9 +470,9 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 
 def test_too_many_spaces_forget_the_one_that_was_not_used_for_longest(
-    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+    tier: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "MAX_SPACES", 3)
+    monkeypatch.setattr(backend, "MAX_SPACES", 3)
     spaces = [space(f"model {number}") for number in range(4)]
     for of in spaces[:3]:
         write(tier, of, [1, 2])
@@ -484,7 +484,7 @@ def test_too_many_spaces_forget_the_one_that_was_not_used_for_longest(
 
 
 def test_a_shard_that_is_removed_while_it_is_read_or_written_is_gone_afterwards(
-    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+    tier: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = space()
     write(tier, of, range(4))
@@ -510,7 +510,7 @@ def test_a_shard_that_is_removed_while_it_is_read_or_written_is_gone_afterwards(
     assert set(read(tier, of, there(tier, of, range(4))).values()) <= {ReadEnd.DONE}
 
 
-def test_what_is_read_is_not_evicted_meanwhile(tier: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_not_evicted_meanwhile(tier: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     of = space()
     write(tier, of, range(64))
     real = os.preadv

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.tiers.disk.engine import DiskEngine
+from kvsidecar.tiers.disk.backend import DiskBackend
 from kvsidecar.tiers.disk.kept_budget import BUDGET, KeptBudget, Now
 from kvsidecar.tiers.policy import DAY_SECONDS
 from tests.tiers.support import PAGE, space, write
@@ -107,8 +107,8 @@ def test_what_cannot_be_read_is_taken_for_spent(machine: Machine, damage: Callab
 
 
 def test_the_engine_keeps_what_it_writes_before_it_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_tier() -> DiskEngine:
-        return DiskEngine(
+    def open_tier() -> DiskBackend:
+        return DiskBackend(
             tmp_path / "tier", 64 * PAGE, slab_bytes=16 * PAGE, lock_seconds=0, write_bytes_per_day=8 * PAGE
         )
 

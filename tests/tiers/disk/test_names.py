@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.tiers.disk import engine as module
-from kvsidecar.tiers.disk.engine import DiskEngine
+from kvsidecar.tiers.backend import namespace_digest
+from kvsidecar.tiers.disk import backend as module
+from kvsidecar.tiers.disk.backend import DiskBackend
 from kvsidecar.tiers.disk.names import NAMES, KeptNames
-from kvsidecar.tiers.engine import namespace_digest
 from kvsidecar.types import Namespace
 from tests.tiers.support import PAGE, read, space, there, write
 
@@ -112,10 +112,10 @@ def test_a_directory_that_takes_no_file_costs_the_names_and_nothing_else(
 
 def test_reads_and_lookups_write_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SPACES", 4)
-    engine = DiskEngine(tmp_path / "tier", 8 * PAGE, slab_bytes=4 * PAGE, lock_seconds=0)
-    write(engine, space("a"), [1])
+    backend = DiskBackend(tmp_path / "tier", 8 * PAGE, slab_bytes=4 * PAGE, lock_seconds=0)
+    write(backend, space("a"), [1])
     for number in range(50):
-        there(engine, space(f"m{number}"), [1])
-        read(engine, space(f"m{number}"), [1])
-    engine.close()
+        there(backend, space(f"m{number}"), [1])
+        read(backend, space(f"m{number}"), [1])
+    backend.close()
     assert (tmp_path / "tier" / NAMES).read_bytes().count(b"\n") == 1

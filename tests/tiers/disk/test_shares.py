@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvsidecar.tiers.disk import engine as module
-from kvsidecar.tiers.disk.engine import DiskEngine
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace, TierShare, WriteEnd, namespace_digest
+from kvsidecar.tiers.backend import ReadEnd, ShardSpace, TierShare, WriteEnd, namespace_digest
+from kvsidecar.tiers.disk import backend as module
+from kvsidecar.tiers.disk.backend import DiskBackend
 from tests.tiers.support import PAGE, read, space, there, write
 
 CAPACITY = 64
@@ -21,23 +21,23 @@ A, A2, B = space("team-a/chat"), space("team-a/batch"), space("team-b")
 SHARES = (TierShare("a", ("team-a/*",), 8 * PAGE), TierShare("b", ("team-b",), None))
 
 
-def opened(path: Path) -> DiskEngine:
-    return DiskEngine(path / "tier", CAPACITY * PAGE, slab_bytes=4 * PAGE, lock_seconds=0)
+def opened(path: Path) -> DiskBackend:
+    return DiskBackend(path / "tier", CAPACITY * PAGE, slab_bytes=4 * PAGE, lock_seconds=0)
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskEngine]:
-    engine = opened(tmp_path)
-    engine.set_shares(SHARES)
-    yield engine
-    engine.close()
+def tier(tmp_path: Path) -> Iterator[DiskBackend]:
+    backend = opened(tmp_path)
+    backend.set_shares(SHARES)
+    yield backend
+    backend.close()
 
 
-def write_each(engine: DiskEngine, of: ShardSpace, count: int, first: int = 0) -> list[WriteEnd]:
-    return [write(engine, of, [number])[0] for number in range(first, first + count)]
+def write_each(backend: DiskBackend, of: ShardSpace, count: int, first: int = 0) -> list[WriteEnd]:
+    return [write(backend, of, [number])[0] for number in range(first, first + count)]
 
 
-def test_a_share_beyond_its_maximum_evicts_its_own_and_nobody_elses(tier: DiskEngine) -> None:
+def test_a_share_beyond_its_maximum_evicts_its_own_and_nobody_elses(tier: DiskBackend) -> None:
     assert set(write_each(tier, B, 20)) == {WriteEnd.DONE}
     assert set(write_each(tier, A, 20)) == {WriteEnd.DONE}
     assert there(tier, B, range(20)) == list(range(20))
@@ -45,20 +45,20 @@ def test_a_share_beyond_its_maximum_evicts_its_own_and_nobody_elses(tier: DiskEn
     assert set(read(tier, A, range(12, 20)).values()) == {ReadEnd.DONE}
 
 
-def test_all_namespaces_of_a_share_together_have_its_maximum(tier: DiskEngine) -> None:
+def test_all_namespaces_of_a_share_together_have_its_maximum(tier: DiskBackend) -> None:
     write_each(tier, A, 6)
     write_each(tier, A2, 6)
     assert there(tier, A2, range(6)) == list(range(6))
     assert there(tier, A, range(6)) == [4, 5]
 
 
-def test_a_write_that_is_larger_than_the_maximum_keeps_what_fits(tier: DiskEngine) -> None:
+def test_a_write_that_is_larger_than_the_maximum_keeps_what_fits(tier: DiskBackend) -> None:
     ends = write(tier, A, range(20))
     assert 0 < ends.count(WriteEnd.DONE) <= 8
     assert ends.count(WriteEnd.FULL) == 20 - ends.count(WriteEnd.DONE)
 
 
-def test_without_shares_or_a_maximum_there_is_none(tier: DiskEngine) -> None:
+def test_without_shares_or_a_maximum_there_is_none(tier: DiskBackend) -> None:
     other = space("nobody's")
     assert set(write_each(tier, other, 30)) == {WriteEnd.DONE}
     assert len(there(tier, other, range(30))) == 30
@@ -67,7 +67,7 @@ def test_without_shares_or_a_maximum_there_is_none(tier: DiskEngine) -> None:
     assert len(there(tier, A, range(20))) == 20
 
 
-def test_a_smaller_maximum_moves_nothing_until_the_share_writes(tier: DiskEngine) -> None:
+def test_a_smaller_maximum_moves_nothing_until_the_share_writes(tier: DiskBackend) -> None:
     tier.set_shares(())
     write_each(tier, A, 20)
     tier.set_shares(SHARES)
@@ -80,7 +80,7 @@ def guaranteed(a: int, b: int = 0) -> tuple[TierShare, ...]:
     return TierShare("a", ("team-a/*",), None, a * PAGE), TierShare("b", ("team-b",), None, b * PAGE)
 
 
-def test_what_is_guaranteed_to_a_share_stays_whatever_others_write(tier: DiskEngine) -> None:
+def test_what_is_guaranteed_to_a_share_stays_whatever_others_write(tier: DiskBackend) -> None:
     tier.set_shares(guaranteed(10))
     write_each(tier, A, 20)
     assert set(write_each(tier, B, 3 * CAPACITY)) == {WriteEnd.DONE}
@@ -90,14 +90,14 @@ def test_what_is_guaranteed_to_a_share_stays_whatever_others_write(tier: DiskEng
     assert use == {"a": (10, 10, None), "b": (CAPACITY - 10, 0, None), "unassigned": (0, 0, None)}
 
 
-def test_a_share_takes_back_what_is_guaranteed_to_it(tier: DiskEngine) -> None:
+def test_a_share_takes_back_what_is_guaranteed_to_it(tier: DiskBackend) -> None:
     tier.set_shares(guaranteed(10))
     write_each(tier, B, CAPACITY)
     assert set(write_each(tier, A, 10)) == {WriteEnd.DONE}
     assert len(there(tier, B, range(CAPACITY))) == CAPACITY - 10
 
 
-def test_of_a_disk_that_is_guaranteed_to_others_nothing_is_written_and_that_is_counted(tier: DiskEngine) -> None:
+def test_of_a_disk_that_is_guaranteed_to_others_nothing_is_written_and_that_is_counted(tier: DiskBackend) -> None:
     tier.set_shares(())
     write_each(tier, space("nobody's"), 3)
     tier.set_shares(guaranteed(40, CAPACITY - 40))
@@ -124,7 +124,7 @@ def test_a_guarantee_holds_for_what_an_earlier_process_has_kept(tmp_path: Path) 
 
 
 def test_spaces_that_are_too_many_cost_no_share_its_guarantee(
-    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+    tier: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SPACES", 4)
     tier.set_shares(guaranteed(10))
@@ -139,7 +139,7 @@ def test_spaces_that_are_too_many_cost_no_share_its_guarantee(
 
 
 def test_a_guarantee_keeps_no_more_spaces_than_a_shares_part_of_them(
-    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+    tier: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SPACES", 6)
     tier.set_shares(guaranteed(10))
@@ -152,7 +152,7 @@ def test_a_guarantee_keeps_no_more_spaces_than_a_shares_part_of_them(
 
 
 def test_a_space_that_a_share_has_borrowed_is_forgotten_as_any_other(
-    tier: DiskEngine, monkeypatch: pytest.MonkeyPatch
+    tier: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SPACES", 6)
     tier.set_shares(guaranteed(10))
@@ -182,7 +182,7 @@ def test_what_was_kept_counts_at_once(tmp_path: Path) -> None:
     after.close()
 
 
-def test_names_that_were_only_asked_for_are_forgotten(tier: DiskEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_were_only_asked_for_are_forgotten(tier: DiskBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SPACES", 10)
     write_each(tier, A, 4)
     write_each(tier, A2, 4)
@@ -215,7 +215,7 @@ class DiskSharesMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         path = Path(self.place.name) / "tier"
-        self.tier = DiskEngine(path, 8 * PAGE, slab_bytes=4 * PAGE, lock_seconds=0)
+        self.tier = DiskBackend(path, 8 * PAGE, slab_bytes=4 * PAGE, lock_seconds=0)
         self.tier.set_shares(guaranteed(*self.parts))
 
     def teardown(self) -> None:
@@ -224,7 +224,7 @@ class DiskSharesMachine(RuleBasedStateMachine):
         self.place.cleanup()
 
     def pages(self) -> dict[str, int]:
-        """Of each share. Nothing is looked up: that would tell the engine whose it is."""
+        """Of each share. Nothing is looked up: that would tell the backend whose it is."""
         of = {namespace_digest(each.namespace): share for share, spaces in SPACES.items() for each in spaces}
         found = dict.fromkeys(SPACES, 0)
         for each in self.tier._cache.spaces:

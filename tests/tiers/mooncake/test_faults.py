@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.engine import ReadEnd, WriteEnd
-from kvsidecar.tiers.mooncake import BATCH, ClusterOptions, MooncakeEngine, _address, _keys
+from kvsidecar.tiers.backend import ReadEnd, WriteEnd
+from kvsidecar.tiers.mooncake import BATCH, ClusterOptions, MooncakeBackend, _address, _keys
 from kvsidecar.tiers.tier import FAILURES
 from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually_in_loop
@@ -61,9 +61,9 @@ async def works_again(each: Bench, number: int) -> None:
 
 async def test_a_block_comes_back_from_another_node(own_cluster: Cluster) -> None:
     """One daemon writes it, another one reads it."""
-    async with bench(engine="cluster", master=own_cluster.address) as one:
+    async with bench(backend="cluster", master=own_cluster.address) as one:
         await written(one, 1, 2)
-    async with bench(engine="cluster", master=own_cluster.address) as two:
+    async with bench(backend="cluster", master=own_cluster.address) as two:
         await two.on()
         assert await two.find(1, 3, 2) == [True, False, True]
         assert await two.read(2, 3, 1) == [ReadEnd.DONE, ReadEnd.MISS, ReadEnd.DONE]
@@ -75,7 +75,7 @@ async def test_a_block_comes_back_from_another_node(own_cluster: Cluster) -> Non
 
 async def test_a_storage_node_that_stops_costs_the_deadline_and_no_more(own_cluster: Cluster) -> None:
     """The client would wait for a minute: its process is killed, which gives the slots back."""
-    async with bench(engine="cluster", master=own_cluster.address, deadline=1.0) as each:
+    async with bench(backend="cluster", master=own_cluster.address, deadline=1.0) as each:
         await written(each, 1)
         own_cluster.stop_node(0)
         late: list[bool] = []
@@ -91,7 +91,7 @@ async def test_a_storage_node_that_stops_costs_the_deadline_and_no_more(own_clus
 
 
 async def test_a_storage_node_that_dies_during_a_read_is_a_failure_and_then_a_miss(own_cluster: Cluster) -> None:
-    async with bench(engine="cluster", master=own_cluster.address) as each:
+    async with bench(backend="cluster", master=own_cluster.address) as each:
         await written(each, *range(8))
         own_cluster.stop_node(0)
         ends: list[Any] = []
@@ -111,7 +111,7 @@ async def test_a_storage_node_that_dies_during_a_read_is_a_failure_and_then_a_mi
 
 
 async def test_a_master_that_dies_turns_the_tier_off_until_there_is_one(own_cluster: Cluster) -> None:
-    async with bench(engine="cluster", master=own_cluster.address) as each:
+    async with bench(backend="cluster", master=own_cluster.address) as each:
         await written(each, 1)
         own_cluster.master.kill()
         own_cluster.master.wait()
@@ -127,7 +127,7 @@ async def test_a_standby_takes_over_with_all_that_is_there(tmp_path: Path) -> No
     """Masters that write a log to etcd: what one of them knew is known to the next one, but for the last second."""
     cluster = Cluster(tmp_path, standby=True)
     try:
-        async with bench(engine="cluster", master=cluster.address, hostname="127.0.0.1") as each:
+        async with bench(backend="cluster", master=cluster.address, hostname="127.0.0.1") as each:
             await written(each, *range(8))
             await written(each, *range(100, 164))
             cluster.wait_standby(entries=64)  # Of some of them, hence of the eight before: it reads in order.
@@ -147,7 +147,7 @@ async def test_a_block_with_two_replicas_is_back_when_one_of_its_nodes_was_given
     """Until then reads fail, or are a miss, although a replica lives."""
     cluster = Cluster(tmp_path, nodes=2)
     try:
-        async with bench(engine="cluster", master=cluster.address, replicas=2) as each:
+        async with bench(backend="cluster", master=cluster.address, replicas=2) as each:
             await written(each, *range(8))
             cluster.nodes[0].kill()
             answers: list[ReadEnd] = []
@@ -162,66 +162,66 @@ async def test_a_block_with_two_replicas_is_back_when_one_of_its_nodes_was_given
 
 
 def test_a_cluster_full_of_what_others_have_pinned_refuses_and_serves(own_cluster: Cluster) -> None:
-    engine, of = OwnMemory(own_cluster), space(nbytes=1 << 20)
+    backend, of = OwnMemory(own_cluster), space(nbytes=1 << 20)
     other, theirs = OwnMemory(own_cluster), space("theirs", nbytes=1 << 20)
     other._config.with_hard_pin = True
     pinned = 0
     while write(other, theirs, [pinned]) == [WriteEnd.DONE]:
         pinned += 1
     assert pinned > 1
-    assert write(engine, of, range(4)) == [WriteEnd.FULL] * 4
-    engine.probe()
-    assert read(engine, of, [0]) == {0: ReadEnd.MISS}
-    assert read(engine, theirs, [0, pinned - 1]) == {0: ReadEnd.DONE, pinned - 1: ReadEnd.DONE}
+    assert write(backend, of, range(4)) == [WriteEnd.FULL] * 4
+    backend.probe()
+    assert read(backend, of, [0]) == {0: ReadEnd.MISS}
+    assert read(backend, theirs, [0, pinned - 1]) == {0: ReadEnd.DONE, pinned - 1: ReadEnd.DONE}
     other.close()
-    engine.close()
+    backend.close()
 
 
 def test_a_full_cluster_refuses_and_makes_room_later(own_cluster: Cluster) -> None:
     of = space(nbytes=1 << 20)
-    engine = OwnMemory(own_cluster)
-    first = write(engine, of, range(12))
+    backend = OwnMemory(own_cluster)
+    first = write(backend, of, range(12))
     assert first == [WriteEnd.DONE] * 12
-    assert set(read(engine, of, range(12)).values()) == {ReadEnd.DONE}  # which protects them for a while
-    ends = write(engine, of, range(100, 112))
+    assert set(read(backend, of, range(12)).values()) == {ReadEnd.DONE}  # which protects them for a while
+    ends = write(backend, of, range(100, 112))
     assert set(ends) == {WriteEnd.DONE, WriteEnd.FULL}
     written = {number for number, end in zip(range(100, 112), ends, strict=True) if end is WriteEnd.DONE}
     assert written >= {
-        *there(engine, of, range(100, 112))
+        *there(backend, of, range(100, 112))
     }  # Some may have made room already: nothing protects them yet.
-    engine.probe()
+    backend.probe()
     turn = 0
-    while WriteEnd.FULL in write(engine, of, [200]):  # it makes room in the background
+    while WriteEnd.FULL in write(backend, of, [200]):  # it makes room in the background
         turn += 1
         assert turn < 1000
-        read(engine, of, [300])
-    engine.close()
+        read(backend, of, [300])
+    backend.close()
 
 
 def test_a_shard_under_the_name_of_another_is_corrupt(own_cluster: Cluster) -> None:
     """As after a defect of the store: whole, but not what was asked for."""
-    engine, of = OwnMemory(own_cluster), space()
-    write(engine, of, [1])
+    backend, of = OwnMemory(own_cluster), space()
+    write(backend, of, [1])
     mine, other = _keys(of, [key(1), key(2)])
     value = memoryview(bytearray(of.shard_bytes + TRAILER_BYTES))
     at = [_address(value)], [len(value)]
-    engine.registered([value], lambda: engine._store.batch_get_into([mine], *at))
-    assert engine.registered([value], lambda: engine._store.batch_put_from([other], *at)) == [0]
-    assert read(engine, of, [1, 2]) == {1: ReadEnd.DONE, 2: ReadEnd.CORRUPT}
-    assert there(engine, of, [1, 2]) == [1]
-    assert write(engine, of, [2]) == [WriteEnd.DONE]
-    assert read(engine, of, [2]) == {2: ReadEnd.DONE}
-    engine.close()
+    backend.registered([value], lambda: backend._store.batch_get_into([mine], *at))
+    assert backend.registered([value], lambda: backend._store.batch_put_from([other], *at)) == [0]
+    assert read(backend, of, [1, 2]) == {1: ReadEnd.DONE, 2: ReadEnd.CORRUPT}
+    assert there(backend, of, [1, 2]) == [1]
+    assert write(backend, of, [2]) == [WriteEnd.DONE]
+    assert read(backend, of, [2]) == {2: ReadEnd.DONE}
+    backend.close()
 
 
 def test_without_a_master_the_engine_says_so_at_once() -> None:
     with pytest.raises(TierFailed, match=r"the Mooncake master 127\.0\.0\.1:1 cannot be reached: .*refused"):
-        MooncakeEngine(memoryview(bytearray(4096)), ClusterOptions("127.0.0.1:1"))
+        MooncakeBackend(memoryview(bytearray(4096)), ClusterOptions("127.0.0.1:1"))
 
 
 def test_calls_under_way_share_no_trailer(cluster: Cluster) -> None:
-    engine = OwnMemory(cluster)
-    with engine._room(BATCH) as one, engine._room(BATCH) as two:
+    backend = OwnMemory(cluster)
+    with backend._room(BATCH) as one, backend._room(BATCH) as two:
         begins = sorted(map(_address, [*one, *two]))
     assert all(later - sooner >= TRAILER_BYTES for sooner, later in itertools.pairwise(begins))
-    engine.close()
+    backend.close()

@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.mooncake import open_engine
+from kvsidecar.tiers.mooncake import open_backend
 
 
 def test_without_the_package_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(TierFailed, match=r"pip install 'kvsidecar\[mooncake\]'"):
-        open_engine(memoryview(bytearray(4096)), master="127.0.0.1:1")
+        open_backend(memoryview(bytearray(4096)), master="127.0.0.1:1")

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.cache.block import LoadGrant, StoreGrant
-from kvsidecar.core import writes
-from kvsidecar.core.fetches import NOTHING, Fetches
-from kvsidecar.core.writes import Writes
-from kvsidecar.tiers.engine import EngineStats
+from kvsidecar.core import tier_writes
+from kvsidecar.core.tier_fetches import NOTHING, Fetches
+from kvsidecar.core.tier_writes import Writes
+from kvsidecar.tiers.backend import BackendStats
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import LookupMode
@@ -129,7 +129,7 @@ def test_the_tier_is_asked_behind_the_answer_and_the_blocks_wait_for_it() -> Non
 
 
 def test_some_calls_are_handed_over_at_a_time_and_the_others_when_these_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes, "CHUNKS", 1)
+    monkeypatch.setattr(tier_writes, "CHUNKS", 1)
     bench = Bench(Admission.ALL)
     bench.store(1, 2, 3, 4)
     assert bench.written == [keys(1, 2)]
@@ -146,7 +146,7 @@ def test_any_number_of_calls_that_wait_ends_when_the_tier_is_off() -> None:
     bench.tier.off = "out of order"
     bench.end(ok=False)
     counted = {reason: sum(blocks for each, blocks in bench.refused if each is reason) for reason, _ in bench.refused}
-    handed_over = 2 * writes.CHUNKS
+    handed_over = 2 * tier_writes.CHUNKS
     assert counted == {WriteRefusal.FAILED: handed_over, WriteRefusal.OFF: 2048 - handed_over}
     assert not bench.writes.writing_bytes
 
@@ -172,7 +172,7 @@ def test_what_was_evicted_before_its_turn_is_counted() -> None:
 
 
 def test_names_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes, "MAX_NAMES", 1)
+    monkeypatch.setattr(tier_writes, "MAX_NAMES", 1)
     bench = Bench(queue=2)
     bench.store(1, 2, 3, 4)
     bench.load(1, 2, 3, 4)
@@ -208,7 +208,7 @@ def test_no_more_is_written_than_the_budget_of_the_day() -> None:
 
 def test_what_is_left_of_the_budget_is_what_the_tiers_process_knows_to_be_left() -> None:
     bench = Bench(per_day=3 * PAGE)
-    bench.tier.stats = EngineStats(0, 0, 0, 0, 0, {}, write_bytes_left=PAGE)
+    bench.tier.stats = BackendStats(0, 0, 0, 0, 0, {}, write_bytes_left=PAGE)
     bench.store(1, 2)
     bench.load(1, 2)
     assert bench.written == [keys(1)]
@@ -340,7 +340,7 @@ def test_what_could_not_be_written_is_counted_once_and_evicted() -> None:
 
 
 def test_only_some_writes_are_begun_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes, "AHEAD_CHUNKS", 1)
+    monkeypatch.setattr(tier_writes, "AHEAD_CHUNKS", 1)
     bench = Bench(Admission.ON_EVICT, queue=6)
     bench.store(1, 2, 3, 4)
     assert bench.written == [keys(4, 3)]

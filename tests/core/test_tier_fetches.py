@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from kvsidecar.cache.block import Space, StoreGrant
-from kvsidecar.core import fetches
-from kvsidecar.core.fetches import (
+from kvsidecar.core import tier_fetches
+from kvsidecar.core.tier_fetches import (
     ABSENT_SECONDS,
     INTEREST_SECONDS,
     NOT_HELD,
@@ -269,7 +269,7 @@ def test_a_caller_that_chooses_is_told_what_there_is_and_nothing_is_fetched(benc
 def test_no_more_is_asked_at_a_time_than_one_question_has_room_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(tier_fetches, "MAX_BLOCKS", 2)
     bench.keep(1, 2, 3, 4)
     held(bench, 1, 2, 3, 4, hits=(1,))
     (find,) = bench.tier.finds
@@ -291,7 +291,7 @@ def test_a_tier_that_has_none_of_it_or_does_not_answer_holds_nothing(bench: Benc
 
 
 def test_questions_have_a_limit_and_what_was_answered_makes_room(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches, "MAX_WAITING", 4)
+    monkeypatch.setattr(tier_fetches, "MAX_WAITING", 4)
     assert held(bench, 1, 2).asking
     assert held(bench, 3, 4).asking
     assert held(bench, 5) == NOT_HELD

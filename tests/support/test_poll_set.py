@@ -7,7 +7,7 @@ import socket
 from collections import Counter
 from functools import partial
 
-from kvsidecar.support.crowd import EVENTS, READABLE, WRITABLE, Crowd
+from kvsidecar.support.poll_set import EVENTS, READABLE, WRITABLE, Crowd
 from tests.harness import eventually_in_loop
 
 PAIRS = 10 * EVENTS

@@ -1,4 +1,4 @@
-"""What a tier's process asks of an engine: to keep the shards of blocks somewhere, and to bring them back."""
+"""What a tier's process asks of a backend: to keep the shards of blocks somewhere, and to bring them back."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class WriteEnd(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
+class BackendStats:
     capacity_bytes: int
     used_bytes: int
     blocks: int
@@ -102,7 +102,7 @@ class EngineStats:
     """Of the day's budget, earlier runs included; None: it has none."""
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """Where a tier keeps shards. Its methods are called from several threads at once and may block.
 
     A shard is named by its space and its block hash; hashes of a call are in prefix order and occur once. Memory is a
@@ -128,7 +128,7 @@ class Engine(Protocol):
         """Keep shards, and evict others for them.
 
         Args:
-            checksums: XXH3 (64 bits) of the bytes, where one is known; the engine takes the others.
+            checksums: XXH3 (64 bits) of the bytes, where one is known; the backend takes the others.
         """
         ...
 
@@ -144,7 +144,7 @@ class Engine(Protocol):
         """Write something small, read it back and compare: whether it works at all."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> BackendStats: ...
 
     def close(self) -> None:
         """No call may be under way."""
@@ -153,7 +153,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class LimitsShares(Protocol):
-    """What an engine has besides if it limits shares. Others take what comes."""
+    """What a backend has besides if it limits shares. Others take what comes."""
 
     def set_shares(self, shares: Sequence[TierShare]) -> None:
         """Limit them from now on. What is there stays; a share that has too much evicts it when it writes."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvsidecar.core import notes, residency
+from kvsidecar.core import block_notes, residency
+from kvsidecar.core.block_notes import LOOKS, STEP_NOTES, Notes
 from kvsidecar.core.changes import Change
-from kvsidecar.core.notes import LOOKS, STEP_NOTES, Notes
 from kvsidecar.types import Namespace, Residency
 from tests.cache.support import key, keys, namespace, open_space, store
 from tests.core.watched import Daemon, Reader
@@ -95,9 +95,9 @@ class Pool:
 @pytest.mark.parametrize("nbytes", [4, 4000])
 def test_no_look_asks_about_more_than_a_step(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few notes of many bytes are a step as well as many of few."""
-    monkeypatch.setattr(notes, "LOOKS", 1)
-    monkeypatch.setattr(notes, "STEP_NOTES", 50)
-    monkeypatch.setattr(notes, "STEP_BYTES", 10 * 4000)
+    monkeypatch.setattr(block_notes, "LOOKS", 1)
+    monkeypatch.setattr(block_notes, "STEP_NOTES", 50)
+    monkeypatch.setattr(block_notes, "STEP_BYTES", 10 * 4000)
     held, pool, names = Notes(), Pool("last"), [*range(120), "last"]
     for name in names:
         held.add(namespace(), 0, note(name, nbytes))
@@ -112,7 +112,7 @@ def test_no_look_asks_about_more_than_a_step(nbytes: int, monkeypatch: pytest.Mo
 
 
 def test_notes_of_every_user_go_and_do_not_count_against_them_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "LOOKS", 1)
+    monkeypatch.setattr(block_notes, "LOOKS", 1)
     held, pool = Notes(), Pool("stays")
     held.add(namespace(), 1, note("stays"))
     for name in range(20):
@@ -123,7 +123,7 @@ def test_notes_of_every_user_go_and_do_not_count_against_them_any_more(monkeypat
     assert kept(held) == set(keys("stays"))
     assert not kept(held, "other")
     each = held.total_bytes
-    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 5 * each)
+    monkeypatch.setattr(block_notes, "MAX_NOTES_BYTES", 5 * each)
     given_up = [held.add(namespace("other"), 2, note(f"new {name}")) for name in range(6)]
     assert [change.hashes for lost in given_up for _, change in lost] == keys("new 0", "new 1")
     assert kept(held) == set(keys("stays")), "user 1 has one note, not 21"
@@ -131,8 +131,8 @@ def test_notes_of_every_user_go_and_do_not_count_against_them_any_more(monkeypat
 
 def test_notes_that_come_while_others_are_looked_at_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their numbers are those of the notes that were there when the look began."""
-    monkeypatch.setattr(notes, "LOOKS", 1)
-    monkeypatch.setattr(notes, "STEP_NOTES", 5)
+    monkeypatch.setattr(block_notes, "LOOKS", 1)
+    monkeypatch.setattr(block_notes, "STEP_NOTES", 5)
     held, pool = Notes(), Pool()
     for name in range(20):
         held.add(namespace(), 0, note(name))
@@ -153,9 +153,9 @@ def test_notes_that_come_while_others_are_looked_at_stay(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_counted_is_what_is_kept_whatever_comes_and_goes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "LOOKS", 2)
-    monkeypatch.setattr(notes, "STEP_NOTES", 3)
-    monkeypatch.setattr(notes, "MAX_NOTES_BYTES", 40 * (32 + 4 + notes.ENTRY_BYTES))
+    monkeypatch.setattr(block_notes, "LOOKS", 2)
+    monkeypatch.setattr(block_notes, "STEP_NOTES", 3)
+    monkeypatch.setattr(block_notes, "MAX_NOTES_BYTES", 40 * (32 + 4 + block_notes.ENTRY_BYTES))
     rng, held, models = random.Random(seed), Notes(), ["a", "b", "c"]
     every = {namespace(model) for model in models}
     for step in range(400):
@@ -168,7 +168,11 @@ def test_what_is_counted_is_what_is_kept_whatever_comes_and_goes(seed: int, monk
                 nbytes = rng.randrange(1, 40)
                 held.add(namespace(rng.choice(models)), rng.randrange(3), note(step, nbytes))
         there = [change for model in models for change in held.of(namespace(model))]
-        assert held.total_bytes == sum(each.nbytes + notes.ENTRY_BYTES for each in there) <= notes.MAX_NOTES_BYTES
+        assert (
+            held.total_bytes
+            == sum(each.nbytes + block_notes.ENTRY_BYTES for each in there)
+            <= block_notes.MAX_NOTES_BYTES
+        )
     held.forget_all()
     for _ in range(400):
         held.look(every, None)
@@ -261,7 +265,7 @@ def test_watchers_that_come_and_go_between_two_messages(monkeypatch: pytest.Monk
 
 
 def test_a_note_is_kept_while_the_tier_may_have_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "LOOKS", 1)
+    monkeypatch.setattr(block_notes, "LOOKS", 1)
     daemon = Daemon()
     open_space(daemon.cache)
     daemon.watches._slower = Nothing()  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.integrations.facts import Facts, Untold, sources, told
+from kvsidecar.integrations.namespace_facts import Facts, Untold, sources, told
 
 
 class Color(Enum):

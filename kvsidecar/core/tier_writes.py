@@ -16,9 +16,9 @@ import numpy as np
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import Chain, LoadGrant, Space, SpaceBlocks, StoreGrant, WriteGrant
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.core.fetches import CHUNK_BYTES, shard_space
+from kvsidecar.core.tier_fetches import CHUNK_BYTES, shard_space
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.engine import WriteEnd
+from kvsidecar.tiers.backend import WriteEnd
 from kvsidecar.tiers.policy import Admission, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Namespace

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvsidecar.tiers.backend import ReadEnd, WriteEnd
+from kvsidecar.tiers.disk.backend import DiskBackend
 from kvsidecar.tiers.disk.directory import EXTENTS
-from kvsidecar.tiers.disk.engine import DiskEngine
-from kvsidecar.tiers.engine import ReadEnd, WriteEnd
 from tests.tiers.support import PAGE, key, read, space, there, write
 
 SPACES = [space(), space(shard=1), space("two", nbytes=2 * PAGE - 1)]
@@ -41,7 +41,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         path = Path(self.place.name) / "tier"
-        self.tier = DiskEngine(path, self.capacity * PAGE, slab_bytes=self.slab * PAGE, lock_seconds=0)
+        self.tier = DiskBackend(path, self.capacity * PAGE, slab_bytes=self.slab * PAGE, lock_seconds=0)
 
     def found(self) -> set[Shard]:
         return {(at, name) for at, of in enumerate(SPACES) for name in there(self.tier, of, NAMES)}

@@ -19,7 +19,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal, TierFailed
-from kvsidecar.tiers.engine import ReadEnd, ShardSpace
+from kvsidecar.tiers.backend import ReadEnd, ShardSpace
 from kvsidecar.tiers.key_filter import first_words
 from kvsidecar.tiers.messages import MAX_BLOCKS
 from kvsidecar.tiers.policy import Estimate, FetchRefusal

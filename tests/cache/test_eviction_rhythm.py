@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.rhythm import (
+from kvsidecar.cache.eviction_rhythm import (
     CLASSES,
     FIRST_GAP,
     MOST_GAP,

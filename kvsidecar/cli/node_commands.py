@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from kvsidecar.cli.common import EXIT_AGAIN, EXIT_CONFIG, EXIT_SOCKET, EXIT_UNAVAILABLE, fail, socket_option
-from kvsidecar.daemon.config import SECTIONS, click_options
+from kvsidecar.daemon.setting_sources import SECTIONS, click_options
 
 
 def _serve(check: bool, **flags: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The engine of the disk tier: what is where is decided by a cache of its own; its decisions outlive the process.
+"""The backend of the disk tier: what is where is decided by a cache of its own; its decisions outlive the process.
 
 One lock is held for decisions, never while the disk is read or written. A shard is a block of one shard in a space of
 its own: shards of a block come and go one by one.
@@ -34,10 +34,10 @@ from kvsidecar.pool.record_table import TableFacts
 from kvsidecar.support import log
 from kvsidecar.support.patterns import covers
 from kvsidecar.support.units import MiB, format_size
+from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, ShareUse, TierShare, WriteEnd, namespace_digest
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
 from kvsidecar.tiers.disk.kept_budget import KeptBudget
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, ShareUse, TierShare, WriteEnd, namespace_digest
 from kvsidecar.types import LookupMode, Namespace
 
 SLAB_BYTES: Final = 64 * MiB
@@ -46,7 +46,7 @@ MAX_SPACES: Final = 1000
 """More spaces at a time are not kept: the one that was not used for longest is forgotten. The index has some more."""
 
 LISTED_ROWS: Final = 512
-"""Rows of a table that one piece of `DiskEngine.pieces` covers: 32 KiB of the longest hashes."""
+"""Rows of a table that one piece of `DiskBackend.pieces` covers: 32 KiB of the longest hashes."""
 
 _log = log.get("disk tier")
 
@@ -56,8 +56,8 @@ def facts_of(capacity_bytes: int, slab_bytes: int = SLAB_BYTES) -> TableFacts:
     return TableFacts(capacity_bytes, min(slab_bytes, capacity_bytes), KIND, "")
 
 
-class DiskEngine:
-    """Keeps shards in a directory on a local disk. Implements `kvsidecar.tiers.engine.Engine`.
+class DiskBackend:
+    """Keeps shards in a directory on a local disk. Implements `kvsidecar.tiers.backend.Backend`.
 
     Args:
         path: the directory; made if only its last part is missing.
@@ -380,10 +380,10 @@ class DiskEngine:
         if sent != back:
             raise TierFailed(f"{self._directory.path / EXTENTS} does not return what was written to it")
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> BackendStats:
         with self._lock:
             now, report = self._cache.stats(), self._cache.adopted
-            return EngineStats(
+            return BackendStats(
                 capacity_bytes=now.total_bytes,
                 used_bytes=now.used_bytes,
                 blocks=now.readable_blocks,
@@ -420,6 +420,6 @@ def _checksum(space: ShardSpace, memory: memoryview, known: int | None) -> int:
     return value ^ int.from_bytes(space.digest[:8], "little")
 
 
-def open_engine(directory: str, capacity_bytes: int, write_bytes_per_day: int | None = None) -> DiskEngine:
+def open_backend(directory: str, capacity_bytes: int, write_bytes_per_day: int | None = None) -> DiskBackend:
     """As the process of the tier opens it."""
-    return DiskEngine(Path(directory), capacity_bytes, write_bytes_per_day=write_bytes_per_day)
+    return DiskBackend(Path(directory), capacity_bytes, write_bytes_per_day=write_bytes_per_day)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.cache.eviction_policy import SEGMENT, EvictionQueues
+from kvsidecar.cache.eviction_queues import SEGMENT, EvictionQueues
 
 
 def rows(*numbers: int) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Tells the daemon what an engine has of some spaces, and what changes: for those who watch what the node holds.
+"""Tells the daemon what a backend has of some spaces, and what changes: for those who watch what the node holds.
 
-An engine's call only appends to a `ChangeLog`, and a thread of its own sends it.
+A backend's call only appends to a `ChangeLog`, and a thread of its own sends it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, Protocol, runtime_checkable
 
 from kvsidecar.cache.change_log import ChangeLog, Outlet
-from kvsidecar.tiers.engine import ShardSpace
+from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import Residency
 
 PIECES: Final = 8
@@ -22,7 +22,7 @@ PAUSE_SECONDS: Final = 0.05
 
 @runtime_checkable
 class Listed(Protocol):
-    """What an engine has besides if it knows what it has."""
+    """What a backend has besides if it knows what it has."""
 
     def watch(self, space: ShardSpace, outlet: Outlet | None) -> None:
         """Tell an outlet of every change of what is there of this space from now on; None: nobody."""
@@ -44,14 +44,14 @@ class Teller:
 
     def __init__(
         self,
-        engine: object,
+        backend: object,
         send: Callable[[int, Residency, bytes], object],
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._engine = engine if isinstance(engine, Listed) else None
+        self._backend = backend if isinstance(backend, Listed) else None
         self._send, self._pause = send, pause
         self._changed = threading.Condition()
-        """Guards all that follows. An engine holds its own lock when it tells of a change, so it is not called with
+        """Guards all that follows. A backend holds its own lock when it tells of a change, so it is not called with
         this one held."""
         self._spaces: dict[int, ShardSpace] = {}
         """Those that are watched."""
@@ -60,19 +60,19 @@ class Teller:
 
     def watch(self, number: int, space: ShardSpace) -> None:
         """Tell what is there of a space, then `Residency.COMPLETE`; and every change. Again: from the beginning."""
-        if self._engine is not None:
-            self._engine.watch(space, partial(self._changed_in, number))  # first: what changes from here on is told
+        if self._backend is not None:
+            self._backend.watch(space, partial(self._changed_in, number))  # first: what changes from here on is told
         with self._changed:
             self._spaces[number] = space
-            self._to_list[number] = iter(()) if self._engine is None else self._engine.pieces(space)
+            self._to_list[number] = iter(()) if self._backend is None else self._backend.pieces(space)
             self._changed.notify()
 
     def unwatch(self, number: int) -> None:
         with self._changed:
             space = self._spaces.pop(number, None)
             self._to_list.pop(number, None)
-        if space is not None and self._engine is not None:
-            self._engine.watch(space, None)
+        if space is not None and self._backend is not None:
+            self._backend.watch(space, None)
 
     def _changed_in(self, number: int, kind: Residency, _group: int, hashes: bytes) -> None:
         with self._changed:

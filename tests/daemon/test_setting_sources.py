@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvsidecar.core.access import Policy, Rule
 from kvsidecar.core.shares import ShareRule
-from kvsidecar.daemon.config import click_options, flag_of, load_settings, variable_of
 from kvsidecar.daemon.pool_geometry import auto_slab_bytes, pool_geometry
+from kvsidecar.daemon.setting_sources import click_options, flag_of, load_settings, variable_of
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import ConfigError
@@ -424,7 +424,7 @@ def test_help_says_the_same_default_that_the_settings_have() -> None:
 
 def test_importing_the_settings_is_cheap() -> None:
     heavy = "{'torch', 'grpc', 'aiohttp', 'numpy', 'cuda'}"
-    program = f"import sys, kvsidecar.daemon.config; print(sorted({heavy} & sys.modules.keys()))"
+    program = f"import sys, kvsidecar.daemon.setting_sources; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 

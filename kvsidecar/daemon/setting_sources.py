@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 import click
 from pydantic import ValidationError
 
-from kvsidecar.daemon.option_types import Shown
+from kvsidecar.daemon.setting_types import Shown
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import config_files

@@ -1,4 +1,4 @@
-"""An engine that keeps shards in a dict of the tier's process: for tests of what is around an engine."""
+"""A backend that keeps shards in a dict of the tier's process: for tests of what is around a backend."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.types import Namespace
 
-NAME = "tests.tiers.memory_engine:open_engine"
+NAME = "tests.tiers.memory_backend:open_backend"
 
 
-class MemoryEngine:
+class MemoryBackend:
     """Args: broken: while this file exists, every call fails with its text."""
 
     def __init__(self, capacity: int, broken: str) -> None:
@@ -71,14 +71,14 @@ class MemoryEngine:
     def probe(self) -> None:
         self._check()
 
-    def stats(self) -> EngineStats:
-        return EngineStats(self._capacity, sum(map(len, self._kept.values())), len(self._kept), 0, 0, {})
+    def stats(self) -> BackendStats:
+        return BackendStats(self._capacity, sum(map(len, self._kept.values())), len(self._kept), 0, 0, {})
 
     def close(self) -> None:
         pass
 
 
-def open_engine(capacity: int = 1 << 30, broken: str = "", refuses: str = "") -> MemoryEngine:
+def open_backend(capacity: int = 1 << 30, broken: str = "", refuses: str = "") -> MemoryBackend:
     if refuses:
         raise TierFailed(refuses)
-    return MemoryEngine(capacity, broken)
+    return MemoryBackend(capacity, broken)

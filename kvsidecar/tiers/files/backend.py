@@ -24,7 +24,7 @@ import xxhash
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
-from kvsidecar.tiers.engine import EngineStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
+from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
 from kvsidecar.tiers.files.sweep import SWEEP_SECONDS, TRASH, Sweeper, sweep
 from kvsidecar.tiers.private_directory import open_directory
 from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
@@ -49,8 +49,8 @@ _GONE: Final = {errno.ENOENT, errno.ESTALE}
 _log = log.get("shared tier")
 
 
-class FilesEngine:
-    """Keeps shards in a directory that several nodes share. Implements `kvsidecar.tiers.engine.Engine`.
+class FilesBackend:
+    """Keeps shards in a directory that several nodes share. Implements `kvsidecar.tiers.backend.Backend`.
 
     What is there is changed by other nodes at any time: `keys` is unknown, and `stats` is as of the last sweep.
 
@@ -220,9 +220,9 @@ class FilesEngine:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> BackendStats:
         with self._lock:
-            return EngineStats(self._capacity, self._bytes, self._files, self._evicted, 0, {})
+            return BackendStats(self._capacity, self._bytes, self._files, self._evicted, 0, {})
 
     def close(self) -> None:
         self._sweeper.close()
@@ -320,6 +320,6 @@ def _failed(what: str, path: str, error: OSError) -> TierFailed:
     return TierFailed(f"{path} cannot be {what}: {error.strerror}")
 
 
-def open_engine(directory: str, capacity_bytes: int, **options: Any) -> FilesEngine:
+def open_backend(directory: str, capacity_bytes: int, **options: Any) -> FilesBackend:
     """As the process of the tier opens it."""
-    return FilesEngine(Path(directory), capacity_bytes, **options)
+    return FilesBackend(Path(directory), capacity_bytes, **options)

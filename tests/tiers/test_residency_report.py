@@ -9,9 +9,9 @@ import pytest
 
 from kvsidecar.cache import change_log
 from kvsidecar.cache.change_log import Outlet
-from kvsidecar.tiers import telling
-from kvsidecar.tiers.engine import ShardSpace
-from kvsidecar.tiers.telling import Teller
+from kvsidecar.tiers import residency_report
+from kvsidecar.tiers.backend import ShardSpace
+from kvsidecar.tiers.residency_report import Teller
 from kvsidecar.types import Namespace, Residency
 
 SPACE = ShardSpace(Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256"), 0, 0, 1, 4096)
@@ -40,11 +40,11 @@ class ScriptedEngine:
 class Daemon:
     """Hears everything in this thread, until it has gone."""
 
-    def __init__(self, engine: object, most: int = 100) -> None:
+    def __init__(self, backend: object, most: int = 100) -> None:
         self.heard: list[tuple[int, Residency, bytes]] = []
         self.pauses: list[int] = []
         self.most = most
-        self.teller = Teller(engine, self._hear, lambda _: self.pauses.append(len(self.heard)))
+        self.teller = Teller(backend, self._hear, lambda _: self.pauses.append(len(self.heard)))
 
     def _hear(self, number: int, what: Residency, hashes: bytes) -> None:
         self.heard.append((number, what, hashes))
@@ -60,29 +60,29 @@ class Daemon:
 
 
 def test_what_is_there_is_told_and_then_what_changes() -> None:
-    engine = ScriptedEngine(b"aa", b"", b"bb")
-    daemon = Daemon(engine)
+    backend = ScriptedEngine(b"aa", b"", b"bb")
+    daemon = Daemon(backend)
     daemon.teller.watch(3, SPACE)
     assert daemon.listen(3) == [(Residency.STORED, b"aa"), (Residency.STORED, b"bb"), (Residency.COMPLETE, b"")]
-    assert engine.outlet is not None
-    engine.outlet(Residency.STORED, 0, b"cc")
-    engine.outlet(Residency.REMOVED, 0, b"aa")
-    engine.outlet(Residency.CLEARED, 0, b"")
+    assert backend.outlet is not None
+    backend.outlet(Residency.STORED, 0, b"cc")
+    backend.outlet(Residency.REMOVED, 0, b"aa")
+    backend.outlet(Residency.CLEARED, 0, b"")
     assert daemon.listen(3) == [(Residency.STORED, b"cc"), (Residency.REMOVED, b"aa"), (Residency.CLEARED, b"")]
     assert {number for number, *_ in daemon.heard} == {3}
 
 
 def test_a_change_is_told_behind_the_pieces_before_it_and_before_those_after_it() -> None:
-    engine = ScriptedEngine()
+    backend = ScriptedEngine()
 
     def pieces(_space: ShardSpace) -> Iterator[bytes]:
         yield b"aa"
-        assert engine.outlet is not None
-        engine.outlet(Residency.REMOVED, 0, b"aa")
+        assert backend.outlet is not None
+        backend.outlet(Residency.REMOVED, 0, b"aa")
         yield b"bb"
 
-    engine.pieces = pieces  # type: ignore[method-assign,assignment]
-    daemon = Daemon(engine)
+    backend.pieces = pieces  # type: ignore[method-assign,assignment]
+    daemon = Daemon(backend)
     daemon.teller.watch(1, SPACE)
     heard = daemon.listen(4)
     assert heard.index((Residency.STORED, b"aa")) < heard.index((Residency.REMOVED, b"aa"))
@@ -98,14 +98,14 @@ def test_a_space_that_is_watched_again_is_told_from_the_beginning() -> None:
 
 
 def test_nothing_is_told_of_a_space_that_is_watched_no_more() -> None:
-    engine = ScriptedEngine(b"aa")
-    daemon = Daemon(engine)
+    backend = ScriptedEngine(b"aa")
+    daemon = Daemon(backend)
     daemon.teller.watch(1, SPACE)
     daemon.listen(2)
-    outlet = engine.outlet
+    outlet = backend.outlet
     assert outlet is not None
     daemon.teller.unwatch(1)
-    assert engine.outlet is None
+    assert backend.outlet is None
     outlet(Residency.STORED, 0, b"late")
     daemon.teller.watch(2, SPACE)
     assert daemon.listen(2) == [(Residency.STORED, b"aa"), (Residency.COMPLETE, b"")]
@@ -113,22 +113,22 @@ def test_nothing_is_told_of_a_space_that_is_watched_no_more() -> None:
 
 def test_more_changes_than_are_kept_are_told_as_a_new_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_log, "MAX_LOG_BYTES", 1000)
-    engine = ScriptedEngine(b"aa")
-    daemon = Daemon(engine)
+    backend = ScriptedEngine(b"aa")
+    daemon = Daemon(backend)
     daemon.teller.watch(1, SPACE)
     daemon.listen(2)
-    assert engine.outlet is not None
+    assert backend.outlet is not None
     for number in range(1000):
-        engine.outlet(Residency.STORED, 0, bytes([number % 256]) * 8)
+        backend.outlet(Residency.STORED, 0, bytes([number % 256]) * 8)
         assert daemon.teller._log.nbytes <= 1000
     assert daemon.listen(3) == [(Residency.CLEARED, b""), (Residency.STORED, b"aa"), (Residency.COMPLETE, b"")]
 
 
 def test_a_long_list_leaves_the_daemon_time() -> None:
-    daemon = Daemon(ScriptedEngine(*[b"aa"] * 3 * telling.PIECES))
+    daemon = Daemon(ScriptedEngine(*[b"aa"] * 3 * residency_report.PIECES))
     daemon.teller.watch(1, SPACE)
-    daemon.listen(3 * telling.PIECES + 1)
-    assert daemon.pauses == [telling.PIECES, 2 * telling.PIECES, 3 * telling.PIECES]
+    daemon.listen(3 * residency_report.PIECES + 1)
+    assert daemon.pauses == [residency_report.PIECES, 2 * residency_report.PIECES, 3 * residency_report.PIECES]
 
 
 def test_an_engine_that_does_not_know_what_it_has_tells_nothing() -> None:
@@ -138,13 +138,13 @@ def test_an_engine_that_does_not_know_what_it_has_tells_nothing() -> None:
 
 
 def test_a_change_wakes_the_thread() -> None:
-    engine = ScriptedEngine()
-    daemon = Daemon(engine, most=2)
+    backend = ScriptedEngine()
+    daemon = Daemon(backend, most=2)
     daemon.teller.watch(1, SPACE)
     thread = threading.Thread(target=daemon.teller.run)
     thread.start()
-    assert engine.outlet is not None
-    engine.outlet(Residency.STORED, 0, b"aa")
+    assert backend.outlet is not None
+    backend.outlet(Residency.STORED, 0, b"aa")
     thread.join(60)
     assert not thread.is_alive()
     assert len(daemon.heard) == 2
