@@ -1,15 +1,20 @@
-"""The sizes of the pool and its parts on this machine, from the settings. Imports nothing heavy."""
+"""The pool and its parts on this machine, from the settings. Imports nothing heavy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvsidecar.daemon.setting_types import PAGE_BYTES
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.support import memory_limits
 from kvsidecar.support.units import MiB, format_size
+
+if TYPE_CHECKING:
+    from kvsidecar.pool.host_pool import PoolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +53,25 @@ def pool_geometry(settings: Settings, root: Path = memory_limits.ROOT) -> PoolGe
         here = f"pool_size={settings.pool_size} comes to {format_size(pool)} on this machine"
         raise ConfigError(f"{here}, less than one slab ({format_size(max(slab, PAGE_BYTES))})")
     return PoolGeometry(pool, slab, chunk)
+
+
+def pool_spec(settings: Settings, geometry: PoolGeometry, near: Sequence[int | None]) -> PoolSpec:
+    """The pool to reserve.
+
+    Args:
+        near: the NUMA node nearest to each device that copies from and to it; None: unknown.
+    """
+    from kvsidecar.pool.host_pool import PoolSpec
+
+    online = memory_limits.numa_nodes()
+    of_devices = tuple(dict.fromkeys(node for node in near if node is not None))
+    return PoolSpec(
+        nbytes=geometry.pool_bytes,
+        slab_bytes=geometry.slab_bytes,
+        chunk_bytes=geometry.chunk_bytes,
+        huge_pages=settings.huge_pages,
+        numa_nodes=() if settings.numa == "off" or len(online) < 2 else of_devices or tuple(online),
+        prefault_threads=settings.prefault_threads,
+        memory_check=settings.memory_check,
+        num_pins=max(1, len(near)),
+    )

@@ -28,10 +28,11 @@ from kvsidecar import copier
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
 from kvsidecar.daemon.setting_sources import load_settings
+from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry, pool_spec
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
-from kvsidecar.support import failpoints, kernel_calls, log, memory_limits, terminal
+from kvsidecar.support import failpoints, kernel_calls, log, terminal
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
 from kvsidecar.support.units import format_duration, format_rate, format_size
@@ -165,7 +166,7 @@ def _load(
     from kvsidecar.copier.pinning import PinsInCopiers
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.kept_pool import KeptPool
-    from kvsidecar.pool.host_pool import HostPool, PoolSpec
+    from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
 
     tracing = tracing_of(settings)
@@ -199,16 +200,7 @@ def _load(
             hello, link, options, store_chunk=settings.store_chunk, guard=guard, steps=steps, on_error=task_failed
         )
         pins = PinsInCopiers(copiers)
-        spec = PoolSpec(
-            nbytes=geometry.pool_bytes,
-            slab_bytes=geometry.slab_bytes,
-            chunk_bytes=geometry.chunk_bytes,
-            huge_pages=settings.huge_pages,
-            numa_nodes=_numa_nodes(settings, hello.devices),
-            prefault_threads=settings.prefault_threads,
-            memory_check=settings.memory_check,
-            num_pins=len(hello.devices),
-        )
+        spec = pool_spec(settings, geometry, list(hello.devices.values()))
         pins.pool = pool = HostPool(spec, pins)
         kept = None
         if carrier is not None:
@@ -300,15 +292,6 @@ def tracing_of(settings: Settings) -> Callable[[Metrics], Tracing] | None:
         wanted = f"tracing={settings.tracing} needs kvsidecar[tracing]: pip install 'kvsidecar[tracing]'"
         raise ConfigError(f"{wanted} ({error})") from error
     return Tracing
-
-
-def _numa_nodes(settings: Settings, devices: Mapping[str, int | None]) -> tuple[int, ...]:
-    """The nodes to split the pool over: those of the devices, if the machine has several nodes."""
-    online = memory_limits.numa_nodes()
-    if settings.numa == "off" or len(online) < 2:
-        return ()
-    near = dict.fromkeys(node for node in devices.values() if node is not None)
-    return tuple(near) or tuple(online)
 
 
 def bar(now: Readiness, columns: int) -> str:

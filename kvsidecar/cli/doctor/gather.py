@@ -37,11 +37,13 @@ from kvsidecar.cli.doctor.gather_tiers import cluster, disk_tier, existing, name
 from kvsidecar.client import Client
 from kvsidecar.daemon.pool_geometry import pool_geometry
 from kvsidecar.daemon.setting_sources import load_settings
+from kvsidecar.daemon.config import load_settings
+from kvsidecar.daemon.pool_geometry import pool_geometry, pool_spec
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.system import mps_runs, pci_numa_node
 from kvsidecar.errors import ClientError, ConfigError, PoolRefused
-from kvsidecar.pool.host_pool import HostPool, PoolSpec
+from kvsidecar.pool.host_pool import HostPool
 from kvsidecar.pool.kept_files import FILES, PoolDirectory
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support import kernel_calls, memory_limits, peer
@@ -165,19 +167,10 @@ class _Limits(HostPlatform):
 def _memory(settings: Settings | None, driver: Driver) -> Memory:
     thp = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     refusal = page_kind = ""
-    numa = memory_limits.numa_nodes()
     if settings is not None:
         cuda = settings.device == "cuda" or (settings.device == "auto" and bool(driver.gpus))
-        of_gpus = tuple(dict.fromkeys(gpu.numa_node for gpu in driver.gpus if gpu.numa_node is not None))
-        geometry = pool_geometry(settings)
-        spec = PoolSpec(
-            nbytes=geometry.pool_bytes,
-            slab_bytes=geometry.slab_bytes,
-            huge_pages=settings.huge_pages,
-            numa_nodes=() if settings.numa == "off" or len(numa) < 2 else (of_gpus if cuda else ()) or tuple(numa),
-            memory_check=settings.memory_check,
-            num_pins=max(1, len(driver.gpus)) if cuda else 1,
-        )
+        near = [gpu.numa_node for gpu in driver.gpus] if cuda else []
+        spec = pool_spec(settings, pool_geometry(settings), near)
         try:
             page_kind = HostPool(spec, _Limits("cuda" if cuda else "host")).check().kind.value
         except PoolRefused as error:
@@ -188,7 +181,7 @@ def _memory(settings: Settings | None, driver: Driver) -> Memory:
         memlock=memory_limits.memlock_limit(),
         thp=thp[1] if thp else "",
         hugetlb_free={size: memory_limits.hugetlb_free(size) for size in memory_limits.hugetlb_page_sizes()},
-        numa=numa,
+        numa=memory_limits.numa_nodes(),
         refusal=refusal,
         page_kind=page_kind,
     )
