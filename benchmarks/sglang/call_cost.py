@@ -24,11 +24,12 @@ from rich.table import Table
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region, Residency, ResidencyChange
 from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankFacts, RankMemory, RankSide
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.linker.events import Watch, wire

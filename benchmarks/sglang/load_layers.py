@@ -27,10 +27,11 @@ from rich.table import Table
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
 from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, Groups, groups_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankFacts, RankMemory, RankSide
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from kvsidecar.support.units import parse_size
 from tests.harness import SECONDS, DaemonProcess, eventually

@@ -29,10 +29,11 @@ from vllm.v1.core.block_pool import BlockPool
 
 from benchmarks.vllm.step_parts import Parts
 from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region, pack_ids
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.integrations.vllm.worker import WorkerSide

@@ -26,9 +26,8 @@ import uvloop
 
 from kvsidecar import copier
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
-from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
-from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry, pool_spec
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable

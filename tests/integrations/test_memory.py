@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import GroupLayout, HostBuffer, NotExportable
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.integrations.vllm.ranks import Place
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, Readiness, State, pack_ids
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
-from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.integrations.vllm.worker import LoadResults, Order, WorkerSide
 from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, eventually, hashes, layout
 

@@ -17,11 +17,12 @@ import pytest
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Outcome, Region
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang import loads
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.rank_side import RankFacts, RankMemory, RankSide
+from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
 from tests.linker.transfers import PoolName, Transfer, keys

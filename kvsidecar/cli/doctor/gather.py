@@ -35,10 +35,8 @@ from kvsidecar.cli.doctor.facts import (
 )
 from kvsidecar.cli.doctor.gather_tiers import cluster, disk_tier, existing, name_of, shared_tier
 from kvsidecar.client import Client
-from kvsidecar.daemon.pool_geometry import pool_geometry
-from kvsidecar.daemon.setting_sources import load_settings
-from kvsidecar.daemon.config import load_settings
 from kvsidecar.daemon.pool_geometry import pool_geometry, pool_spec
+from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.system import mps_runs, pci_numa_node

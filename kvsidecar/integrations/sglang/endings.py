@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvsidecar.integrations.wrapping import wrap
+from kvsidecar.integrations.wrapping import together, wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -66,10 +66,4 @@ def watch(
             session_ended(session_id)
         return result
 
-    ends = wrap(tree_class, RELEASE, on_release), wrap(tree_class, END_SESSION, release_session)
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end
+    return together((wrap(tree_class, RELEASE, on_release), wrap(tree_class, END_SESSION, release_session)))

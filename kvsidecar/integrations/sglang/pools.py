@@ -17,8 +17,8 @@ import torch
 from kvsidecar.client import GroupLayout
 from kvsidecar.client.torch import TorchEventRing, TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, Groups
-from kvsidecar.integrations.sglang.rank_side import RankMemory
 
 _log = logging.getLogger("kvsidecar.sglang")
 

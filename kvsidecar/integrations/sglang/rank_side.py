@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvsidecar.client import DEVICE, BreakerState, Client, Completion, EventRing, GroupLayout, KVBuffers
+from kvsidecar.client import DEVICE, BreakerState, Client, Completion, EventRing
 from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.next_use import pause_after, said_in
 from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.jobs import Jobs
@@ -35,14 +36,6 @@ CLOSE_SECONDS = 10.0
 def no_notes(_group: int, _keys: bytes) -> bytes:
     """No other engine needs to know anything."""
     return b""
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """The memory that one rank registers."""
-
-    buffers: KVBuffers
-    groups: tuple[GroupLayout, ...]
 
 
 class Order(Protocol):

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvsidecar.integrations.weights_version import WeightsVersion
-from kvsidecar.integrations.wrapping import wrap
+from kvsidecar.integrations.wrapping import together, wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -158,10 +158,4 @@ def watch(updater: Any, changing: Callable[[str], None], changed: Callable[[Any]
         finally:
             changed(updater)
 
-    ends = [wrap(updater, name, partial(announced, name)) for name in names]
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end
+    return together([wrap(updater, name, partial(announced, name)) for name in names])

@@ -34,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, register
 from kvsidecar.integrations.vllm.adapters import AdapterLoads, Adapters
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
@@ -98,7 +99,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._export: Callable[[], ranks.RankMemory] | None = None
+        self._export: Callable[[], RankMemory] | None = None
         self._weights: Weights | None = None
         """Of an engine that may sleep."""
         self._adapter_loads: AdapterLoads | None = None

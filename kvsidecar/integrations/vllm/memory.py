@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from kvsidecar.client.torch import TorchEventRing, TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.types import GroupLayout
 
 _log = logging.getLogger("kvsidecar.vllm")

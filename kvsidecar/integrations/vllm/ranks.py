@@ -6,16 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvsidecar.client import GroupLayout, KVBuffers
 from kvsidecar.integrations.vllm.groups import Group
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """The memory that one rank registers."""
-
-    buffers: KVBuffers
-    groups: tuple[GroupLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,9 +78,9 @@ class SchedulerSide:
         self._told: dict[str, int] = {}
         """The gauges, as they were told last."""
         self._nodes: dict[int, str] = {}
+        """By rank."""
         self._woken: dict[int, bool] = {}
         """By rank that has woken since the last reset: whether its weights are those of the start."""
-        """By rank."""
         self._different_kv = False
         self._adapters = engine.adapters
         self._reset_refused = False

@@ -24,10 +24,11 @@ from kvsidecar.client import (
 )
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.offload_condition import node_id
+from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
-from kvsidecar.integrations.vllm.ranks import Place, RankMemory
+from kvsidecar.integrations.vllm.ranks import Place
 
 _log = logging.getLogger("kvsidecar.vllm")
 
