@@ -58,8 +58,8 @@ class Publisher:
         ConfigError: an endpoint is invalid.
     """
 
-    def __init__(self, options: Options, *, look_seconds: float = LOOK_SECONDS) -> None:
-        self._options, self._look_seconds = options, look_seconds
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._sequence = Sequence()
         self._topics: dict[str, Topic] = {}
         self._followed: dict[Namespace, _Followed] = {}
@@ -135,7 +135,7 @@ class Publisher:
                 self._say_problem("")
                 self._follow(reply)
             await remembered.used(self._known_bytes + self._sequence.nbytes)
-            await asyncio.sleep(self._look_seconds)
+            await asyncio.sleep(LOOK_SECONDS)
 
     @property
     def _known_bytes(self) -> int:

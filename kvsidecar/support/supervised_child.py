@@ -273,7 +273,6 @@ class Supervised(ABC, Generic[C]):
         noun: what it is, in the log.
         whose: facts of each line of the log about it.
         given: to each of its processes.
-        clock: monotonic seconds.
     """
 
     NOT_STARTED: ClassVar[str] = ""
@@ -285,14 +284,12 @@ class Supervised(ABC, Generic[C]):
     FREE_DEATHS: ClassVar[int] = 0
     """So many are replaced at once, too, however short they have worked."""
 
-    def __init__(
-        self, noun: str, whose: dict[str, str], given: Given, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, noun: str, whose: dict[str, str], given: Given) -> None:
         self.deaths = 0
         """How many of its processes have ended unexpectedly."""
         self.down = f"the {noun} has not started yet"
         """Why it has no process that works; empty while it has one."""
-        self._noun, self._given, self._clock = noun, given, clock
+        self._noun, self._given = noun, given
         self._log = log.get(noun).bind(**whose)
         self._link: C | None = None
         self._failures = 0
@@ -334,13 +331,13 @@ class Supervised(ABC, Generic[C]):
                     await asyncio.shield(self._link.ended)
                 self._set_down(f"{self.NOT_STARTED}{error}")
                 continue
-            self._failures, worked = 0, self._clock()
+            self._failures, worked = 0, time.monotonic()
             self._set_down("")
             reason = await asyncio.shield(link.ended)
             if not self._closing:
                 self.deaths += 1
                 self._set_down(reason)
-            if self._clock() - worked > self.SETTLED_SECONDS or self.deaths <= self.FREE_DEATHS:
+            if time.monotonic() - worked > self.SETTLED_SECONDS or self.deaths <= self.FREE_DEATHS:
                 pause = 0.0
 
     def check(self, stuck_seconds: float) -> None:

@@ -68,7 +68,6 @@ class Tier(Supervised[TierLink]):
     Args:
         name: for people, logs and metrics.
         deadline: seconds after which a call is late: whoever asked goes on without it.
-        clock: monotonic seconds.
     """
 
     SETTLED_SECONDS = LONGEST_PAUSE_SECONDS
@@ -80,9 +79,8 @@ class Tier(Supervised[TierLink]):
         pool: FileInMemory,
         *,
         deadline: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("tier", {"tier": name}, options.given, clock)
+        super().__init__("tier", {"tier": name}, options.given)
         self.name = name
         self.counts = TierCounts()
         self.stats: BackendStats | None = None
@@ -94,7 +92,7 @@ class Tier(Supervised[TierLink]):
         self._deadline = deadline
         # No silence is needed: a call that is late has had all the time that an operator gives it.
         self._breaker = CircuitBreaker(
-            failures=FAILURES, silence=0.0, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), clock=clock
+            failures=FAILURES, silence=0.0, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         )
         self._last_failure = ""
         self._filter_fd = os.memfd_create("kvsidecar-tier-filter", os.MFD_CLOEXEC)
@@ -149,8 +147,8 @@ class Tier(Supervised[TierLink]):
             link.call(Request(Do.PROBE), self._probed)
         elif self._to_forget:
             self._forget_next()
-        elif self._clock() - self._asked_stats >= STATS_SECONDS:
-            self._asked_stats = self._clock()
+        elif time.monotonic() - self._asked_stats >= STATS_SECONDS:
+            self._asked_stats = time.monotonic()
             link.call(Request(Do.STATS), self._take_stats)
 
     async def close(self) -> None:
@@ -253,7 +251,7 @@ class Tier(Supervised[TierLink]):
             TierFailed: it is off.
         """
 
-        began = self._clock()
+        began = time.monotonic()
 
         def ended(answer: Reply | None) -> None:
             if answer is None:
@@ -265,7 +263,7 @@ class Tier(Supervised[TierLink]):
             self.counts.count("read", done, nbytes, answer.seconds)
             self.counts.corrupt_blocks += ends.count(ReadEnd.CORRUPT)
             if nbytes:
-                self._read_rate.ended(nbytes, began, self._clock())
+                self._read_rate.ended(nbytes, began, time.monotonic())
             on_end(ends)
 
         self._ask(Do.READ, space, hashes, ended, on_late, slots)
