@@ -1,22 +1,4 @@
-"""The vocabulary of kvsidecar: one word for one thing, the field's own word where there is one.
-
-==================  ================================================================================================
-instance, rank      one engine deployment; one of its worker processes on this node
-namespace           what must be equal for two instances to share blocks
-KV cache group      layers that share a block table (hybrid models have several)
-block, block_id     the engine's unit of KV; ``block_id`` indexes the engine's own buffers
-block hash          content hash of a full prefix block, chosen by the engine
-region              one strided piece of an engine's allocation
-shard               one rank's part of a block; a block is readable when all its shards are sealed
-slot                one fixed-size place in the host pool; holds one shard, all its rows contiguous
-share               namespaces that have a part of the pool together, guaranteed and at most
-reservation         a slot being filled; ends in ``seal`` or ``abort``
-lease, pin          the daemon's promise to a client, with an expiry, not to evict blocks; a count that forbids it
-store job           copies of one request, device to host
-load job            copies of one request, host to device
-epoch               random number of one daemon run
-==================  ================================================================================================
-"""
+"""The types that the daemon, its clients and the integrations share. docs/concepts.md says what the words mean."""
 
 from __future__ import annotations
 
