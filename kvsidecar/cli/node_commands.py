@@ -179,7 +179,7 @@ def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None
 )
 @click.option(
     "--topic",
-    default="kv@{node}@{model}",
+    default="kv@{node}@{model}",  # what llm-d expects
     show_default=True,
     metavar="TEXT",
     help="Topic of a namespace's events. [env: KVSIDECAR_PUBLISH_TOPIC]",

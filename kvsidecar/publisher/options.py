@@ -7,9 +7,6 @@ from dataclasses import dataclass, fields
 
 from kvsidecar.errors import ConfigError
 
-TOPIC = "kv@{node}@{model}"
-"""What llm-d expects."""
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
