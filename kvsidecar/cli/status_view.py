@@ -8,7 +8,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.protocol.status_figures import jobs_now, pool_details, pool_parts, short_device, tier_details, used_of
+from kvsidecar.protocol.status_figures import (
+    has_pool,
+    jobs_now,
+    pool_details,
+    pool_parts,
+    pool_text,
+    short_device,
+    tier_details,
+    used_of,
+)
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -30,7 +39,7 @@ SHOWN = 32
 
 def render(reply: pb.StatusReply) -> RenderableType:
     """A StatusReply in sections, with the largest namespaces only."""
-    pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply.pool)
+    pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply)
     parts: list[RenderableType] = [head(reply), pool, *map(tier_bar, reply.tiers)]
     if reply.shares:
         parts.append(_shares("Shares", reply.shares))
@@ -67,8 +76,12 @@ def head(reply: pb.StatusReply, note: str = "") -> Text:
     return text
 
 
-def pool_bar(pool: pb.PoolStatus, width: int = BAR_WIDTH) -> Text:
-    """Two lines: a bar of ``width`` columns with the bytes used, and the details."""
+def pool_bar(reply: pb.StatusReply, width: int = BAR_WIDTH) -> Text:
+    """Two lines: a bar of ``width`` columns with the bytes used, and the details; one without a bar if no blocks can be
+    in the pool."""
+    if not has_pool(reply.readiness):
+        return Text(f"Pool  {pool_text(reply)}")
+    pool = reply.pool
     parts = [(nbytes, _POOL_COLORS[name]) for name, nbytes in pool_parts(pool).items()]
     bar = _bar("Pool", parts, pool.used_bytes, pool.total_bytes, width)
     for line in pool_details(pool):

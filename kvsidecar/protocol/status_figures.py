@@ -78,6 +78,20 @@ def busiest(reply: pb.StatusReply, rates: Rates | None, limit: int) -> list[pb.R
     return sorted(ranks[:limit], key=lambda rank: (rank.instance, rank.rank))
 
 
+def has_pool(readiness: pb.Readiness) -> bool:
+    """Whether the pool can hold blocks. One that is not pinned holds none, and is not an empty one."""
+    if readiness.state == pb.Readiness.STATE_DRAINING:
+        return readiness.pinned_bytes >= readiness.pool_bytes
+    return readiness.serves_kept or readiness.state == pb.Readiness.STATE_READY
+
+
+def pool_text(reply: pb.StatusReply) -> str:
+    """How much of the pool is used, or pinned as long as it cannot be used."""
+    if has_pool(reply.readiness):
+        return used_of(reply.pool.used_bytes, reply.pool.total_bytes)
+    return f"{format_size(reply.readiness.pinned_bytes)} of {format_size(reply.readiness.pool_bytes)} pinned"
+
+
 def pool_parts(pool: pb.PoolStatus) -> dict[str, int]:
     """Bytes of the parts of the pool that are not free, by name, in the order of the bar."""
     return {

@@ -12,11 +12,13 @@ from kvsidecar.protocol.status_figures import (
     Sample,
     busiest,
     copied_so_far,
+    has_pool,
     hits_so_far,
     jobs_now,
     namespace_details,
     pool_details,
     pool_parts,
+    pool_text,
     rates_between,
     share_details,
     short_device,
@@ -121,12 +123,12 @@ def overview(
         "uptime": format_duration(reply.uptime_seconds),
         "pin": _pin(reply.readiness) if state == "pinning" else None,
         "pool": {
-            "text": used_of(reply.pool.used_bytes, reply.pool.total_bytes),
+            "text": pool_text(reply),
             "parts": [
                 {"name": name, "share": _share(nbytes, reply.pool.total_bytes)}
-                for name, nbytes in pool_parts(reply.pool).items()
+                for name, nbytes in (pool_parts(reply.pool).items() if has_pool(reply.readiness) else ())
             ],
-            "details": pool_details(reply.pool),
+            "details": pool_details(reply.pool) if has_pool(reply.readiness) else [],
         },
         "tiers": [
             {

@@ -188,6 +188,17 @@ def test_it_shows_the_start_and_the_pin(short_dir: Path, gate: Gate, browser: Br
         browser.until("#pin", "pinned 0%")
 
 
+@needs_browser
+def test_a_failed_pool_does_not_look_like_an_empty_one(short_dir: Path, browser: Browser) -> None:
+    with DaemonProcess(short_dir, "--pool-size", "60TiB") as daemon:
+        browser.open(daemon.http + "/")
+        browser.until("#state", "failed")
+        browser.until("#reason", "60 TiB")
+        browser.until("#pool-text", "0 B of 60 TiB pinned")
+        assert browser.text("#legend") == ""
+        assert "gradient" in browser.run("return getComputedStyle(document.querySelector('#pool-bar')).backgroundImage")
+
+
 def test_before_the_daemon_is_built_it_says_so(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, until="starting", KVSIDECAR_FAILPOINTS=f"start.load={gate}") as daemon:
         daemon.wait_log("failpoint")

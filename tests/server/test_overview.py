@@ -7,9 +7,11 @@ import json
 from collections.abc import Generator
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.cli.status_view import pool_bar
 from kvsidecar.protocol.status_figures import Sample, rates_between
 from kvsidecar.server.overview import (
     FORGOTTEN_SECONDS,
@@ -23,7 +25,7 @@ from kvsidecar.server.overview import (
     overview,
 )
 from kvsidecar.support.tasks import in_one
-from kvsidecar.support.units import GiB, MiB
+from kvsidecar.support.units import GiB, MiB, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 GPU = "GPU-1a2b3c4d-0000-1111-2222-333344445555"
@@ -129,6 +131,31 @@ def test_the_pin_is_shown_while_it_goes_on() -> None:
     assert shown["state"] == "pinning"
     assert shown["pin"] == {"share": 0.25, "text": "25%, 2 GB/s, 24 s left"}
     assert overview(reply(), None, [], [], names=True)["pin"] is None
+
+
+@pytest.mark.parametrize(
+    ("state", "pinned", "kept", "usable"),
+    [
+        (pb.Readiness.STATE_STARTING, 0, False, False),
+        (pb.Readiness.STATE_PINNING, 16 * GiB, False, False),
+        (pb.Readiness.STATE_PINNING, 16 * GiB, True, True),
+        (pb.Readiness.STATE_READY, 64 * GiB, False, True),
+        (pb.Readiness.STATE_DRAINING, 64 * GiB, False, True),
+        (pb.Readiness.STATE_DRAINING, 16 * GiB, False, False),
+        (pb.Readiness.STATE_FAILED, 16 * GiB, False, False),
+    ],
+)
+def test_a_pool_that_holds_no_blocks_is_not_an_empty_one(state: Any, pinned: int, kept: bool, usable: bool) -> None:
+    now = reply(state=state, pool_bytes=64 * GiB, pinned_bytes=pinned, serves_kept=kept)
+    pool = overview(now, None, [], [], names=True)["pool"]
+    assert (bool(pool["parts"]), bool(pool["details"])) == (usable, usable)
+    wanted = "32 GiB of 64 GiB used" if usable else f"{format_size(pinned)} of 64 GiB pinned"
+    assert pool["text"] == wanted
+    console = Console(file=io.StringIO(), width=100)
+    console.print(pool_bar(now))
+    assert isinstance(console.file, io.StringIO)
+    assert pool["text"] in console.file.getvalue()
+    assert ("░" in console.file.getvalue()) == usable
 
 
 def test_engines_are_counted_but_not_named_to_clients_that_may_not_see_them() -> None:

@@ -74,7 +74,7 @@ def render(screen: Screen, width: int, height: int) -> RenderableType:
     parts.append(_cut(_head(screen, reply)))
     if STATE_FROM_WIRE[reply.readiness.state] is State.PINNING:
         parts.append(_cut(_pin_bar(reply.readiness, bar)))
-    parts += [_cut(line) for line in pool_bar(reply.pool, bar).split("\n")]
+    parts += [_cut(line) for line in pool_bar(reply, bar).split("\n")]
     for tier in reply.tiers if height >= TIERS_HEIGHT else ():
         parts += [_cut(line) for line in tier_bar(tier, bar).split("\n")]
     if reply.shares and height >= SHARES_HEIGHT:

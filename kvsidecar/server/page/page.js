@@ -53,8 +53,9 @@ function flow(each) {
   return row;
 }
 
-// The parts of the bar that are there, and what is free.
+// The parts of the bar that are there, and what is free. Without parts there is no pool, and none of it is free.
 function legend(parts) {
+  if (!parts.length) return [];
   const free = Math.max(0, 1 - parts.reduce((sum, each) => sum + each.share, 0));
   return [...parts, { name: "free", share: free }].filter((each) => each.share).map((each) => {
     const made = element("li", "");
@@ -151,6 +152,7 @@ function show(told) {
     pin.firstElementChild.replaceChildren(part("pinned", told.pin.share));
     pin.lastElementChild.textContent = `pinned ${told.pin.text}`;
   }
+  byId("pool-bar").className = told.pool.parts.length ? "bar" : "bar none";
   byId("pool-bar").replaceChildren(...told.pool.parts.map((each) => part(each.name, each.share)));
   byId("legend").replaceChildren(...legend(told.pool.parts));
   text("pool-text", told.pool.text);
