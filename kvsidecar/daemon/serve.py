@@ -30,7 +30,7 @@ from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry, pool_spe
 from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
-from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable
+from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable, PoolRefused
 from kvsidecar.support import failpoints, kernel_calls, log, terminal
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
@@ -206,18 +206,23 @@ def _load(
             kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
             await kept.open()
         tiers = _tiers(settings, pool, options.given)
-        return Daemon(
-            settings,
-            copiers,
-            pool,
-            geometry.slab_bytes,
-            life=life,
-            guard=guard,
-            kept=kept,
-            tiers=tiers,
-            read_settings=read_settings,
-            open_tracing=tracing,
-        )
+        try:
+            return Daemon(
+                settings,
+                copiers,
+                pool,
+                geometry.slab_bytes,
+                life=life,
+                guard=guard,
+                kept=kept,
+                tiers=tiers,
+                read_settings=read_settings,
+                open_tracing=tracing,
+            )
+        except MemoryError:
+            size = format_size(geometry.pool_bytes)
+            why = f"the tables of a pool of {size} alone need more memory than there is: lower --pool-size"
+            raise PoolRefused(why, lasting=True) from None
 
     return make
 

@@ -126,3 +126,14 @@ def test_a_library_without_what_is_hidden_from_it() -> None:
             env=environment(**variables),
         )
         assert ran.returncode == 0, ran.stderr
+
+
+def test_a_pool_whose_tables_need_more_memory_than_there_is_is_one_sentence(short_dir: Path) -> None:
+    flags = ["serve", "--device", "host", "--socket", str(short_dir / "kvs.sock"), "--http-port", "0"]
+    limited = ["prlimit", f"--as={16 << 30}", sys.executable, "-m", "kvsidecar", *flags, "--pool-size", "60TiB"]
+    ran = subprocess.run(
+        limited, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, env=environment()
+    )
+    last = ran.stderr.splitlines()[-1]
+    assert last == "kvsidecar: the tables of a pool of 60 TiB alone need more memory than there is: lower --pool-size"
+    assert (ran.returncode, "Traceback" in ran.stderr) == (78, False)

@@ -190,11 +190,11 @@ def test_it_shows_the_start_and_the_pin(short_dir: Path, gate: Gate, browser: Br
 
 @needs_browser
 def test_a_failed_pool_does_not_look_like_an_empty_one(short_dir: Path, browser: Browser) -> None:
-    with DaemonProcess(short_dir, "--pool-size", "60TiB") as daemon:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="pool.pin_chunk=raise(no more pages)") as daemon:
         browser.open(daemon.http + "/")
         browser.until("#state", "failed")
-        browser.until("#reason", "60 TiB")
-        browser.until("#pool-text", "0 B of 60 TiB pinned")
+        browser.until("#reason", "no more pages")
+        browser.until("#pool-text", "0 B of 1 MiB pinned")
         assert browser.text("#legend") == ""
         assert "gradient" in browser.run("return getComputedStyle(document.querySelector('#pool-bar')).backgroundImage")
 
