@@ -11,13 +11,13 @@ from kvsidecar.cli.main import main
 from kvsidecar.daemon.setting_sources import PUBLISH_VARIABLES, load_settings, variable_of
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
-from kvsidecar.publisher.options import TOPIC, Options
+from kvsidecar.publisher.options import Options
 
 GOOD: dict[str, Any] = {
     "bind": "tcp://*:5557",
     "replay": None,
     "node": "n",
-    "topic": TOPIC,
+    "topic": "kv@{node}@{model}",
     "models": (),
     "ownership": None,
     "socket": None,
