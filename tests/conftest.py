@@ -15,6 +15,7 @@ for _package in sorted(path.name for path in Path(__file__).parent.iterdir() if 
     pytest.register_assert_rewrite(f"tests.{_package}")
 
 from tests.harness import DaemonProcess, Gate  # noqa: E402
+from tests.lent_daemon import Lending  # noqa: E402
 
 # A busy machine makes any example slow once.
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
@@ -56,8 +57,21 @@ def local() -> bool:
     return True
 
 
+@pytest.fixture(scope="session")
+def lending() -> Iterator[Lending]:
+    lending = Lending()
+    yield lending
+    lending.close()
+
+
 @pytest.fixture
-def daemon(short_dir: Path, local: bool) -> Iterator[DaemonProcess]:
-    """A ready daemon with a pool of 1 MiB on the host device."""
-    with DaemonProcess(short_dir, local=local) as process:
-        yield process.wait_ready()
+def daemon(request: pytest.FixtureRequest, short_dir: Path, local: bool) -> Iterator[DaemonProcess]:
+    """A ready daemon with a pool of 1 MiB on the host device: the test's own, or one that is lent to it
+    (`tests.marks.lent_daemon`)."""
+    if request.node.get_closest_marker("lent_daemon") is None:
+        with DaemonProcess(short_dir, local=local) as process:
+            yield process.wait_ready()
+    else:
+        lending = request.getfixturevalue("lending")
+        yield lending.lend(local)
+        lending.take_back()

@@ -204,11 +204,15 @@ class DaemonProcess:
 
     def refused(self, reason: str) -> int:
         """How many requests and jobs it has refused for this reason; 0 if it is dead or stopped, and cannot say."""
-        if self.process.poll() is not None or _proc(self.process.pid, "stat").rpartition(")")[2].split()[:1] == ["T"]:
+        if self.process.poll() is not None or self.is_stopped():
             return 0
         with contextlib.suppress(OSError):
             return int(self.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}'))
         return 0
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        return _proc(self.process.pid, "stat").rpartition(")")[2].split()[:1] == ["T"]
 
     def copiers(self) -> list[int]:
         """The process ids of its copiers that live, in the order in which they were started."""

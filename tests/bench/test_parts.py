@@ -26,6 +26,9 @@ from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import latency
 from kvsidecar.client import Blocks
 from tests.harness import DaemonProcess, eventually
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 QUICK = Options(device="host", quick=True, only=("verify",))
 

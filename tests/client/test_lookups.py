@@ -27,6 +27,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
 from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, eventually, hashes
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 
 def test_hits_of_a_bitmap_are_flags_per_hash(short_dir: Path) -> None:

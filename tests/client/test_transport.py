@@ -23,6 +23,9 @@ from kvsidecar.types import Direction, LookupMode
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes, layout
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 
 from kvsidecar.client import Blocks, Client
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
 
-pytestmark = both_protocols
+pytestmark = [both_protocols, lent_daemon]
 
 LEASES: dict[str, Callable[[Client, float], Any]] = {
     "lookup": lambda client, seconds: client.lookup(NAMESPACE, {0: hashes("a")}, lease_seconds=seconds),

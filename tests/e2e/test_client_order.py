@@ -10,9 +10,9 @@ import pytest
 from kvsidecar.client import DEVICE, Blocks, Outcome
 from tests.e2e.endings import until_declined
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
 
-pytestmark = both_protocols
+pytestmark = [both_protocols, lent_daemon]
 
 
 class Mark:

@@ -20,6 +20,9 @@ from kvsidecar import types
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.harness import SECONDS, DaemonProcess
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 ROOT = Path(__file__).parents[2]
 CONTRACT = ROOT / "proto" / "kvsidecar" / "v1" / "sidecar.proto"

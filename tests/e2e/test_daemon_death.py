@@ -21,9 +21,9 @@ from kvsidecar.client import (
 )
 from tests.e2e.endings import job_ends, no_leaks, pause, quick, until_declined, until_queued, works
 from tests.harness import NAMESPACE, NO_WAIT, SECONDS, DaemonProcess, Gate, Rank, Relay, done, eventually, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
 
-pytestmark = both_protocols
+pytestmark = [both_protocols, lent_daemon]
 
 
 def second(point: str) -> str:

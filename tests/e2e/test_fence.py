@@ -12,7 +12,9 @@ import pytest
 from kvsidecar.client import Blocks, Outcome, supervisor
 from kvsidecar.types import Direction
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, eventually, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
+
+pytestmark = lent_daemon
 
 DIRECTIONS = pytest.mark.parametrize("direction", list(Direction))
 

@@ -21,6 +21,9 @@ from tests.e2e.policies import daemon_for_others, needs_root
 from tests.e2e.unfinished import refusals
 from tests.e2e.wire import stub
 from tests.harness import SECONDS, DaemonProcess, Rank, eventually
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 OTHER_UID = 12345
 

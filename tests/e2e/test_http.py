@@ -12,6 +12,9 @@ import pytest
 from tests.e2e.unfinished import http as connected
 from tests.e2e.unfinished import refusals, until_closed
 from tests.harness import SECONDS, DaemonProcess, Rank, done
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 GETS = ("/health", "/ready", "/metrics", "/status", "/", "/page.json", "/page.css", "/page.js", "/nowhere")
 REFUSED = (

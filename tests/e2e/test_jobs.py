@@ -12,9 +12,9 @@ from kvsidecar.client import Blocks
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.raw_rank import MINUTES, raw_rank
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
 
-pytestmark = both_protocols
+pytestmark = [both_protocols, lent_daemon]
 
 FIRST_STORE = "store.in_flight@2"
 """The first store that is not the self-test's: what comes behind it waits in the worker's queue."""

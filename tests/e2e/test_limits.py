@@ -24,6 +24,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 HELLO = framed(pb.Hello(protocol=PROTOCOL))
 

@@ -29,7 +29,9 @@ from tests.harness import (
     eventually,
     hashes,
 )
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
+
+pytestmark = lent_daemon
 
 buffer, raw = raw_clients.buffer, raw_clients.raw
 """Fixtures, which pytest looks for in this module."""

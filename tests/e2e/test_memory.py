@@ -8,6 +8,9 @@ from collections.abc import Callable
 from kvsidecar.client import Blocks
 from tests.e2e.memory import rss_mib
 from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, done, eventually, hashes, layout
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 ALLOWANCE_MIB = 16
 """For what allocators keep for themselves. What these tests were written against took ten times as much of each."""

@@ -20,7 +20,9 @@ from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.types import MAX_DESCRIPTORS
 from tests.e2e.memory_holders import holders
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
+
+pytestmark = lent_daemon
 
 BLOCKS, ROW = 128, 4096
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE

@@ -31,7 +31,9 @@ from tests.harness import (
     layout,
     wait_until_ready,
 )
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
+
+pytestmark = lent_daemon
 
 WAITING = "waiting for another daemon to exit"
 

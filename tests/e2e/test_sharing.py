@@ -28,9 +28,9 @@ from tests.harness import (
     hashes,
     layout,
 )
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
 
-pytestmark = both_protocols
+pytestmark = [both_protocols, lent_daemon]
 
 
 def test_a_block_of_two_ranks_is_readable_after_the_second_store(daemon: DaemonProcess) -> None:

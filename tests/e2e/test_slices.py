@@ -10,9 +10,9 @@ import pytest
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, Region
 from kvsidecar.errors import ClientError
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, lent_daemon
 
-pytestmark = both_protocols
+pytestmark = [both_protocols, lent_daemon]
 
 LAYERS, BLOCKS, ROW = 5, 8, 4096
 FIRST, REST = slice(0, 2), slice(2, LAYERS)

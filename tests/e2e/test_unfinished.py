@@ -20,6 +20,9 @@ from tests.e2e.raw_client import RawClient, raw_client
 from tests.e2e.unfinished import http, open_fds, refusals, until_closed
 from tests.e2e.wire import framed, hello, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 MIB = 1 << 20
 ONE_READ = 256 * 1024

@@ -21,6 +21,9 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 
 def refusal(daemon: DaemonProcess, *messages: pb.AttachRequest) -> tuple[grpc.StatusCode, str]:

@@ -13,6 +13,9 @@ from kvsidecar.integrations.vllm.metadata import RankReport
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
 from tests.integrations.engine import Allocated, Clock, Request, Step, TinyPool, side
 from tests.integrations.workers import Worker
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 
 class Engine:

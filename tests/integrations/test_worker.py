@@ -17,6 +17,9 @@ from kvsidecar.integrations.vllm.terms import Terms
 from kvsidecar.types import Priority
 from tests.harness import LAYERS, ROW_BYTES, SECONDS, DaemonProcess, eventually, hashes
 from tests.integrations.workers import LateKernels, Mark, Worker, blocks, load, store, stubbed
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 
 def test_the_terms_of_a_store_reach_the_daemon(daemon: DaemonProcess) -> None:

@@ -26,6 +26,9 @@ from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
 from tests.linker.transfers import PoolName, Transfer, keys
+from tests.marks import lent_daemon
+
+pytestmark = lent_daemon
 
 LAYERS, PAGE, ROW = 4, 16, 512
 PAGES = 32

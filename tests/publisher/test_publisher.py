@@ -14,9 +14,12 @@ import zmq
 
 from kvsidecar.support import child_process
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
+from tests.marks import lent_daemon
 from tests.publisher.engine import TOPIC, Engine, replay, subscribe, wait_for
 from tests.publisher.process import PublisherProcess
 from tests.router import View
+
+pytestmark = lent_daemon
 
 
 def test_a_router_hears_what_engines_store_and_the_daemon_evicts(short_dir: Path, daemon: DaemonProcess) -> None:
