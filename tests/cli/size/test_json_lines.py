@@ -14,7 +14,7 @@ TEXT = b"first\n\nsecond\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.log", TEXT), ("a.log.gz", gzip.compress(TEXT)), ("a.log.xz", lzma.compress(TEXT))]
+    ("name", "content"), [("a.log", TEXT), ("a.log.gz", gzip.compress(TEXT, mtime=0)), ("a.log.xz", lzma.compress(TEXT))]
 )
 def test_lines_are_read_from_whatever_holds_them(name: str, content: bytes, tmp_path: Path) -> None:
     file = tmp_path / name
@@ -30,8 +30,8 @@ def test_lines_are_read_from_whatever_holds_them(name: str, content: bytes, tmp_
     [
         ("no.gz", TEXT),
         ("no.xz", TEXT),
-        ("cut.gz", gzip.compress(TEXT * 999)[:-9]),
-        ("damaged.gz", gzip.compress(TEXT)[:12] + b"\xff" * 20),
+        ("cut.gz", gzip.compress(TEXT * 999, mtime=0)[:-9]),
+        ("damaged.gz", gzip.compress(TEXT, mtime=0)[:12] + b"\xff" * 20),
         ("bytes.log", b"\xff\xfe"),
     ],
 )
