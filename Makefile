@@ -57,9 +57,11 @@ demo: $(VENV)/run.stamp
 venv: $(VENV)/dev.stamp
 
 # Most tests run side by side; those with the marker `alone` run after them, those with `torch` where vLLM has brought
-# it. No test is run by two targets.
-JOBS ?= 2
-SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal -m "not alone and not cluster and not torch"
+# it. No test is run by two targets. A test of a daemon mostly waits: for two on a core. An engine keeps a core busy.
+CORES := $(shell nproc)
+JOBS ?= $(shell echo $$((2 * $(CORES))))
+ENGINES ?= $(CORES)
+side_by_side = --numprocesses $(1) --dist worksteal -m "not alone and not cluster and not torch"
 OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
@@ -73,13 +75,13 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	$(MAKE) --no-print-directory coverage
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST)
+	$(BIN)/python -m pytest $(call side_by_side,$(JOBS)) $(OF_TEST)
 	$(BIN)/python -m pytest $(call marked,alone,$(OF_COVERAGE) $(OF_TEST))
 endif
 
 # Percent of the lines that the unit tests run, at least: a little less than they did when this was written.
 coverage: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --cov --cov-report= $(OF_COVERAGE)
+	$(BIN)/python -m pytest $(call side_by_side,$(JOBS)) --cov --cov-report= $(OF_COVERAGE)
 	$(BIN)/coverage report --include 'kvsidecar/cache/*' --fail-under 98
 	$(BIN)/coverage report --include 'kvsidecar/core/*' --fail-under 92
 	$(BIN)/coverage report --include 'kvsidecar/protocol/*' --fail-under 86
@@ -127,10 +129,10 @@ test-vllm: .venv-vllm/test.stamp
 ifdef ARGS
 	.venv-vllm/bin/python -m pytest $(ARGS)
 else
-	.venv-vllm/bin/python -m pytest $(SIDE_BY_SIDE) $(OF_TEST_VLLM)
+	.venv-vllm/bin/python -m pytest $(call side_by_side,$(ENGINES)) $(OF_TEST_VLLM)
 	.venv-vllm/bin/python -m pytest $(call marked,alone,$(OF_TEST_VLLM))
 	.venv-vllm/bin/python -m pytest $(call marked,torch,tests)
-	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) .venv-vllm/bin/python -m pytest $(call marked,older,$(OF_TEST_VLLM)) --numprocesses $(JOBS) --dist worksteal
+	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) .venv-vllm/bin/python -m pytest $(call marked,older,$(OF_TEST_VLLM)) --numprocesses $(ENGINES) --dist worksteal
 endif
 
 # The engines of a file are started once, so a file is not split.
@@ -138,7 +140,7 @@ test-sglang: .venv-sglang/test.stamp
 ifdef ARGS
 	.venv-sglang/bin/python -m pytest $(ARGS)
 else
-	.venv-sglang/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(OF_TEST_SGLANG)
+	.venv-sglang/bin/python -m pytest --numprocesses $(ENGINES) --dist loadfile $(OF_TEST_SGLANG)
 endif
 
 SECONDS ?= 120
