@@ -265,6 +265,12 @@ def test_the_services_find_each_other() -> None:
     assert {"kvsidecar", "prometheus"} <= set(COMPOSE["services"])
 
 
+def test_only_a_daemon_is_asked_for_its_health_and_any_other_process_of_the_image_ends_when_told() -> None:
+    others = [each for each in COMPOSE["services"].values() if "build" in each and "entrypoint" in each]
+    assert others
+    assert all(each["healthcheck"] == {"disable": True} and each["init"] for each in others)
+
+
 def test_the_daemon_and_the_load_of_the_file_work(short_dir: Path) -> None:
     daemon, load = COMPOSE["services"]["kvsidecar"], COMPOSE["services"]["load"]
     assert daemon["command"][0] == "serve"
