@@ -19,9 +19,9 @@ What is there stays rather than what is new: a block is not stored in the place 
 next, and that has not waited for longer than the next class's patience. Otherwise sessions that return equally soon
 would take each other's places for ever, and none would be hit.
 
-All this is for prompts that return. Where few do, or where LRU would have hit clearly more of late, the order is that
-of LRU and everything is stored (`Rhythm.on`). What LRU would have hit at least is known: a prompt comes back before
-more bytes were looked up than the pool has.
+Where LRU would have hit clearly more of late, the order is that of LRU and everything is stored (`Rhythm.on`). What LRU
+would have hit at least is known: a prompt, or one that begins as it does, comes before more bytes were looked up than
+the pool has.
 """
 
 from __future__ import annotations
@@ -63,12 +63,8 @@ TOLD_PATIENCE = tuple(2.0**number for number in range(TOLD_CLASSES - 1))
 """Of each of these classes but the last, which is not waited for at all: the pause itself. Whoever tells one knows what
 it is for, which the usual gap does not."""
 
-RETURNS = 0.6
-"""With fewer of the looked-up blocks in prompts that continue others, the order is that of LRU."""
 REMEMBERED = 256
 """Lookups after which one counts a third for that."""
-AT_FIRST = 64
-"""Blocks of prompts that return, by which a cache begins."""
 CLEARLY = 1.1
 """Where LRU would have hit so many times as much of late, the order is that of LRU for `TRY_AGAIN` lookups."""
 TRY_AGAIN = 4096
@@ -105,15 +101,13 @@ class Rhythm:
     def __init__(self, times: UseTimes) -> None:
         self._times = times
         self._now = 0.0
-        self._asked = self._returned = float(AT_FIRST)
-        """Blocks of prompts of late, and of those that continued others."""
         self._hit = self._lru_hit = 0.0
-        """Of the latter, those that were hit, and that LRU would have hit at least."""
+        """Blocks of late that were hit, and that LRU would have hit at least."""
         self._lookups = 0
         """Since the policy is tried; negative: so many are to come until it is again."""
         self.on = True
-        """Whether enough prompts return: else blocks go by their last use, except those of which it is said that they
-        will not be used again."""
+        """False: LRU would have hit clearly more. Then blocks go by their last use, but first those of which it is said
+        that they will not be used again."""
         self.horizons: Ints = np.full(CLASSES + TOLD_CLASSES, -1, np.int64)
         """Per class a tick that is as long ago as its patience: what was used later is waited for still."""
         self.horizons[-1] = -2  # before all others, whose earliest is -1
@@ -123,22 +117,14 @@ class Rhythm:
         self._now = now
         if self._lookups >= REMEMBERED and self._lru_hit > CLEARLY * self._hit:
             self._lookups = -TRY_AGAIN
-        self.on = self._lookups >= 0 and self._returned >= RETURNS * self._asked
+        self.on = self._lookups >= 0
         if not self.on:
             self.horizons[:-1] = NEVER
             return
         self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
 
-    def count(self, blocks: int, returned: int = 0, hit: int = 0, lru_hit: int = 0) -> None:
-        """A prompt is used.
-
-        Args:
-            returned: its blocks, if it continues one that is known.
-            hit: how many of these were there.
-            lru_hit: how many LRU would have had at least.
-        """
-        self._asked += blocks - self._asked / REMEMBERED
-        self._returned += returned - self._returned / REMEMBERED
+    def count(self, hit: int = 0, lru_hit: int = 0) -> None:
+        """A prompt is looked up: of its blocks so many were hit, and so many LRU would have hit at least."""
         self._hit += hit - self._hit / REMEMBERED
         self._lru_hit += lru_hit - self._lru_hit / REMEMBERED
         self._lookups += 1

@@ -49,7 +49,7 @@ class Prompts:
         self._rhythm = rhythm
         self._pool_bytes = pool_bytes
         self._passed = 0
-        """Bytes of all prompts that were looked up."""
+        """Bytes of all prompts that were looked up; of what one has in common with others of late, once."""
         self._tags: Tags = zeros((ENTRIES,), np.uint32)
         self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
         """By entry: the number of the prompt."""
@@ -95,27 +95,35 @@ class Prompts:
             record = self._deepest(tags, at, known)
         if record < 0 and first_miss:
             record = self._record_of(keys.tags.item(first_miss - 1) ^ mixed)
+        added = len(keys)
         if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ mixed)):
+            head = first_miss + (len(known) if all_true(known) else int(known.argmin()))
+            if self._count_hits(blocks, record, first_miss, head):
+                added -= head  # another prompt has it in any case
             record = self._new()
-            self._rhythm.count(len(keys))
             if first_miss:
                 tags, at = self._places(blocks, keys)
                 known = self._tags[at] == tags
         else:
             if self._states.item(record) != ASKED:  # else the same request asks again
-                size = min(len(keys), self._sizes.item(record))
-                since = self._passed - self._asked.item(record) + size * blocks.space.block_bytes
-                in_lru = since <= self._pool_bytes
-                self._rhythm.count(len(keys), len(keys), min(first_miss, size), size if in_lru else 0)
+                self._count_hits(blocks, record, first_miss, min(len(keys), self._sizes.item(record)))
                 self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
             if there:
                 self._gaps[record] = blocks.gaps.item(rows.item(there - 1))
         self._used[record], self._states[record], self._declined[record] = now, ASKED, 0
         self._ends[record] = keys.tags.item(-1) ^ mixed
-        self._passed += len(keys) * blocks.space.block_bytes
+        self._passed += added * blocks.space.block_bytes
         self._asked[record], self._sizes[record] = self._passed, len(keys)
         if len(tags):
             self._enter(tags, at, known, record)
+
+    def _count_hits(self, blocks: SpaceBlocks, record: int, hits: int, known: int) -> bool:
+        """A lookup begins with so many blocks of the prompt of this record, and has hit so many. Whether LRU would have
+        hit all that are known; -1: nothing is."""
+        since = self._passed - self._asked.item(record) + known * blocks.space.block_bytes
+        in_lru = record >= 0 and since <= self._pool_bytes
+        self._rhythm.count(min(hits, known), known if in_lru else 0)
+        return in_lru
 
     def touch(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, now: float, pause: float = 0.0) -> None:
         """All blocks of a prompt, which has ended, count as used.
@@ -133,10 +141,8 @@ class Prompts:
         if record < 0:
             record = self._new()
             self._ends[record] = tags[-1]
-            self._rhythm.count(len(keys))
         elif self._states[record] == ENDED and any_true(tags == self._ends[record]):
             # The engine had all of it itself. Without its end, it is the head of a touch in parts, the last one first.
-            self._rhythm.count(len(keys), len(keys))
             self._gaps[record] = moved(self._gaps.item(record), now - self._used.item(record))
         self._used[record], self._states[record] = now, ENDED
         if not all_true(known):  # what a lookup named is there already

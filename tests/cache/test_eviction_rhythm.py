@@ -730,20 +730,21 @@ def test_two_rhythms_in_a_small_pool_hit_more_than_with_lru(seed: int) -> None:
     assert hits_of(Eviction.RHYTHM, seed) > hits_of(Eviction.LRU, seed) + 0.1
 
 
-# -- where prompts do not return -------------------------------------------------------------------------------------
+# -- where LRU would have hit more -----------------------------------------------------------------------------------
 
 
-def strangers(cache: BlockCache, space: Space, count: int) -> float:
-    """So many prompts that are looked up once, one every ten seconds. Returns the time after them."""
-    for number in range(count):
-        use(cache, space, 10.0 * number, f"stranger {number}")
-    return 10.0 * count
+def questions(cache: BlockCache, space: Space) -> float:
+    """Prompts that begin with the same instructions, which LRU would have hit each time: nothing is stored. Returns the
+    time after them."""
+    for number in range(REMEMBERED + 1):
+        use(cache, space, 10.0 * number, "instructions", f"question {number}")
+    return 10.0 * (REMEMBERED + 1)
 
 
-def test_where_prompts_do_not_return_all_are_stored_and_the_least_recently_used_go() -> None:
+def test_where_lru_would_have_hit_more_all_are_stored_and_the_least_recently_used_go() -> None:
     cache = rhythmic(8)
     space = open_space(cache)
-    now = strangers(cache, space, 100)
+    now = questions(cache, space)
     for number in range(12):
         store_at(cache, space, now + number, number)
     assert names_readable(cache, space, *range(12)) == list(range(4, 12))
@@ -753,10 +754,10 @@ def test_where_prompts_do_not_return_all_are_stored_and_the_least_recently_used_
     check_integrity(cache)
 
 
-def test_where_prompts_do_not_return_what_is_over_goes_first() -> None:
+def test_where_lru_would_have_hit_more_what_is_over_goes_first() -> None:
     cache = rhythmic(3)
     space = open_space(cache)
-    now = strangers(cache, space, 100)
+    now = questions(cache, space)
     for name in "ab":
         store_at(cache, space, now, name)
     tell(cache, space, now + 1, inf, "b")
@@ -765,18 +766,15 @@ def test_where_prompts_do_not_return_what_is_over_goes_first() -> None:
     assert names_readable(cache, space, *"abcd") == ["a", "c", "d"]
 
 
-def test_when_most_prompts_return_their_rhythm_counts_again() -> None:
-    cache = rhythmic(4)
+def test_where_no_prompt_returns_lru_would_not_have_hit_more() -> None:
+    cache = rhythmic(2)
     space = open_space(cache)
-    now = strangers(cache, space, 400)
-    names = [f"busy {number}" for number in range(4)]
-    for turn in range(600):
-        if turn in (100, 596):
-            assert admitted(cache, space, "new") == (turn == 100)
-            cache.clear_blocks(space, keys("new"))
-        store_at(cache, space, now + turn, *names)
-        use(cache, space, now + turn, names[turn % 4])
-        cache.touch([(space, keys(names[turn % 4]))])
+    for number in range(3 * REMEMBERED):
+        use(cache, space, 1.0 * number, f"stranger {number}")
+    cache.expire(3.0 * REMEMBERED)
+    rhythm = space.blocks.rhythm
+    assert rhythm is not None
+    assert rhythm.on
 
 
 def test_where_lru_would_have_hit_more_it_is_the_order_for_a_while() -> None:
