@@ -14,7 +14,8 @@ TEXT = b"first\n\nsecond\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.log", TEXT), ("a.log.gz", gzip.compress(TEXT, mtime=0)), ("a.log.xz", lzma.compress(TEXT))]
+    ("name", "content"),
+    [("a.log", TEXT), ("a.log.gz", gzip.compress(TEXT, mtime=0)), ("a.log.xz", lzma.compress(TEXT))],
 )
 def test_lines_are_read_from_whatever_holds_them(name: str, content: bytes, tmp_path: Path) -> None:
     file = tmp_path / name
