@@ -140,7 +140,10 @@ class SocketFiles:
             return lock
         except OSError as error:
             remove_directories(self._made)
-            raise SocketInUse(f"cannot use {directory} for the socket ({error.strerror}): set socket") from error
+            raise SocketInUse(
+                f"uid {os.geteuid()} cannot use {directory} for the socket ({error.strerror}): "
+                "let it write there, or set --socket to another path"
+            ) from error
 
     def _make(self, directory: Path) -> None:
         if directory.is_dir():
@@ -167,11 +170,13 @@ class SocketFiles:
         except TimeoutError:
             raise self._in_use(lock) from None
         except OSError as error:
-            raise SocketInUse(f"{self._lock_path} cannot be locked ({error.strerror}): set socket") from error
+            raise SocketInUse(
+                f"{self._lock_path} cannot be locked ({error.strerror}): set --socket to another path"
+            ) from error
 
     def _in_use(self, lock: int) -> SocketInUse:
         return SocketInUse(
-            f"another kvsidecar serves {self.grpc_path} ({_holder(lock)}): stop it, or set socket to another path"
+            f"another kvsidecar serves {self.grpc_path} ({_holder(lock)}): stop it, or set --socket to another path"
         )
 
     # -- sockets ---------------------------------------------------------------------------------------------------
@@ -338,9 +343,9 @@ class SocketFiles:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(found.st_mode):
-            raise SocketInUse(f"{path} exists and is not a socket: remove it, or set socket to another path")
+            raise SocketInUse(f"{path} exists and is not a socket: remove it, or set --socket to another path")
         if found.st_uid != os.geteuid():
-            raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set socket to another path")
+            raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set --socket to another path")
         path.unlink()
 
 

@@ -65,6 +65,13 @@ def test_a_file_that_is_no_socket_is_not_replaced(files: SocketFiles) -> None:
     assert sorted(each.name for each in files.grpc_path.parent.iterdir()) == ["kvs.sock", "kvs.sock.lock"]
 
 
+def test_a_directory_that_cannot_be_used_is_named_with_the_user_and_the_option(short_dir: Path) -> None:
+    (short_dir / "file").write_text("")
+    wanted = f"uid {os.geteuid()} cannot use {short_dir}/file/run for the socket .*, or set --socket to another path$"
+    with pytest.raises(SocketInUse, match=wanted):
+        acquire(files_at(short_dir / "file" / "run"))
+
+
 def test_an_acquire_that_is_refused_leaves_what_it_has_found(short_dir: Path) -> None:
     (short_dir / "kvs.sock").write_text("somebody's")
     for _ in range(2):
