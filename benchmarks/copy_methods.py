@@ -35,8 +35,9 @@ ROUNDS = 5
 def main() -> None:
     platform = CudaPlatform()
     device = platform.device(platform.device_uuids()[0])
-    pool = host_memory.map_pages(POOL, Pages(PageKind.THP, THP_BYTES))
-    host_memory.populate(pool, POOL)
+    pages = Pages(PageKind.THP, THP_BYTES)
+    pool = host_memory.map_file(host_memory.create_file(POOL, pages), POOL, pages)
+    host_memory.populate(pool, POOL, pages.kind)
     platform.pin(pool, POOL)
     memory = device.allocate(POOL)
     rng = np.random.default_rng(0)
@@ -95,8 +96,8 @@ def measure(stream: CopyStream, pool: int, calls: list[CopyCall]) -> float:
     for _ in range(ROUNDS):
         started = time.perf_counter()
         marks = [stream.issue(each) for each in prepared]
-        for mark in marks:
-            mark.wait()
+        while not marks[-1].is_done():
+            pass
         seconds.append(time.perf_counter() - started)
     return sum(call.nbytes for call in calls) / statistics.median(seconds) / 1e9
 

@@ -255,12 +255,12 @@ def main() -> None:
                 for way, (old, new) in seconds.items():
                     taken[way].append((old, new))
     print(f"{'time of':8} {'protocol':8} {'hashes':>6} {'old us':>8} {'new us':>8}  new / old (tenths)")
-    for (who, way, count), pairs in taken.items():
+    for (who, protocol, count), pairs in taken.items():
         ratios = [new / old for old, new in pairs]
         tenths = quantiles(ratios, n=10)
         old, new = (1e6 * median(each) for each in zip(*pairs, strict=True))
         share = f"{median(ratios):.2f} ({tenths[0]:.2f} to {tenths[-1]:.2f})"
-        print(f"{who:8} {way:8} {count:6} {old:8.1f} {new:8.1f}  {share}")
+        print(f"{who:8} {protocol:8} {count:6} {old:8.1f} {new:8.1f}  {share}")
     if options.busy:
         old, new = (median(each[1:]) for each in jobs)
         print(f"jobs of 32 blocks a second meanwhile: {old:.0f} old, {new:.0f} new")

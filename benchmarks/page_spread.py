@@ -35,8 +35,9 @@ def main() -> None:
         return
     platform = CudaPlatform()
     device = platform.device(platform.device_uuids()[0])
-    pool = host_memory.map_pages(POOL, Pages(PageKind.THP, THP_BYTES))
-    host_memory.populate(pool, POOL)
+    pages = Pages(PageKind.THP, THP_BYTES)
+    pool = host_memory.map_file(host_memory.create_file(POOL, pages), POOL, pages)
+    host_memory.populate(pool, POOL, pages.kind)
     platform.pin(pool, POOL)
     streams = {direction: device.open_stream(direction) for direction in Direction}
 

@@ -92,7 +92,8 @@ def start(tree: Path, compiled: Path) -> Start:
                 resident = pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
             finally:
                 process.kill()
-    return Start(*(1000 * seconds for seconds in (*health, *ready)), resident)
+    (health_cpu, health_wall), (ready_cpu, ready_wall) = ([1000 * each for each in taken] for taken in (health, ready))
+    return Start(health_cpu, health_wall, ready_cpu, ready_wall, resident)
 
 
 def shown(values: list[float]) -> str:

@@ -12,6 +12,7 @@ mpl.use("Agg")  # before pyplot: no display is needed, and none is opened
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -45,7 +46,7 @@ STYLE: dict[str, Any] = {
 
 def write_plots(report: Report, peers: Sequence[Row], directory: Path) -> list[Path]:
     """Draw what the report and those of other systems have rows for. Returns the files that were written."""
-    drawings: dict[str, Callable[[Report, Sequence[Row]], plt.Figure | None]] = {
+    drawings: dict[str, Callable[[Report, Sequence[Row]], Figure | None]] = {
         "bandwidth.png": bandwidth,
         "systems.png": systems,
         "token-latency.png": token_latency,
@@ -63,7 +64,7 @@ def write_plots(report: Report, peers: Sequence[Row], directory: Path) -> list[P
     return written
 
 
-def _figure(report: Report, title: str, width: float, height: float, columns: int = 1) -> tuple[plt.Figure, list[Any]]:
+def _figure(report: Report, title: str, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
     """A figure with a title and, below it, the machine and the day."""
     figure, axes = plt.subplots(1, columns, figsize=(width, height), sharey=True, squeeze=False)
     margins = {"top": 1 - (1.1 if columns > 1 else 0.85) / height, "bottom": 1.05 / height}
@@ -79,7 +80,7 @@ def _figure(report: Report, title: str, width: float, height: float, columns: in
 # -- bandwidth ---------------------------------------------------------------------------------------------------
 
 
-def bandwidth(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
+def bandwidth(report: Report, _: Sequence[Row] = ()) -> Figure | None:
     """Store and load side by side, as shares of the limit, by layout and blocks of a job."""
     layouts = list(dict.fromkeys(row["layout"] for row in report.rows("bandwidth", mode=UNPACED, in_flight=1)))
     if not layouts or report.limit("store") is None:
@@ -125,7 +126,7 @@ def _layout_label(report: Report, name: str) -> str:
     return f"{name.partition('-')[0]}\n{row['rows']} x {format_size(row['row_bytes'])}{ids}"
 
 
-def _legend(figure: plt.Figure, handles: Sequence[Any], columns: int | None = None) -> None:
+def _legend(figure: Figure, handles: Sequence[Any], columns: int | None = None) -> None:
     figure.legend(
         handles=handles, loc="lower center", ncols=columns or len(handles), bbox_to_anchor=(0.5, 0.0), fontsize=9.5
     )
@@ -134,7 +135,7 @@ def _legend(figure: plt.Figure, handles: Sequence[Any], columns: int | None = No
 # -- other systems -----------------------------------------------------------------------------------------------
 
 
-def systems(report: Report, peers: Sequence[Row]) -> plt.Figure | None:
+def systems(report: Report, peers: Sequence[Row]) -> Figure | None:
     """This system beside others: the largest jobs, the best figure of each whatever the jobs in flight."""
     peers = [row for row in peers if row.get("blocks") == max(BLOCK_COUNTS)]
     own = [{**row, "system": SYSTEM} for row in report.rows("bandwidth", mode=UNPACED, blocks=max(BLOCK_COUNTS))]
@@ -186,7 +187,7 @@ def _best(rows: Sequence[Row], layout: str, **match: str) -> Row | None:
 # -- several GPUs ------------------------------------------------------------------------------------------------
 
 
-def scaling(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
+def scaling(report: Report, _: Sequence[Row] = ()) -> Figure | None:
     """Stores and loads at once by number of GPUs: a line for each layout and size of job, and plain copies."""
     rows = list(report.rows("scaling"))
     if not rows:
@@ -225,7 +226,7 @@ def scaling(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
 # -- latencies ---------------------------------------------------------------------------------------------------
 
 
-def token_latency(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
+def token_latency(report: Report, _: Sequence[Row] = ()) -> Figure | None:
     """What stores cost an engine's own small copy: a curve over the knob, and the modes."""
     curve = [row for row in report.rows("pacing") if row["chunk"]]
     points = {mode: report.find("token", traffic="store", mode=mode) for mode in (UNPACED, PACED)}
@@ -268,7 +269,7 @@ def token_latency(report: Report, _: Sequence[Row] = ()) -> plt.Figure | None:
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 
-def lookup(report: Report, peers: Sequence[Row] = ()) -> plt.Figure | None:
+def lookup(report: Report, peers: Sequence[Row] = ()) -> Figure | None:
     """Lookup latency by number of hashes: lines where all of them hit, a mark where none does."""
     own = [*report.rows("lookup", lease=True), *report.rows("lookup", hits=0, mode="prefix")]
     if not own:

@@ -141,7 +141,8 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
     drawings = {"pool": _draw_pools, "disk": _draw_disks, "fleet": _draw_fleet}
     sections = [name for name in drawings if any(row["section"] == name for row in result["rows"])]
-    with mpl.rc_context({**STYLE, "svg.hashsalt": "fleet"}):
+    style: dict[str, Any] = {**STYLE, "svg.hashsalt": "fleet"}
+    with mpl.rc_context(style):
         figure, axes = plt.subplots(1, len(sections), figsize=(4.4 * len(sections), 4.2), layout="constrained")
         for name, axis in zip(sections, [axes] if len(sections) == 1 else axes, strict=True):
             drawings[name](axis, [row for row in result["rows"] if row["section"] == name])

@@ -76,15 +76,15 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
         first = statistics.median(p50(each["ttft_ms"]) for each in rounds)
         rows.append([mode, len(rounds), speed, f"{tpot:.3f}", f"{late:.3f}", first, f"{100 * cached:.1f} %"])
     runs.table("No hits", columns, rows)
-    first, *others = results
+    base, *others = results
     for mode in others:
         for name, value, sign in (("output tok/s", _speed, 1), ("TPOT", _tpot, -1)):
             lost = [
                 100 * sign * (1 - value(ours) / value(theirs))
-                for ours, theirs in zip(results[mode], results[first], strict=True)
+                for ours, theirs in zip(results[mode], results[base], strict=True)
             ]
             low, middle, high = statistics.quantiles(lost, n=4)
-            console.print(f"{mode} against {first}, {name}: {middle:+.2f} % lost ({low:+.2f} to {high:+.2f})")
+            console.print(f"{mode} against {base}, {name}: {middle:+.2f} % lost ({low:+.2f} to {high:+.2f})")
 
 
 def main() -> None:

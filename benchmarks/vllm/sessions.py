@@ -180,7 +180,7 @@ class Sessions:
         """Equal blocks of a session have equal tokens, and no others: neither its next time nor with more agents."""
         if not len(blocks):
             return [10]
-        mixed = np.uint64((session + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+        mixed: Any = np.uint64((session + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
         mixed = mixed + blocks.astype(np.uint64)[:, None] * np.uint64(0xBF58476D1CE4E5B9)
         mixed = mixed + np.arange(self._block_tokens, dtype=np.uint64) * np.uint64(0x94D049BB133111EB)
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xD6E8FEB86659FD93)
