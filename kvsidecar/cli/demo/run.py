@@ -76,6 +76,8 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool)
         options += ["--disk-admission", "all"]
     with _daemon(kind, socket, options, directory / "daemon.log") as daemon, _client(socket) as client:
         _show_pinning(console, client, daemon)
+        if disk:
+            _wait_for_disk(client)  # what is stored before goes to no disk
         stored = _engine_a(console, kind, shape, socket)
         _wait_until_detached(client)
         console.print("[bold]engine A[/] killed with SIGKILL; the daemon has unmapped its memory and keeps its blocks")
