@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvsidecar.bench.layouts import ALL_LAYOUTS, BLOCK_COUNTS, IN_FLIGHT, LAYOUT
 from kvsidecar.bench.options import MEASUREMENTS
 from tests.bench import support
 from tests.harness import DaemonProcess
+from tests.once import made_once
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,21 +28,27 @@ class Ran:
     progress: str
     code: int
     json: dict[str, Any]
-    directory: Path
+    left: list[str]
+    """Its processes and files that are still there after its end."""
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         return self.json["measurements"][name]["rows"]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
-    directory = tmp_path_factory.mktemp("bench")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(**json.loads((made_once(tmp_path_factory, "bench", run) / "ran.json").read_text()))
+
+
+def run(directory: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvs-") as short:
         temporary = Path(short)
         file = directory / "result.json"
         done = support.run("--device", "host", "--quick", "--json", str(file), temporary=temporary)
         content = json.loads(file.read_text()) if file.exists() else {}
-        yield Ran(done.stdout, done.stderr, done.returncode, content, temporary)
+        left = [*support.processes_of(temporary), *(path.name for path in temporary.iterdir())]
+    ran = Ran(done.stdout, done.stderr, done.returncode, content, left)
+    (directory / "ran.json").write_text(json.dumps(asdict(ran)))
 
 
 def test_every_measurement_has_run(ran: Ran) -> None:
@@ -137,8 +143,7 @@ def test_progress_tells_each_step(ran: Ran) -> None:
 
 
 def test_nothing_is_left_behind(ran: Ran) -> None:
-    assert support.processes_of(ran.directory) == []
-    assert list(ran.directory.iterdir()) == []
+    assert ran.left == []
 
 
 def test_ctrl_c_reports_what_there_is_and_leaves_nothing_behind(short_dir: Path) -> None:
