@@ -34,11 +34,13 @@ def check(flags: Mapping[str, str | None]) -> str:
     kernel_calls.check()
     geometry = pool_geometry(settings)
     group_id("socket_group", settings.socket_group)
-    _check_address("HTTP", settings.http_host, f"{settings.http_host}:{settings.http_port}", "http_host and http_port")
+    _check_address(
+        "HTTP", settings.http_host, f"{settings.http_host}:{settings.http_port}", "--http-host and --http-port"
+    )
     _check_what_is_imported_late(settings, geometry)
     if settings.tcp_listen is not None:
         host = settings.tcp_listen.rpartition(":")[0].strip("[]")
-        _check_address("gRPC", host, settings.tcp_listen, "tcp_listen")
+        _check_address("gRPC", host, settings.tcp_listen, "--tcp-listen")
     return f"ok: a pool of {format_size(geometry.pool_bytes)}, served at {settings.socket}"
 
 

@@ -95,7 +95,7 @@ class Probes:
         Raises:
             AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
         """
-        return await self._server.start(host, port, "http_host and http_port")
+        return await self._server.start(host, port, "--http-host and --http-port")
 
     def answer_from(self, sources: Sources) -> None:
         """Answer from these sources from now on."""

@@ -130,7 +130,7 @@ class RemoteServer:
         try:
             return await self._listener.start(host.strip("[]"), int(port))
         except OSError as error:
-            raise cannot_listen("gRPC", self._address, "tcp_listen", error) from error
+            raise cannot_listen("gRPC", self._address, "--tcp-listen", error) from error
 
     async def stop(self, grace: float) -> None:
         """Refuse new calls; running calls may end within ``grace`` seconds."""

@@ -115,7 +115,7 @@ def test_an_http_port_in_use_is_one_sentence(short_dir: Path) -> None:
     assert refused.returncode == 75, "it may pass: a service manager starts it again"
     said = [line for line in refused.stderr.splitlines() if not line.startswith("{")]
     assert len(said) == 1
-    assert f"127.0.0.1:{port} (Address already in use): free it, or set http_host and http_port" in said[0]
+    assert f"127.0.0.1:{port} (Address already in use): free it, or set --http-host and --http-port" in said[0]
 
 
 def test_an_address_that_no_machine_will_have_is_a_wrong_setting(short_dir: Path) -> None:

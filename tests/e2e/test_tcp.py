@@ -192,7 +192,7 @@ def test_a_port_in_use_may_pass(short_dir: Path, pki: Pki) -> None:
         assert refused.returncode == 75, refused.stderr
         said = refused.stderr.strip().splitlines()[-1]
         assert said == (
-            f"kvsidecar: gRPC cannot listen on {address} (Address already in use): free it, or set tcp_listen"
+            f"kvsidecar: gRPC cannot listen on {address} (Address already in use): free it, or set --tcp-listen"
         )
         assert run(*flags, "--tcp-listen", "no-such-host.invalid:0").returncode in (75, 78)  # as its resolver says
 
