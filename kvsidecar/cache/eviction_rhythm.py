@@ -45,10 +45,9 @@ MOST_GAP = STEPS * 17
 FIRST_GAP = round(STEPS * log2(10))
 """Of a block of which nothing is known, in seconds: the median of coding agents."""
 CLASSES = MOST_GAP // STEPS + 1
-PATIENCE = tuple(3.2 * 2.0 ** (number / 2) for number in range(CLASSES))
-"""Of each class, in seconds: 3.2 times the root of its gap. One of 10 seconds is waited for 9, one of 5 minutes 51: the
-next gap is mostly nearer to that of all sessions than the usual one is, and who does not come soon mostly stays away
-for long."""
+PATIENCE = tuple(5.0 * 2.0 ** (number / 2) for number in range(CLASSES))
+"""Of each class, in seconds: 5 times the root of its gap. One of 10 seconds is waited for 16, one of 5 minutes 87: the
+next gap is mostly nearer to that of all sessions than the usual one is."""
 
 NEVER = 1 << 62
 """A tick later than any."""
