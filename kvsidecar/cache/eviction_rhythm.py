@@ -123,8 +123,9 @@ class Rhythm:
             return
         self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
 
-    def count(self, hit: int = 0, lru_hit: int = 0) -> None:
-        """A prompt is looked up: of its blocks so many were hit, and so many LRU would have hit at least."""
+    def count(self, hit: int, lru_hit: int) -> None:
+        """A prompt is looked up of which a part is known: so many blocks were hit, and so many LRU would have hit at
+        least."""
         self._hit += hit - self._hit / REMEMBERED
         self._lru_hit += lru_hit - self._lru_hit / REMEMBERED
         self._lookups += 1

@@ -97,9 +97,10 @@ class Prompts:
             record = self._record_of(keys.tags.item(first_miss - 1) ^ mixed)
         added = len(keys)
         if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ mixed)):
-            head = first_miss + (len(known) if all_true(known) else int(known.argmin()))
-            if self._count_hits(blocks, record, first_miss, head):
-                added -= head  # another prompt has it in any case
+            if record >= 0:
+                head = first_miss + (len(known) if all_true(known) else int(known.argmin()))
+                if self._count_hits(blocks, record, first_miss, head):
+                    added -= head  # another prompt has it in any case
             record = self._new()
             if first_miss:
                 tags, at = self._places(blocks, keys)
@@ -118,10 +119,10 @@ class Prompts:
             self._enter(tags, at, known, record)
 
     def _count_hits(self, blocks: SpaceBlocks, record: int, hits: int, known: int) -> bool:
-        """A lookup begins with so many blocks of the prompt of this record, and has hit so many. Whether LRU would have
-        hit all that are known; -1: nothing is."""
+        """A lookup begins with so many blocks that are known from the prompt of this record, and has hit so many.
+        Whether LRU would have hit all of them."""
         since = self._passed - self._asked.item(record) + known * blocks.space.block_bytes
-        in_lru = record >= 0 and since <= self._pool_bytes
+        in_lru = since <= self._pool_bytes
         self._rhythm.count(min(hits, known), known if in_lru else 0)
         return in_lru
 
