@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CONTEXT = 8192
 """Tokens."""
+CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -24,7 +25,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bytes_ = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
     bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<end>", model_max_length=CONTEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytes_, eos_token="<end>", model_max_length=CONTEXT, chat_template=CHAT
+    )
 
 
 def main() -> None:

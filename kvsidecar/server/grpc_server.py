@@ -29,9 +29,8 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 
-STREAMS_PER_CONNECTION = 64
-"""Open calls of one connection; a client keeps further ones back until others have ended. If a connection is lost, gRPC
-may wake the tasks of all its calls in one turn of the loop."""
+STREAMS_PER_CONNECTION = 512
+"""Open calls of one connection. A client keeps further calls back until others have ended."""
 
 OPTIONS = [  # of each of gRPC's servers behind a front
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
