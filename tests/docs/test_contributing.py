@@ -38,7 +38,7 @@ def only(run: list[str]) -> str:
 def test_ci_runs_the_commands_of_the_readme_and_every_test_once() -> None:
     commands = re.findall(r"^make (.+)$", CI, re.MULTILINE)
     targets = [word for command in commands for word in command.split() if re.fullmatch(r"(?:check|test).*", word)]
-    assert targets == ["check", "test", "test-vllm", "test-cluster", "test-sglang"]
+    assert targets == ["check", "test", "test-cluster", "test-vllm", "test-sglang"]
     assert all(f"`make {target}`" in text("README.md") for target in targets)
     runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
     named = [word for run in runs if not only(run) for word in run if word.startswith("tests/")]
