@@ -20,7 +20,8 @@ from kvsidecar.tiers.backend import ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.mooncake import ClusterOptions, MooncakeBackend
 
 START_SECONDS = 120.0
-LEASE_SECONDS = 0.5
+LEASE_SECONDS = 5.0
+"""For how long a read protects what it reads. If it takes longer, it fails."""
 CLIENT_SECONDS = 3
 """After which the master gives up a node that does not report."""
 _NODE = """
