@@ -16,17 +16,20 @@ L = TypeVar("L", bound=Sequence[str])
 def gauge(name: str, text: str, labels: Sequence[str], values: Mapping[L, float]) -> GaugeMetricFamily:
     """Args: name: without the prefix ``kvsidecar_``."""
     family = GaugeMetricFamily(f"kvsidecar_{name}", text, labels=labels)
-    for label, value in values.items():
-        family.add_metric([label] if isinstance(label, str) else label, value)
+    _fill(family, values)
     return family
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Mapping[L, float]) -> CounterMetricFamily:
     """As `gauge`; without the suffix ``_total``."""
     family = CounterMetricFamily(f"kvsidecar_{name}", text, labels=labels)
+    _fill(family, values)
+    return family
+
+
+def _fill(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[L, float]) -> None:
     for label, value in values.items():
         family.add_metric([label] if isinstance(label, str) else label, value)
-    return family
 
 
 def lost_log_lines(name: str) -> CounterMetricFamily:

@@ -74,7 +74,7 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool)
     if disk:
         options += ["--disk-dir", str(directory / "disk"), "--disk-size", str(pool_bytes(shape))]
         options += ["--disk-admission", "all"]
-    with _daemon(kind, socket, options, directory / "daemon.log") as daemon, _client(socket) as client:
+    with _daemon(kind, socket, options, directory / "daemon.log") as daemon, Client(socket, name="demo") as client:
         _show_pinning(console, client, daemon)
         if disk:
             _wait_for_disk(client)  # what is stored before goes to no disk
@@ -105,10 +105,6 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool)
     way = " from disk, through another daemon" if disk else ""
     console.print(f"[bold green]verified:[/] engine B loaded what engine A had stored{way}, {total}, byte for byte")
     return 0
-
-
-def _client(socket: str) -> Client:
-    return Client(socket, name="demo")
 
 
 def _end(client: Client, daemon: subprocess.Popen[bytes]) -> int:
@@ -218,12 +214,10 @@ def _wait_for_disk(client: Client) -> None:
 
 def _wait_until_written(client: Client, shape: Shape) -> None:
     def problem() -> str:
-        written, wanted = client.status().tiers[0].written_bytes, shape.all_bytes
-        return (
-            ""
-            if written >= wanted
-            else f"the daemon has written {format_size(written)} of {format_size(wanted)} to disk"
-        )
+        written = client.status().tiers[0].written_bytes
+        if written >= shape.all_bytes:
+            return ""
+        return f"the daemon has written {format_size(written)} of {format_size(shape.all_bytes)} to disk"
 
     _wait_until(problem, ENGINE_SECONDS)
 
