@@ -26,7 +26,7 @@ from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import fence, log
 from kvsidecar.support import peer as peers
-from kvsidecar.support.poll_set import READABLE, Crowd
+from kvsidecar.support.poll_set import READABLE, PollSet
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -66,7 +66,7 @@ class AttachSocket:
     pidfds: Callable[[], Mapping[int, int]] = dict
 
     def __post_init__(self) -> None:
-        self.crowd, self.arrivals = Crowd(), Arrivals()
+        self.poll_set, self.arrivals = PollSet(), Arrivals()
         # In turn with what follows: else connections would come faster than their Hellos are read.
         self._listener = PathListener(
             self.socket_files, self.socket_files.attach_path, self._accepted, self.tasks, _caused, self.turns, TURNS
@@ -176,7 +176,7 @@ class _Connection:
 
     def _watch(self, fd: int, call: Callable[[], None] | None) -> None:
         """Call this while the descriptor is readable; None: no more."""
-        self._owner.crowd.watch(fd, READABLE if call else 0, lambda _: call() if call else None)
+        self._owner.poll_set.watch(fd, READABLE if call else 0, lambda _: call() if call else None)
 
     def _take(self, step: Callable[[], None]) -> None:
         self._owner.turns.take((TURNS, self._who.uid), step)

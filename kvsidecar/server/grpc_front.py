@@ -17,7 +17,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.handler import REASONS
 from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
 from kvsidecar.support import free_memory, log
-from kvsidecar.support.poll_set import READABLE, WRITABLE, Crowd
+from kvsidecar.support.poll_set import READABLE, WRITABLE, PollSet
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 
@@ -104,7 +104,7 @@ class Client:
     """Abstract name at which gRPC's server sees the connection; empty: it sees none."""
 
 
-MakeEnd = Callable[[Crowd, Callable[[], None], Callable[[], None]], "End"]
+MakeEnd = Callable[[PollSet, Callable[[], None], Callable[[], None]], "End"]
 """Makes the client's end of a connection; see `End`."""
 
 
@@ -129,7 +129,7 @@ class GrpcFront:
                 everyone.messages_bytes,
             ),
         )
-        self.turns, self.crowd = turns, Crowd()
+        self.turns, self.poll_set = turns, PollSet()
         self._relays: set[_Relay] = set()
         self._users: dict[str, Hashable] = {}
         """Of the connections that gRPC's server sees at a name."""
@@ -153,7 +153,7 @@ class GrpcFront:
             self._seconds.cancel()
         for relay in tuple(self._relays):
             relay.close(at_once=True)
-        self.crowd.close()
+        self.poll_set.close()
 
     def admit(self, client: Client, make_end: MakeEnd) -> None:
         """Serve a connection, or close it. Without a word: a gRPC client that has had the server's settings begins anew
@@ -162,7 +162,7 @@ class GrpcFront:
             self._connections_of.take(client.user)
         except LimitExceeded as error:
             self.refused(client.shown, error)
-            make_end(self.crowd, _nothing, _nothing).close()
+            make_end(self.poll_set, _nothing, _nothing).close()
             return
         if client.name:
             self._users[client.name] = client.user
@@ -237,7 +237,7 @@ class _Relay:
         self.client = client
         self._front = front
         self._gate = Gate(client.user, front.quotas)
-        self._client = make_end(front.crowd, self._client_readable, self._update)
+        self._client = make_end(front.poll_set, self._client_readable, self._update)
         self._server: End | None = None
         """None until the client has begun as it must."""
         self._over = 0
@@ -303,7 +303,7 @@ class _Relay:
     def _to_server(self, passed: Passed) -> None:
         front = self._front
         if self._server is None:
-            self._server = End(front.connect(self.client), front.crowd, self._server_readable, self._update)
+            self._server = End(front.connect(self.client), front.poll_set, self._server_readable, self._update)
         self._server.send(passed.to_server)
         if passed.calls:
             front.turns.charge(self.client.user, passed.calls * CALL_SECONDS)
@@ -389,7 +389,7 @@ class End:
     """One end of a relay. Used without a transport: a transport reads without being asked, up to 256 KiB.
 
     Args:
-        crowd: watches the connection.
+        poll_set: watches the connection.
         on_readable: called while there is something to read and `listen` has asked for it.
         on_sent: called when something was sent that had to wait for room.
     """
@@ -398,12 +398,12 @@ class End:
     """The most that is read at a time."""
 
     def __init__(
-        self, connection: socket.socket, crowd: Crowd, on_readable: Callable[[], None], on_sent: Callable[[], None]
+        self, connection: socket.socket, poll_set: PollSet, on_readable: Callable[[], None], on_sent: Callable[[], None]
     ) -> None:
-        self._connection, self._crowd = connection, crowd
+        self._connection, self._poll_set = connection, poll_set
         self._on_readable, self._on_sent = on_readable, on_sent
         self._watched = 0
-        """Events of the crowd."""
+        """Events of the poll set."""
         self.waits = False
         """Whether its next read waits for its turn."""
         self.unsent = b""
@@ -412,7 +412,7 @@ class End:
         events = (READABLE if read else 0) | (WRITABLE if self.unsent else 0)
         if events != self._watched:
             self._watched = events
-            self._crowd.watch(self._connection.fileno(), events, self._happened)
+            self._poll_set.watch(self._connection.fileno(), events, self._happened)
 
     def _happened(self, events: int) -> None:
         # The end of the connection is news of both kinds.

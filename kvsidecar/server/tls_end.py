@@ -12,7 +12,7 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownPeer
 from kvsidecar.server.grpc_front import End
 from kvsidecar.server.tls import PROTOCOL
-from kvsidecar.support.poll_set import Crowd
+from kvsidecar.support.poll_set import PollSet
 
 RECORD_BYTES = 16 * 1024
 """The most that TLS seals at once. More would stay allocated in its buffers, which never shrink."""
@@ -100,11 +100,11 @@ class TlsEnd(End):
         self,
         connection: socket.socket,
         tls: Tls,
-        crowd: Crowd,
+        poll_set: PollSet,
         on_readable: Callable[[], None],
         on_sent: Callable[[], None],
     ) -> None:
-        super().__init__(connection, crowd, on_readable, on_sent)
+        super().__init__(connection, poll_set, on_readable, on_sent)
         self._tls = tls
         self._ended = False
 

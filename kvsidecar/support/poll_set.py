@@ -14,7 +14,7 @@ EVENTS: Final = 8
 """Descriptors with news in one turn of the loop: about a tenth of a millisecond. The others wait for the next ones."""
 
 
-class Crowd:
+class PollSet:
     """Used from the event loop. One descriptor of it stands for all that are watched."""
 
     def __init__(self) -> None:
