@@ -16,7 +16,7 @@ from tests.vllm import models
 
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
+elif harness.DEVICE == "host":
     sys.path.insert(0, str(STAND_INS))
 
 never_invalid = pytest.fixture(autouse=True)(harness.never_invalid)

@@ -1,7 +1,11 @@
-"""One SGLang engine in a process of its own, which a test can kill. SGLang starts its scheduler as a child of it."""
+"""One SGLang engine in a process of its own, which a test can kill. SGLang starts its scheduler as a child of it.
+
+TEST_DEVICE=cuda python -m pytest tests/sglang  # on a GPU, with the bundle of benchmarks/bundles
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 from collections.abc import Coroutine, Sequence
@@ -10,11 +14,12 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 from unittest import mock
 
-from tests.harness import SECONDS, DaemonProcess, eventually
+from benchmarks.bundles import check_sglang
+from tests.harness import DEVICE, SECONDS, DaemonProcess, eventually
 from tests.vllm.engine import LOG_CHARACTERS, START, EngineProcess, Prompt, blocks, prompt, serve
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-ENVIRONMENT = {
+ON_CPU = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -24,7 +29,8 @@ ENVIRONMENT = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "few_models",
     "PYTHONPATH": f"{STAND_INS}:{STAND_INS.parent.parent.parent}",
 }
-"""What an engine needs on the CPU, offline. It must be set before SGLang is imported."""
+ENVIRONMENT = ON_CPU if DEVICE == "host" else check_sglang.environment()
+"""What an engine needs offline; on a GPU, with its bundle's stand-ins. It must be set before SGLang is imported."""
 
 PAGE = 16
 
@@ -60,9 +66,9 @@ def linker(socket: str, **extra: Any) -> dict[str, Any]:
 
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
-    "device": "cpu",
+    "device": "cpu" if DEVICE == "host" else "cuda",
     "dtype": "float32",
-    "attention_backend": "torch_native",
+    "attention_backend": "torch_native" if DEVICE == "host" else "triton",
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
@@ -109,9 +115,11 @@ class Engine:
 
         if options.get("lora_paths"):
             _pin_nothing()
-        # SGLang starts its processes by spawn, and each would import for 10 s what this one has imported.
-        multiprocessing.set_start_method("fork", force=True)
-        with mock.patch.object(multiprocessing, "set_start_method"):
+        with contextlib.ExitStack() as stack:
+            if DEVICE == "host":
+                # SGLang starts its processes by spawn, and each would import for 10 s what this one has imported.
+                multiprocessing.set_start_method("fork", force=True)
+                stack.enter_context(mock.patch.object(multiprocessing, "set_start_method"))
             self.engine = sglang.Engine(model_path=model, **{**DEFAULTS, **(transfer or {}), **options})
         self._rids = itertools.count()
 
