@@ -96,6 +96,7 @@ def _save_model(options: argparse.Namespace, directory: str) -> None:
             qk_rope_head_dim=64,
             v_head_dim=128,
             first_k_dense_replace=options.layers,
+            moe_layer_freq=1,  # which SGLang reads, and this class lacks
         )
         kind: Any = DeepseekV2ForCausalLM
     else:

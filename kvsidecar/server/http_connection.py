@@ -103,9 +103,10 @@ class HttpConnection(web.RequestHandler):
         if not data:  # aiohttp's own, for what it has already
             super().data_received(data)
             return
+        assert self.transport is not None
         self._expect_request()
         self._unread.append(data)
-        self._pause_transport_reading()
+        self.transport.pause_reading()
         if len(self._unread) == 1:
             self.waits = True
             self._connections.pace.take(self._read)
@@ -118,9 +119,8 @@ class HttpConnection(web.RequestHandler):
         if self.transport is None:
             return
         self._paid = True
+        self.transport.resume_reading()  # before aiohttp, which may pause it again
         super().data_received(data)
-        if not (self._reading_paused or self._buffer_paused):
-            self._resume_transport_reading()
 
     async def request_arrived(self) -> None:
         """A request is complete: stop its timer, and wait for its turn."""

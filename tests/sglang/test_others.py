@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.harness import NO_WAIT, DaemonProcess, Gate, eventually
 from tests.sglang.conftest import POOL
 from tests.sglang.engine import SGLangProcess, join, linker, stored
-from tests.vllm.engine import prompt
+from tests.vllm.engine import needs_gpus, prompt
 
 LONG = prompt("long", 700)
 WHOLE = 688
@@ -59,6 +59,7 @@ def test_a_daemon_that_hangs_delays_requests_within_limits(
 def test_two_ranks_store_their_shards_and_hit_together(
     model: str, home: Path, tmp_path: Path, daemon: DaemonProcess
 ) -> None:
+    needs_gpus(2)
     options = linker(str(home / "kvs.sock"))
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangProcess(model, options, tmp_path / "log", variables=cores, tp_size=2).wait_started() as engine:
