@@ -31,7 +31,7 @@ from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable, PoolRefused
-from kvsidecar.support import failpoints, kernel_calls, log, terminal
+from kvsidecar.support import failpoints, kernel_calls, log, protobuf_trim, terminal
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
 from kvsidecar.support.units import format_duration, format_rate, format_size
@@ -119,6 +119,7 @@ async def _run(
             gc.freeze()
             gc.set_threshold(*COLLECT)
             gc.enable()
+            protobuf_trim.keep_from_trimming()
             await daemon.run()
             return 0
         first.process.kill()
