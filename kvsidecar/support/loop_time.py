@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -33,8 +32,8 @@ class LoopTime:
     and texts that are rendered each come in steps of some tenths of a millisecond; if all of them took theirs in the
     same turn, a scheduler's lookup would wait for their sum. With this it waits for `SECONDS` and the last step.
 
-    Whoever has a step takes it at once if time `is_left`, or else joins with its lane. Lanes that wait take one step
-    each, round and round, in the next turns.
+    Whoever has a step joins with its lane. Lanes that wait take one step each, round and round, when all sockets have
+    been read: a step that began while they are read would hold up a lookup that has arrived with its message.
 
     Args:
         clock: monotonic seconds.
@@ -45,29 +44,20 @@ class LoopTime:
         self.clock = clock
         self._seconds = seconds
         self._lanes: deque[Lane] = deque()
-        self._until: float | None = None
-        """When this turn begins no more steps; None before its first. If it is not None, `_turn` is scheduled."""
+        self._over = False
+        """Whether the turn that runs begins no more steps."""
+        self._scheduled = False
         self._calls: deque[Callable[[], None]] = deque()
-
-    def is_left(self) -> bool:
-        """Whether a step may begin in this turn."""
-        if self._until is None:
-            self._begin()
-            return True
-        return self.clock() < self._until
 
     def end(self) -> None:
         """The step that runs is the last one of this turn: it has made work for somebody else."""
-        if self._until is None:
-            self._begin()
-        self._until = -math.inf
+        self._over = True
 
     def join(self, lane: Lane) -> None:
         """A lane waits from now on, until it has no step any more. May be called again meanwhile."""
         if lane not in self._lanes:
             self._lanes.append(lane)
-        if self._until is None:
-            self._begin()
+        self._schedule()
 
     # -- a lane of its own ---------------------------------------------------------------------------------------------
 
@@ -120,13 +110,10 @@ class LoopTime:
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._until = self.clock() + self._seconds
-        asyncio.get_running_loop().call_soon(self._turn)
-
     def _turn(self) -> None:
-        self._until = None
-        while self._lanes and self.is_left():
+        self._scheduled = self._over = False
+        until = self.clock() + self._seconds
+        while self._lanes and not self._over:
             lane = self._lanes.popleft()
             try:
                 if lane.waits:
@@ -134,3 +121,11 @@ class LoopTime:
             finally:
                 if lane.waits:
                     self.join(lane)
+                self._schedule()
+            if self.clock() >= until:
+                self._over = True
+
+    def _schedule(self) -> None:
+        if self._lanes and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)

@@ -39,8 +39,8 @@ class Steps:
         self._calls_until = self.loop_time.clock() + self._call_seconds
 
     def may_begin(self) -> bool:
-        """Whether a step may begin now."""
-        return not self._waiting and (not self._calls_expected or self.loop_time.is_left())
+        """Whether a step may begin now: while calls are expected, none does before all sockets have been read."""
+        return not self._waiting and not self._calls_expected
 
     def later(self, step: Callable[[], None]) -> None:
         """Take a step in one of the next turns."""

@@ -41,19 +41,16 @@ class Turns:
         """Those with steps that wait and may begin."""
 
     def take(self, user: Hashable, step: Callable[[], None]) -> None:
-        """Take a step: now, if nobody waits and this turn of the loop has time, or in one of the next ones."""
+        """Take a step in one of the next turns of the loop."""
         now = self.loop_time.clock()
         queue = self._users.get(user)
         if queue is None:
             if len(self._users) > self._few:
                 self._forget(now)
             queue = self._users[user] = _User()
-        if queue.waiting or queue.used > now + BURST_SECONDS or self._next or not self.loop_time.is_left():
-            queue.waiting.append(step)
-            if len(queue.waiting) == 1:
-                self._line_up(user, queue, now)
-        else:
-            self._run(queue, step, now)
+        queue.waiting.append(step)
+        if len(queue.waiting) == 1:
+            self._line_up(user, queue, now)
 
     def charge(self, user: Hashable, seconds: float) -> None:
         """What runs is the last of this turn of the loop: it has made work for somebody else, which takes about so long

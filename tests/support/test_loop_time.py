@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Generator
 from itertools import pairwise
 
@@ -34,10 +35,9 @@ async def test_all_kinds_of_steps_together_have_the_time_of_one_turn() -> None:
     time = LoopTime(clock, 1.0)
     steps, turns = Steps(time, call_seconds=50.0), Turns(time)
     steps.called()
-    assert steps.may_begin()
-    clock.take("job")
     assert not steps.may_begin()
-    steps.later(lambda: clock.take("job"))
+    for _ in range(2):
+        steps.later(lambda: clock.take("job"))
     for user in range(2):
         turns.take(user, lambda: clock.take("user"))
         time.later(lambda: clock.take("news"))
@@ -45,20 +45,40 @@ async def test_all_kinds_of_steps_together_have_the_time_of_one_turn() -> None:
     while len(clock.taken) < 6:
         seen.append(len(clock.taken))
         await asyncio.sleep(0)
-    assert seen == [1, 2, 3, 4, 5], "a step a turn"
-    assert clock.taken == ["job", "job", "user", "news", "user", "news"], "they take turns"
+    assert seen == [0, 1, 2, 3, 4, 5], "a step a turn"
+    assert clock.taken == ["job", "user", "news", "job", "user", "news"], "they take turns"
 
 
 async def test_a_step_that_ends_the_turn_does_so_for_all() -> None:
     clock = Clock()
     time = LoopTime(clock, 1.0)
     steps, turns = Steps(time, call_seconds=50.0), Turns(time)
-    steps.called()
     turns.take("user", lambda: turns.charge("user", 0.1))
-    assert not steps.may_begin()
-    assert not time.is_left()
+    steps.later(lambda: clock.take("job"))
     await asyncio.sleep(0)
-    assert time.is_left()
+    assert clock.taken == []
+    await asyncio.sleep(0)
+    assert clock.taken == ["job"]
+
+
+async def test_no_step_begins_before_all_sockets_are_read() -> None:
+    time, loop = LoopTime(), asyncio.get_running_loop()
+    ready, order, done = [socket.socketpair() for _ in range(4)], list[str](), loop.create_future()
+
+    def read(ours: socket.socket) -> None:
+        loop.remove_reader(ours)
+        order.append("read")
+        time.later(lambda: order.append("step"))
+        time.later(lambda: done.done() or done.set_result(None))
+
+    for ours, theirs in ready:
+        theirs.send(b"a message")
+        loop.add_reader(ours, read, ours)
+    await done
+    assert order[:5] == ["read"] * 4 + ["step"]
+    for pair in ready:
+        for each in pair:
+            each.close()
 
 
 async def test_of_many_who_wait_for_a_turn_one_comes_in_each() -> None:
@@ -93,8 +113,6 @@ async def test_a_step_that_raises_costs_neither_its_lane_nor_another_a_turn() ->
     def fail() -> None:
         raise ValueError("planned")
 
-    assert time.is_left()
-    clock.now += 1.0
     time.later(fail)
     time.later(lambda: clock.take("news"))
     turns.take("user", lambda: clock.take("user"))
