@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import time
+from collections.abc import Callable
 from typing import Final
 
 TRIM_BYTES: Final = 8 << 20
 """From how much less memory in use on it is worth to give memory back."""
+QUIET_SECONDS: Final = 15.0
+"""What is in use again sooner is kept: to give it back holds up whatever needs memory, and to get it again does, too."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """glibc's; musl has none, and keeps little."""
 
 
 def give_back() -> None:
-    """Takes milliseconds, and waits for no lock of Python."""
+    """Takes milliseconds, and waits for no lock of Python. But who needs memory of this heap meanwhile waits for it."""
     if _trim is not None:
         _trim(0)
 
 
 class Peak:
-    """Gives memory back when much less is in use than was at most."""
+    """Gives memory back when for `QUIET_SECONDS` much less was in use than at most.
 
-    def __init__(self) -> None:
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._most = 0
+        self._since = clock()
+        """When it was about as much."""
 
     async def used(self, nbytes: int, most: int = 0) -> None:
         """So much is in use now.
@@ -32,7 +43,9 @@ class Peak:
             most: what was at most since the last call, if that is known: what comes and goes between two of them is not
                 seen otherwise.
         """
-        self._most = max(self._most, nbytes, most)
-        if nbytes + TRIM_BYTES <= self._most:
-            self._most = nbytes
+        now, most = self._clock(), max(nbytes, most)
+        if most + TRIM_BYTES > self._most:
+            self._most, self._since = max(self._most, most), now
+        elif now - self._since >= QUIET_SECONDS:
+            self._most, self._since = most, now
             await asyncio.to_thread(give_back)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvsidecar.support import free_memory
-from kvsidecar.support.free_memory import TRIM_BYTES, Peak
+from kvsidecar.support.free_memory import QUIET_SECONDS, TRIM_BYTES, Peak
 
 
 @pytest.fixture
@@ -13,21 +13,49 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 async def test_memory_is_given_back_once_when_much_less_is_in_use(given_back: list[None]) -> None:
-    peak = Peak()
+    clock = Clock()
+    peak = Peak(clock)
     await peak.used(2 * TRIM_BYTES)
+    clock.now += QUIET_SECONDS
     await peak.used(TRIM_BYTES + 1)
     assert not given_back, "too little for it"
     for _ in range(3):
+        clock.now += QUIET_SECONDS
         await peak.used(TRIM_BYTES)
     assert len(given_back) == 1
 
 
 async def test_what_came_and_went_between_two_looks_is_given_back_too(given_back: list[None]) -> None:
-    peak = Peak()
+    clock = Clock()
+    peak = Peak(clock)
     await peak.used(0)
     await peak.used(0, most=TRIM_BYTES - 1)
+    clock.now += QUIET_SECONDS
+    await peak.used(0)
     assert not given_back
     await peak.used(0, most=TRIM_BYTES)
+    clock.now += QUIET_SECONDS
+    await peak.used(0)
+    await peak.used(0)
+    assert len(given_back) == 1
+
+
+async def test_what_comes_and_goes_again_and_again_is_kept(given_back: list[None]) -> None:
+    clock = Clock()
+    peak = Peak(clock)
+    for _ in range(10):
+        await peak.used(2 * TRIM_BYTES)
+        clock.now += 0.9 * QUIET_SECONDS
+        await peak.used(0)
+    assert not given_back
+    clock.now += QUIET_SECONDS
     await peak.used(0)
     assert len(given_back) == 1
