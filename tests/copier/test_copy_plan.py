@@ -243,11 +243,18 @@ def separate(num_layers: int, page_bytes: int) -> GroupLayout:
     return group(*regions, num_blocks=NUM_BLOCKS)
 
 
-def plan(layout: GroupLayout, ids: npt.NDArray[np.int64], chunk: int | None = None) -> list[CopyCall]:
+def plan(
+    layout: GroupLayout, ids: npt.NDArray[np.int64], chunk: int | None = None, *, physical: bool = False
+) -> list[CopyCall]:
+    """
+    Args:
+        physical: the allocations are of the CUDA VMM API, and laid at a constant distance in one reservation.
+    """
     allocations = 1 + max(region.allocation for region in layout.regions)
     bases = [(1 << 40) + i * (64 * GIB) for i in range(allocations)]
     slots = np.arange(len(ids), dtype=np.int64) * layout.shard_bytes
-    return calls_of(BlockCopies([(bind(layout, bases), ids, slots)], boundary=GIB), chunk)
+    bound = bind(layout, bases, reservations=bases[:1] * allocations if physical else ())
+    return calls_of(BlockCopies([(bound, ids, slots)], boundary=GIB), chunk)
 
 
 def shuffled(count: int) -> npt.NDArray[np.int64]:
@@ -291,6 +298,12 @@ def test_separate_allocations_of_large_pages_go_as_pieces() -> None:
         calls = plan(separate(32, 64 * KIB), ids)
         assert sum(len(call.copies) for call in calls) == 32 * 512
         assert all(call.batched for call in calls)
+
+
+def test_rows_of_half_the_width_go_pitched_where_each_lies_in_physical_memory_of_its_own() -> None:
+    for row_bytes, is_pitched in ((32 * KIB, True), (64 * KIB, False)):
+        calls = plan(separate(32, row_bytes), shuffled(512), physical=True)
+        assert (sum(len(call.copies) for call in calls) == 512) == is_pitched
 
 
 def test_separate_allocations_of_small_pages_go_as_runs_where_blocks_are_consecutive() -> None:

@@ -301,7 +301,7 @@ async def test_a_copy_that_was_done_when_its_process_died_stays_done(bench: Benc
 
 
 async def _all_done(bench: Bench, count: int) -> list[Copying]:
-    """Stores that are done, of whose ends the link takes one in each turn of the loop, and has taken the first."""
+    """Stores that are done, of whose ends the link takes one in each turn of the loop."""
     bench.link._steps = Steps(LoopTime(lambda: 0.0, 0.0))
     bench.link._steps.called()
     receiver, records = bench.link._receivers[Direction.STORE], bench.link._records[Direction.STORE]
@@ -316,7 +316,7 @@ async def _all_done(bench: Bench, count: int) -> list[Copying]:
 
 async def test_the_ends_of_copies_take_turns(bench: Bench) -> None:
     copies = await _all_done(bench, 4)
-    for count in range(1, 5):
+    for count in range(5):
         assert [each.end is not None for each in copies] == [True] * count + [False] * (4 - count)
         await asyncio.sleep(0)
     assert bench.link.copies(Direction.STORE) == (0, 0)
