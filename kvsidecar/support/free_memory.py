@@ -10,7 +10,7 @@ from typing import Final
 
 TRIM_BYTES: Final = 8 << 20
 """From how much less memory in use on it is worth to give memory back."""
-QUIET_SECONDS: Final = 15.0
+QUIET_SECONDS: Final = 25.0
 """What is in use again sooner is kept: to give it back, and to get it again, holds up whatever needs memory."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
