@@ -42,8 +42,14 @@ def no_ptx(entries: list[fatbins.Entry]) -> list[fatbins.Entry]:
 
 
 def bfloat16(entries: list[fatbins.Entry]) -> list[fatbins.Entry]:
-    """Without the kernels of other types, by the names of CUTLASS's types in theirs."""
-    return [each for each in WHOLE(entries) if b"float_e4m3" not in each.data and b"half_t" not in each.data]
+    """Without the attention of other types, by the names of CUTLASS's types in its kernels'. What combines the parts of
+    a split sequence has those of all types in one entry."""
+    others = (b"float_e4m3", b"half_t")
+    return [
+        each
+        for each in WHOLE(entries)
+        if b"FlashAttnFwdCombine" in each.data or not any(other in each.data for other in others)
+    ]
 
 
 @dataclass(frozen=True)
