@@ -36,8 +36,9 @@ ATTACK_SECONDS = 600.0
 IDLE_SECONDS, ROUND_SECONDS = 4.0, 20.0
 TIMES = 10
 """A lookup is late that takes so many times as long as all but one in a hundred when nobody attacks."""
-ROUNDS = 3
-"""What the daemon does it does in each round. A stall of the machine in all of them is not likely."""
+ROUNDS = 8
+"""At most, until one without a late lookup: what the daemon does it does in each round, and a stall of the machine in
+all of them is not likely."""
 LATE = 0
 """Of some 30,000 lookups of a round, beyond as many as the other daemon was late with."""
 LEAST_CORES = 0.2
