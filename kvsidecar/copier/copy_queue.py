@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvsidecar.copier.fair_copies import FairCopies
 from kvsidecar.copier.messages import Checks
 from kvsidecar.copier.quiesce import after_quiescing
-from kvsidecar.copier.turns import Turns
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
@@ -128,7 +128,7 @@ class CopyQueue:
         self.pace: int | None = None
         """The most bytes that may be in flight while an engine's own copies in this direction must pass; None while the
         whole link may be used."""
-        self._queue: Turns[QueuedCopy] = Turns()
+        self._queue: FairCopies[QueuedCopy] = FairCopies()
         self._issuing: QueuedCopy | None = None
         self._had_slice = False
         """`_issuing` has been given a slice since it was taken from the queue."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsidecar.copier.turns import MAX_REMEMBERED, Turns
+from kvsidecar.copier.fair_copies import MAX_REMEMBERED, FairCopies
 
 
 @dataclass(eq=False)
@@ -18,7 +18,7 @@ class Copy:
     weight: int = 1
 
 
-def given_out(turns: Turns[Copy], count: int | None = None) -> list[int]:
+def given_out(turns: FairCopies[Copy], count: int | None = None) -> list[int]:
     """The numbers of the next copies, each taken whole."""
     numbers: list[int] = []
     while turns and (count is None or len(numbers) < count):
@@ -30,14 +30,14 @@ def given_out(turns: Turns[Copy], count: int | None = None) -> list[int]:
 
 
 def test_one_session_is_served_in_order() -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for number in range(5):
         turns.add(Copy(number, 1, 5 - number))
     assert given_out(turns) == [0, 1, 2, 3, 4]
 
 
 def test_a_session_with_many_copies_does_not_delay_another_by_more_than_one() -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for number in range(100):
         turns.add(Copy(number, 1))
     assert given_out(turns, 10) == list(range(10))
@@ -46,7 +46,7 @@ def test_a_session_with_many_copies_does_not_delay_another_by_more_than_one() ->
 
 
 def test_turns_are_counted_in_bytes() -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for number in range(10):
         turns.add(Copy(number, 1, 4))
         turns.add(Copy(100 + number, 2, 1))
@@ -55,7 +55,7 @@ def test_turns_are_counted_in_bytes() -> None:
 
 
 def test_a_session_has_turns_by_its_weight() -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for number in range(40):
         turns.add(Copy(number, 1, 8))
         turns.add(Copy(100 + number, 2, 8, weight=3))
@@ -65,7 +65,7 @@ def test_a_session_has_turns_by_its_weight() -> None:
 
 
 def test_nobody_saves_up_turns() -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     turns.add(Copy(0, 2))
     for number in range(1, 101):
         turns.add(Copy(number, 1))
@@ -77,7 +77,7 @@ def test_nobody_saves_up_turns() -> None:
 
 def test_a_session_that_submits_one_at_a_time_has_no_more_turns_than_its_share() -> None:
     """It is never queued when it is charged: what it had is remembered."""
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for number in range(100):
         turns.add(Copy(number, 1))
     greedy = 0
@@ -91,7 +91,7 @@ def test_a_session_that_submits_one_at_a_time_has_no_more_turns_than_its_share()
 
 
 def test_what_was_put_back_is_the_first_of_its_session_and_not_paid_twice() -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for copy in (Copy(1, 1, 10), Copy(2, 1, 10), Copy(3, 2, 10)):
         turns.add(copy)
     first = next(iter(turns))
@@ -105,7 +105,7 @@ def test_what_was_put_back_is_the_first_of_its_session_and_not_paid_twice() -> N
 
 
 def test_what_is_remembered_of_idle_sessions_is_bounded() -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for number in range(10_000):
         turns.add(Copy(number, number))
         given_out(turns)
@@ -114,7 +114,7 @@ def test_what_is_remembered_of_idle_sessions_is_bounded() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=60))
 def test_all_come_out_once_in_the_order_of_their_session_and_by_fair_shares(copies: list[tuple[int, int]]) -> None:
-    turns: Turns[Copy] = Turns()
+    turns: FairCopies[Copy] = FairCopies()
     for number, (session, nbytes) in enumerate(copies):
         turns.add(Copy(number, session, nbytes))
     largest = max(nbytes for _, nbytes in copies)

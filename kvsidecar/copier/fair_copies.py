@@ -30,7 +30,7 @@ class Queued(Protocol):
 T = TypeVar("T", bound=Queued)
 
 
-class Turns(Generic[T]):
+class FairCopies(Generic[T]):
     def __init__(self) -> None:
         self._queues: dict[int, deque[T]] = {}
         """By session; none is empty."""
