@@ -119,7 +119,8 @@ async def _run(
             gc.freeze()
             gc.set_threshold(*COLLECT)
             gc.enable()
-            protobuf_trim.keep_from_trimming()
+            if not protobuf_trim.keep_from_trimming():
+                log.get("daemon").debug("protobuf still trims the heap: lookups may wait for it now and then")
             await daemon.run()
             return 0
         first.process.kill()
