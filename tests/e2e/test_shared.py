@@ -56,7 +56,7 @@ def test_directories_whose_files_are_gone_go_too(short_dir: Path) -> None:
     names = [str(number) for number in range(POOL_BLOCKS)]
 
     def directories() -> int:
-        return sum(each.is_dir() for each in shared.rglob("*"))
+        return sum(len(found) for _, found, _ in os.walk(shared))  # which minds none that go meanwhile
 
     with shared_daemon(short_dir / "1", shared, "--shared-admission=all") as one:
         writer = Rank(one.wait_ready())
