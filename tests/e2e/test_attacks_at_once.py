@@ -37,10 +37,11 @@ IDLE_SECONDS, ROUND_SECONDS = 4.0, 20.0
 TIMES = 10
 """A lookup is late that takes so many times as long as all but one in a hundred when nobody attacks."""
 ROUNDS = 8
-"""At most, until one without a late lookup: what the daemon does it does in each round, and a stall of the machine in
-all of them is not likely."""
-LATE = 0
-"""Of some 30,000 lookups of a round, beyond as many as the other daemon was late with."""
+"""At most, until one without more than `LATE`: what the daemon does it does in each round, and a stall of the machine
+in all of them is not likely."""
+LATE = 3
+"""Of some 15,000 to 30,000 lookups of a round, beyond as many as the other daemon was late with: on quiet cores mostly
+none, beside other work up to 8, when much of what a turn of the daemon's loop may have to do comes together."""
 LEAST_CORES = 0.2
 """Of the attackers: in a round with less, the machine was too busy with other things for an attack."""
 OWN_SECONDS = 0.0002
