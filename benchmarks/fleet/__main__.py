@@ -14,7 +14,7 @@ or network is used: the daemon's code decides, and times follow from the rates g
 
 With --pool-tokens, the trace is replayed over one pool of so many tokens by each policy of eviction, and by one that
 knows what comes, which no policy can exceed. --agentic names a file of recorded sessions of coding agents, of which so
-many run at once, 4 hours by default and the first half hour not counted; --log names a log of requests, of vLLM or of a
+many run at once, 4 hours by default and the first half hour (--uncounted) not counted; --log names a log of requests, of vLLM or of a
 gateway, of which the first quarter is not counted (kvsidecar/cli/size/agentic.py and log.py have the formats).
 """
 
@@ -75,6 +75,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--half", type=int, choices=(1, 2), default=0, help="of --agentic: only the sessions of one half of the file"
+    )
+    parser.add_argument(
+        "--uncounted", type=float, default=WARM_SECONDS / 60, help="of --agentic: minutes after which it is counted"
+    )
+    parser.add_argument(
+        "--midway", action="store_true", help="of --agentic: the first sessions begin amid their requests"
     )
     parser.add_argument("--pool-tokens", type=tokens, help="a pool to replay the trace over, by policy; 500k, 2M")
     parser.add_argument("--policy", type=policies, default="lru", help=f"of --pool-tokens: {', '.join(POLICIES)}")
@@ -149,8 +155,8 @@ def refuse_mixtures(parser: argparse.ArgumentParser, options: argparse.Namespace
         parser.error("--pool-tokens goes with none of --plot, --fit and --only")
     if options.agentic and options.sessions < 1:
         parser.error("--sessions must be at least 1")
-    if options.agentic and options.hours is not None and options.hours * 3600 <= WARM_SECONDS:
-        parser.error("--hours must be more than 0.5: the first half hour is not counted")
+    if options.agentic and options.hours is not None and options.hours * 60 <= options.uncounted:
+        parser.error(f"--hours must be more than {options.uncounted / 60:g}: --uncounted minutes are not counted")
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
@@ -163,7 +169,17 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         options.hours = 0.75
     if options.agentic:
         hours = Sessions.hours if options.hours is None else options.hours
-        source: Source = Sessions(options.agentic, options.sessions, hours, options.seed, options.half, options.hints)
+        source: Source = Sessions(
+            options.agentic,
+            options.sessions,
+            hours,
+            options.seed,
+            options.half,
+            options.hints,
+            options.uncounted * 60,
+            options.midway,
+            options.speed,
+        )
     else:
         source = Log(options.log) if options.log else options.trace or mix_of(options)
     uses = load_uses(source)  # here first: a file that is wrong is said once

@@ -277,6 +277,17 @@ def test_sessions_that_follow_each_other_share_nothing() -> None:
     assert schedule(Sessions(EXCERPT, 3, hours=1.0, seed=1)).uses[0] != uses.uses[0]
 
 
+def test_a_cold_start_amid_sessions_is_counted_from_when_it_is_said() -> None:
+    usual = schedule(Sessions(EXCERPT, 3, hours=1.0))
+    cold = schedule(Sessions(EXCERPT, 3, hours=0.1, warm_seconds=24.0, midway=True, speed=10.0))
+    assert (usual.warm, cold.warm) == (1800.0, 24.0)
+    assert max(each.at for each in cold.uses) < 360.0
+    assert cold.uses[0].at == pytest.approx(usual.uses[0].at / 10)
+    assert cold.uses[0].runs != usual.uses[0].runs
+    fast = schedule(Sessions(EXCERPT, 3, hours=0.1, speed=10.0))
+    assert [each.at * 10 for each in fast.uses] == pytest.approx([each.at for each in usual.uses])
+
+
 def test_each_session_is_in_one_half() -> None:
     halves = [read_sessions(EXCERPT, half)[1] for half in (0, 1, 2)]
     sizes = [sorted(session.num_blocks for session in each) for each in halves]

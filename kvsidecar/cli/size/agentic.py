@@ -71,6 +71,13 @@ class Sessions:
     hints: bool = False
     """Whether it is said at the end of each request what its session does then: that it has ended, or that it waits for
     a person or for a tool."""
+    warm_seconds: float = WARM_SECONDS
+    """What is asked before is not counted."""
+    midway: bool = False
+    """Whether each of the first sessions begins at a request of its own that the seed decides, as those do that a new
+    node takes over."""
+    speed: float = 1.0
+    """All times of the sessions are divided by it."""
 
 
 def schedule(what: Sessions) -> Uses:
@@ -80,32 +87,35 @@ def schedule(what: Sessions) -> Uses:
         BadFile: it is not what the module describes.
     """
     block_tokens, recorded = read_sessions(what.path, what.half)
-    rng, uses, end = random.Random(what.seed), list[Use](), what.hours * 3600
+    rng, uses, end = random.Random(what.seed), list[Use](), what.hours * 3600 * what.speed
     order: list[int] = []
     base = 0
     for _ in range(what.sessions):
-        at = rng.uniform(0, START_WITHIN)
+        at, midway = rng.uniform(0, START_WITHIN), what.midway
         while at < end:
             if not order:
                 order = list(range(len(recorded)))
                 rng.shuffle(order)
             session = recorded[order.pop()]
-            for number, each in enumerate(session.requests):
-                at += each.think if number else 0
+            first = rng.randrange(len(session.requests)) if midway else 0
+            midway = False
+            for number, each in enumerate(session.requests[first:], first):
+                at += each.think if number > first else 0
                 if at >= end:
                     break
-                uses.append(Use(at, each.tokens, _moved(each.runs, base)))
+                uses.append(Use(at / what.speed, each.tokens, _moved(each.runs, base)))
                 at += each.api
                 if (len(each.answer.starts) or what.hints) and at < end:
-                    pause = _pause(session.requests[number + 1 :]) if what.hints else 0.0
-                    uses.append(Use(at, 0, _moved(each.answer, base), _moved(each.runs, base), pause))
+                    pause = _pause(session.requests[number + 1 :]) / what.speed if what.hints else 0.0
+                    answer, prompt = _moved(each.answer, base), _moved(each.runs, base)
+                    uses.append(Use(at / what.speed, 0, answer, prompt, pause))
             base += session.num_blocks
             if not any(each.think + each.api for each in session.requests):
                 at += 1.0  # else this would go on for ever
     uses.sort(key=lambda use: use.at)
     file = f"{what.path.name}, half {what.half}" if what.half else what.path.name
     name = f"{file}, {what.sessions} sessions at once, {what.hours:g} h, seed {what.seed}"
-    return Uses(name, block_tokens, base, WARM_SECONDS, uses)
+    return Uses(name, block_tokens, base, what.warm_seconds, uses)
 
 
 def _pause(coming: list[Request]) -> float:
