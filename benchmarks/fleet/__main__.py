@@ -14,7 +14,7 @@ or network is used: the daemon's code decides, and times follow from the rates g
 
 With --pool-tokens, the trace is replayed over one pool of so many tokens by each policy of eviction, and by one that
 knows what comes, which no policy can exceed. --agentic names a file of recorded sessions of coding agents, of which so
-many run at once, 4 hours by default and the first half hour (--uncounted) not counted; --log names a log of requests, of vLLM or of a
+many run at once, 4 hours by default and the first half hour not counted; --log names a log of requests, of vLLM or of a
 gateway, of which the first quarter is not counted (kvsidecar/cli/size/agentic.py and log.py have the formats).
 """
 

@@ -19,9 +19,9 @@ What is there stays rather than what is new: a block is not stored in the place 
 next, and that has not waited for longer than the next class's patience. Otherwise sessions that return equally soon
 would take each other's places for ever, and none would be hit.
 
-Where LRU would have hit clearly more of late, the order is that of LRU and everything is stored (`Rhythm.on`). What LRU
-would have hit at least is known: a prompt, or one that begins as it does, comes before more bytes were looked up than
-the pool has.
+The order is that of LRU, and everything is stored, until LRU would have hit less than four fifths of what came back of
+late, and again where it would have hit clearly more than this (`Rhythm.on`). In a pool that nearly suffices, all that
+is declined is lost, as it would have been there when it came back.
 """
 
 from __future__ import annotations
@@ -63,11 +63,14 @@ TOLD_PATIENCE = tuple(2.0**number for number in range(TOLD_CLASSES - 1))
 """Of each of these classes but the last, which is not waited for at all: the pause itself. Whoever tells one knows what
 it is for, which the usual gap does not."""
 
-REMEMBERED = 256
-"""Lookups after which one counts a third for that."""
-CLEARLY = 1.1
-"""Where LRU would have hit so many times as much of late, the order is that of LRU for `TRY_AGAIN` lookups."""
-TRY_AGAIN = 4096
+ENOUGH, TOO_LITTLE = 0.85, 0.8
+"""LRU's order begins where it would hit more of what is known than the one, and ends where less than the other."""
+CLEARLY = 1.2
+"""Where LRU would have hit so many times as much of late, the order is that of LRU for `TRY_AGAIN`."""
+FIRST_POOLS, LATE_POOLS, TRY_AGAIN = 2.0, 8.0, 32.0
+"""Known bytes that are looked up, as multiples of the pool's: so many hits of LRU are taken for granted at the start;
+one so many back counts a third; and after so many more the policy is tried again. In bytes and not in lookups, as few
+long prompts fill a pool, or many short ones."""
 
 Stream = tuple[Iterator[Ints], int, int, int]
 """The blocks of one class in the order of their last use, its horizon, its number, and a tick that is not later than
@@ -101,34 +104,49 @@ class Rhythm:
     def __init__(self, times: UseTimes) -> None:
         self._times = times
         self._now = 0.0
-        self._hit = self._lru_hit = 0.0
-        """Blocks of late that were hit, and that LRU would have hit at least."""
-        self._lookups = 0
-        """Since the policy is tried; negative: so many are to come until it is again."""
-        self.on = True
-        """False: LRU would have hit clearly more. Then blocks go by their last use, but first those of which it is said
-        that they will not be used again."""
-        self.horizons: Ints = np.full(CLASSES + TOLD_CLASSES, -1, np.int64)
+        self._hit = self._lru_hit = 1.0
+        """Of what was known of late prompts, the share that was hit, and the share that LRU would have hit."""
+        self._late = FIRST_POOLS
+        """What these shares are of, in pools."""
+        self._rest = 0.0
+        """Pools that are to be looked up before the policy may be tried again."""
+        self.on = False
+        """False: LRU hits enough, or clearly more. Then blocks go by their last use, but first those of which it is
+        said that they will not be used again."""
+        self.horizons: Ints = np.full(CLASSES + TOLD_CLASSES, NEVER, np.int64)
         """Per class a tick that is as long ago as its patience: what was used later is waited for still."""
         self.horizons[-1] = -2  # before all others, whose earliest is -1
 
     def set_time(self, now: float) -> None:
         """It is ``now``, in seconds on the cache's clock."""
         self._now = now
-        if self._lookups >= REMEMBERED and self._lru_hit > CLEARLY * self._hit:
-            self._lookups = -TRY_AGAIN
-        self.on = self._lookups >= 0
         if not self.on:
             self.horizons[:-1] = NEVER
             return
         self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
 
-    def count(self, hit: int, lru_hit: int) -> None:
-        """A prompt is looked up of which a part is known: so many blocks were hit, and so many LRU would have hit at
-        least."""
-        self._hit += hit - self._hit / REMEMBERED
-        self._lru_hit += lru_hit - self._lru_hit / REMEMBERED
-        self._lookups += 1
+    def count(self, hit: int, lru_hit: int, known: int, pools: float) -> None:
+        """A prompt is looked up of which so many blocks are known: so many of these were hit, and so many LRU would
+        have hit.
+
+        Args:
+            known: at least 1.
+            pools: what these are, as a multiple of the pool.
+        """
+        self._late = min(self._late + pools, LATE_POOLS)
+        weight = min(pools / self._late, 1.0)
+        self._hit += weight * (hit / known - self._hit)
+        self._lru_hit += weight * (lru_hit / known - self._lru_hit)
+        self._rest -= pools
+        was_on = self.on
+        if self.on:
+            lost = self._lru_hit > CLEARLY * self._hit
+            self._rest = TRY_AGAIN if lost else 0.0
+            self.on = not lost and self._lru_hit <= ENOUGH
+        elif self._rest <= 0 and self._lru_hit < TOO_LITTLE:
+            self.on, self._hit = True, self._lru_hit  # what other orders hit says nothing of this one
+        if self.on != was_on:
+            self.set_time(self._now)
 
     def ranks(self, gaps: Bytes, last_used: Ints) -> Ints:
         """Blocks with the lowest rank go first; a rank is a tick.

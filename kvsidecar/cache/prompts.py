@@ -1,5 +1,5 @@
-"""What is known of prompts, whether or not the pool has their blocks: how often each comes back, and whether a part of
-it was declined. For the eviction policy `kvsidecar.cache.eviction_rhythm`.
+"""What is known of prompts, whether or not the pool has their blocks: how often each comes back, what LRU would have
+of it, and whether a part of it was declined. For the eviction policy `kvsidecar.cache.eviction_rhythm`.
 
 A store does not say what its blocks follow, but the lookup before it named them all. And a session that lost its
 blocks, or whose blocks were declined, must not come back as one that nobody knows.
@@ -21,7 +21,7 @@ ENTRIES = 1 << 20
 """Of twelve bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
 that is left names it."""
 PROMPTS = 1 << 16
-"""Of 38 bytes."""
+"""Of 50 bytes."""
 LIVES = 300.0
 """Seconds after its last use for which a prompt has a say in what becomes of blocks that it shares."""
 ENDED, ASKED, STORED = range(3)
@@ -48,8 +48,10 @@ class Prompts:
     def __init__(self, rhythm: Rhythm, pool_bytes: int) -> None:
         self._rhythm = rhythm
         self._pool_bytes = pool_bytes
-        self._passed = 0
-        """Bytes of all prompts that were looked up; of what one has in common with others of late, once."""
+        self._lru_bytes = 0
+        """Of all prompts that LRU would have; of what one has in common with others, once."""
+        self._turn = self._oldest = 0
+        """Numbers of the last lookup, and of the oldest one of whose prompt LRU would have anything."""
         self._tags: Tags = zeros((ENTRIES,), np.uint32)
         self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
         """By entry: the number of the prompt."""
@@ -68,8 +70,12 @@ class Prompts:
         """The last block that was looked up of it."""
         self._states: Bytes = zeros((PROMPTS,), np.uint8)
         """`ENDED`, `ASKED` or `STORED`."""
-        self._asked: Ints = zeros((PROMPTS,), np.int64)
-        """What had passed when it was looked up last."""
+        self._order: Numbers = zeros((PROMPTS,), np.uint32)
+        """By lookup, the last ones only: the record of its prompt."""
+        self._turns: Ints = zeros((PROMPTS,), np.int64)
+        """The last lookup of the prompt."""
+        self._in_lru: Ints = zeros((PROMPTS,), np.int64)
+        """Bytes of it that LRU would have."""
         self._sizes: Ints = zeros((PROMPTS,), np.int64)
         """Blocks that it had then."""
         self._declined: Tags = zeros((PROMPTS,), np.uint32)
@@ -113,18 +119,39 @@ class Prompts:
                 self._gaps[record] = blocks.gaps.item(rows.item(there - 1))
         self._used[record], self._states[record], self._declined[record] = now, ASKED, 0
         self._ends[record] = keys.tags.item(-1) ^ mixed
-        self._passed += added * blocks.space.block_bytes
-        self._asked[record], self._sizes[record] = self._passed, len(keys)
+        self._sizes[record] = len(keys)
+        self._use_in_lru(record, added * blocks.space.block_bytes)
         if len(tags):
             self._enter(tags, at, known, record)
 
     def _count_hits(self, blocks: SpaceBlocks, record: int, hits: int, known: int) -> bool:
         """A lookup begins with so many blocks that are known from the prompt of this record, and has hit so many.
         Whether LRU would have hit all of them."""
-        since = self._passed - self._asked.item(record) + known * blocks.space.block_bytes
-        in_lru = since <= self._pool_bytes
-        self._rhythm.count(min(hits, known), known if in_lru else 0)
-        return in_lru
+        lru_hits = known
+        if self._turns.item(record) <= self._oldest:  # LRU would have evicted its tail, or all of it
+            lru_hits = min(known, self._in_lru.item(record) // blocks.space.block_bytes)
+        if known:
+            pools = known * blocks.space.block_bytes / self._pool_bytes
+            self._rhythm.count(min(hits, known), lru_hits, known, pools)
+        return lru_hits == known
+
+    def _use_in_lru(self, record: int, nbytes: int) -> None:
+        """With LRU, this prompt would be the last used one now, and have so many bytes for itself."""
+        self._turn += 1
+        self._order[self._turn & PROMPTS - 1], self._turns[record] = record, self._turn
+        self._lru_bytes += nbytes - self._in_lru.item(record)
+        self._in_lru[record] = nbytes
+        while self._lru_bytes > self._pool_bytes or self._turn - self._oldest >= PROMPTS:
+            oldest = self._order.item(self._oldest & PROMPTS - 1)
+            if self._turns.item(oldest) == self._oldest:  # else it was looked up again
+                there, over = self._in_lru.item(oldest), self._lru_bytes - self._pool_bytes
+                if there > over > 0:
+                    self._in_lru[oldest] = there - over
+                    self._lru_bytes -= over
+                    return
+                self._lru_bytes -= there
+                self._in_lru[oldest] = 0
+            self._oldest += 1
 
     def touch(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, now: float, pause: float = 0.0) -> None:
         """All blocks of a prompt, which has ended, count as used.
@@ -275,6 +302,8 @@ class Prompts:
         record = self._count & PROMPTS - 1
         self._numbers[record] = self._count
         self._gaps[record], self._declined[record] = FIRST_GAP, 0
+        self._lru_bytes -= self._in_lru.item(record)
+        self._in_lru[record] = self._turns[record] = self._sizes[record] = 0
         return record
 
     @staticmethod

@@ -283,7 +283,7 @@ def test_a_cold_start_amid_sessions_is_counted_from_when_it_is_said() -> None:
     assert (usual.warm, cold.warm) == (1800.0, 24.0)
     assert max(each.at for each in cold.uses) < 360.0
     assert cold.uses[0].at == pytest.approx(usual.uses[0].at / 10)
-    assert cold.uses[0].runs != usual.uses[0].runs
+    assert cold.uses[0].tokens != usual.uses[0].tokens
     fast = schedule(Sessions(EXCERPT, 3, hours=0.1, speed=10.0))
     assert [each.at * 10 for each in fast.uses] == pytest.approx([each.at for each in usual.uses])
 

@@ -19,8 +19,8 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.eviction_rhythm import (
     CLASSES,
     FIRST_GAP,
+    LATE_POOLS,
     MOST_GAP,
-    REMEMBERED,
     STEPS,
     TOLD,
     TOLD_CLASSES,
@@ -40,7 +40,13 @@ from tests.cache.support import find, keys, names_readable, new_cache, open_spac
 
 
 def rhythmic(pool: int, slab: int | None = None) -> BlockCache:
-    return new_cache(pool, slab, eviction=Eviction.RHYTHM)
+    """The order is never that of LRU, whatever LRU would hit."""
+    cache = new_cache(pool, slab, eviction=Eviction.RHYTHM)
+    rhythm = cache._table.rhythm
+    assert rhythm is not None
+    rhythm.count(0, 0, 1, LATE_POOLS)
+    rhythm.count = lambda *_: None  # type: ignore[method-assign]
+    return cache
 
 
 def use(cache: BlockCache, space: Space, now: float, *names: int | str) -> int:
@@ -730,21 +736,27 @@ def test_two_rhythms_in_a_small_pool_hit_more_than_with_lru(seed: int) -> None:
     assert hits_of(Eviction.RHYTHM, seed) > hits_of(Eviction.LRU, seed) + 0.1
 
 
-# -- where LRU would have hit more -----------------------------------------------------------------------------------
+# -- when the order is that of LRU -----------------------------------------------------------------------------------
 
 
-def questions(cache: BlockCache, space: Space) -> float:
-    """Prompts that begin with the same instructions, which LRU would have hit each time: nothing is stored. Returns the
-    time after them."""
-    for number in range(REMEMBERED + 1):
-        use(cache, space, 10.0 * number, "instructions", f"question {number}")
-    return 10.0 * (REMEMBERED + 1)
-
-
-def test_where_lru_would_have_hit_more_all_are_stored_and_the_least_recently_used_go() -> None:
-    cache = rhythmic(8)
+def undecided(pool: int) -> tuple[BlockCache, Space, Rhythm]:
+    cache = new_cache(pool, eviction=Eviction.RHYTHM)
     space = open_space(cache)
-    now = questions(cache, space)
+    assert space.blocks.rhythm is not None
+    return cache, space, space.blocks.rhythm
+
+
+def thrash(cache: BlockCache, space: Space, pool: int, lookups: int) -> None:
+    """Two prompts that are as long as the pool come in turns. Nothing is stored."""
+    for number in range(lookups):
+        names = [f"long {number % 2}.{block}" for block in range(pool)]
+        use(cache, space, -100.0 + number, *names)
+        cache.touch([(space, keys(*names))])
+
+
+def test_at_first_all_is_stored_and_the_least_recently_used_go() -> None:
+    cache, space, _ = undecided(8)
+    now = busy(cache, space, 8)
     for number in range(12):
         store_at(cache, space, now + number, number)
     assert names_readable(cache, space, *range(12)) == list(range(4, 12))
@@ -754,61 +766,104 @@ def test_where_lru_would_have_hit_more_all_are_stored_and_the_least_recently_use
     check_integrity(cache)
 
 
-def test_where_lru_would_have_hit_more_what_is_over_goes_first() -> None:
-    cache = rhythmic(3)
-    space = open_space(cache)
-    now = questions(cache, space)
+def test_it_takes_few_long_prompts_to_see_that_lru_thrashes() -> None:
+    cache, space, rhythm = undecided(8)
+    thrash(cache, space, 8, lookups=2)
+    assert not rhythm.on, "none has come back"
+    thrash(cache, space, 8, lookups=1)
+    assert rhythm.on
+    for number in range(8):
+        store_at(cache, space, 0.0, number)
+    assert not admitted(cache, space, "new"), "it is expected no sooner"
+
+
+@pytest.mark.parametrize(("often", "seldom", "on"), [(9, 1, False), (7, 3, True)])
+def test_the_order_is_that_of_lru_where_the_pool_nearly_suffices(often: int, seldom: int, on: bool) -> None:
+    """Of ten prompts some are always the same, and the others come in turns, too seldom for LRU."""
+    cache, space, rhythm = undecided(10)
+    decided = []
+    for turn in range(80):
+        names = [f"often {number}" for number in range(often)]
+        names += [f"seldom {(turn * seldom + number) % (seldom + 5)}" for number in range(seldom)]
+        for name in names:
+            use(cache, space, 10.0 * turn, name)
+            admitted(cache, space, name)
+            cache.touch([(space, keys(name))])
+        decided.append(rhythm.on)
+    assert any(decided) == on
+
+
+def test_when_the_pool_suffices_again_the_order_is_that_of_lru() -> None:
+    cache, space, rhythm = undecided(8)
+    thrash(cache, space, 8, lookups=8)
+    assert rhythm.on
+    for turn in range(160):
+        store_at(cache, space, 10.0 * turn, turn % 4)
+        use(cache, space, 10.0 * turn, turn % 4)
+        cache.touch([(space, keys(turn % 4))])
+    assert not rhythm.on
+    for number in range(12):
+        store_at(cache, space, 2000.0, f"new {number}")
+    assert len(names_readable(cache, space, *[f"new {number}" for number in range(12)])) == 8
+
+
+def test_where_lru_would_have_hit_clearly_more_it_is_the_order_for_a_while() -> None:
+    rhythm = Rhythm(UseTimes())
+    rhythm.count(0, 0, 100, LATE_POOLS)
+    assert rhythm.on
+    for _ in range(100):
+        rhythm.count(50, 55, 100, 1.0)
+        assert rhythm.on, "not clearly"
+    pools = 0.0
+    while rhythm.on:
+        rhythm.count(30, 55, 100, 0.5)
+        pools += 0.5
+    assert 0.5 < pools < LATE_POOLS
+    for _ in range(round(TRY_AGAIN) - 1):
+        rhythm.count(0, 0, 100, 1.0)
+        assert not rhythm.on
+    rhythm.count(0, 0, 100, 1.0)
+    assert rhythm.on
+
+
+def test_in_the_order_of_lru_what_is_over_goes_first() -> None:
+    cache, space, _ = undecided(3)
     for name in "ab":
-        store_at(cache, space, now, name)
-    tell(cache, space, now + 1, inf, "b")
+        store_at(cache, space, 0.0, name)
+    tell(cache, space, 1.0, inf, "b")
     for name in "cd":
-        store_at(cache, space, now + 2, name)
+        store_at(cache, space, 2.0, name)
     assert names_readable(cache, space, *"abcd") == ["a", "c", "d"]
 
 
-def test_where_no_prompt_returns_lru_would_not_have_hit_more() -> None:
-    cache = rhythmic(2)
-    space = open_space(cache)
-    for number in range(3 * REMEMBERED):
+def test_prompts_that_never_return_say_nothing() -> None:
+    cache, space, rhythm = undecided(2)
+    for number in range(1000):
         use(cache, space, 1.0 * number, f"stranger {number}")
-    cache.expire(3.0 * REMEMBERED)
-    rhythm = space.blocks.rhythm
-    assert rhythm is not None
-    assert rhythm.on
+    assert not rhythm.on
 
 
-def test_where_lru_would_have_hit_more_it_is_the_order_for_a_while() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
-    rhythm = space.blocks.rhythm
-    assert rhythm is not None
+@pytest.mark.parametrize("seed", range(3))
+def test_what_lru_would_have_hit_is_what_it_hits(seed: int) -> None:
+    """Of sessions that grow, some much oftener asked than others, in a pool that holds a part of them."""
+    rng, pool = random.Random(seed), 200
+    (cache, space, rhythm), lru = undecided(pool), new_cache(pool)
+    lru_space, counted = open_space(lru), [0, 0]
 
-    def turns(first: int, count: int, stored: bool) -> list[bool]:
-        seen = []
-        for turn in range(first, first + count):
-            name = "ab"[turn % 2]
-            use(cache, space, 2.0 * turn, name)
-            if stored and turn < first + 2:
-                store(cache, space, name)
-            cache.touch([(space, keys(name))])
-            cache.expire(2.0 * turn + 1)
-            seen.append(rhythm.on)
-        return seen
+    def count(hit: int, lru_hit: int, known: int, pools: float) -> None:
+        counted[0], counted[1] = counted[0] + lru_hit, counted[1] + known
 
-    assert all(turns(0, REMEMBERED - 1, stored=False))
-    lost = turns(REMEMBERED - 1, 10, stored=False)
-    assert not lost[-1], "LRU would have had both"
-    back = turns(REMEMBERED + 9, TRY_AGAIN + 10, stored=True)
-    assert (back[TRY_AGAIN - 20], back[-1]) == (False, True)
-
-
-def test_what_lru_would_have_evicted_too_is_no_loss() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
-    rhythm = space.blocks.rhythm
-    assert rhythm is not None
-    for turn in range(3 * REMEMBERED):
-        use(cache, space, 2.0 * turn, turn % 5)
-        cache.touch([(space, keys(turn % 5))])
-    cache.expire(10000.0)
-    assert rhythm.on
+    rhythm.count = count  # type: ignore[method-assign]
+    turns, hits = [0] * 30, 0
+    for step in range(2000):
+        session = min(rng.randrange(30) for _ in range(3))
+        turns[session] += 1
+        begun, turn = divmod(turns[session], 15)  # after 15 turns another one begins in its place
+        names = [f"{session}.{begun}.{block}" for block in range(5 + turn)]
+        use(cache, space, 1.0 * step, *names)
+        cache.touch([(space, keys(*names))])
+        hits += use(lru, lru_space, 1.0 * step, *names)
+        store(lru, lru_space, *names)
+        lru.touch([(lru_space, keys(*names))])
+    assert 0.2 < counted[0] / counted[1] < 0.9
+    assert counted[0] == pytest.approx(hits, rel=0.06)

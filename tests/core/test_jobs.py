@@ -301,11 +301,15 @@ async def test_work_is_declined_unless_ready_and_each_refusal_is_counted(world: 
 
 async def test_a_store_that_would_evict_what_is_used_before_it_is_declined_and_counted() -> None:
     world = World(eviction=Eviction.RHYTHM)
+    for turn in range(16):  # prompts that an order by the last use would not hit
+        hashes = [hashlib.sha256(b"%d %d" % (turn % 2, number)).digest() for number in range(100)]
+        world.cache.lookup_and_lease([(world.space, hashes)], LookupMode.PREFIX, 0.0, 9.0, "o")
+        world.cache.touch([(world.space, hashes)])
     for name in "abcd":
         world.cache.expire(0.0)
         await world.stored(name)
     hashes = [hashlib.sha256(name.encode()).digest() for name in "abcd"]
-    for now in range(4, 100, 4):
+    for now in range(4, 24, 4):
         world.cache.expire(float(now))
         lease, _ = world.cache.lookup_and_lease([(world.space, hashes)], LookupMode.BITMAP, float(now), 9.0, "o")
         assert lease is not None
