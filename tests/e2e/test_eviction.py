@@ -30,12 +30,21 @@ def test_a_full_pool_makes_room_and_status_names_the_policy(short_dir: Path) -> 
         rank.close()
 
 
+def thrash(rank: Rank) -> None:
+    """Two prompts that are longer than the pool is come in turns: an order by the last use would hit none of them."""
+    for turn in range(10):
+        prompt = [f"long {turn % 2} {number}" for number in range(500)]
+        rank.client.lookup(NAMESPACE, {0: hashes(*prompt)}, lease_seconds=1.0)
+        rank.client.touch_nowait(NAMESPACE, {0: hashes(*prompt)})
+
+
 def test_a_full_pool_keeps_what_it_has_if_that_may_return_as_soon_as_what_is_new(short_dir: Path) -> None:
     with DaemonProcess(short_dir, "--eviction", "rhythm") as daemon:
         daemon.wait_ready()
         with daemon.client() as operator:
             assert operator.status().pool.eviction == "rhythm"
         rank = Rank(daemon)
+        thrash(rank)
         for number in itertools.count():
             end = rank.finish(rank.client.store([Blocks(0, hashes(*names(number)), IDS)]))
             if end.outcome is not Outcome.DONE:
@@ -68,6 +77,7 @@ def test_blocks_of_which_a_client_says_that_they_are_over_make_room(short_dir: P
     with DaemonProcess(short_dir, "--eviction", "rhythm", local=local) as daemon:
         daemon.wait_ready()
         rank = Rank(daemon)
+        thrash(rank)
         for number in itertools.count():
             new = [Blocks(0, hashes(*names(number)), IDS)]
             if rank.finish(rank.client.store(new)).outcome is not Outcome.DONE:
