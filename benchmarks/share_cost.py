@@ -3,7 +3,8 @@
     git worktree add ../old COMMIT
     python -m benchmarks.share_cost --old ../old [--rounds 20] [--namespaces 10000]
 
-The cache alone, in a full pool, so that every store evicts. Each variant has a process of its own; they take turns, and
+The cache alone, in a full pool, so that every store evicts. "rhythm" counts as if LRU hit nothing, so that its own
+order holds; "waiting" is the same policy in LRU's order. Each variant has a process of its own; they take turns, and
 times are of the processor. Printed are the medians over the rounds, and the ratio to "off" of the same round. With
 "old" the first column is that of the older version, and the others are compared with it.
 """
@@ -30,10 +31,16 @@ from kvsidecar.types import LookupMode, Namespace
 variant, count = sys.argv[1], int(sys.argv[2])
 PAGE, BLOCKS = 4096, 1 << 16
 more, now = {}, 0.0
-if variant == "rhythm":
+if variant in ("rhythm", "waiting"):
     from kvsidecar.types import Eviction
     more["eviction"] = Eviction.RHYTHM
 cache = BlockCache(SlotAllocator(BLOCKS * PAGE, 1024 * PAGE), **more)
+if variant == "rhythm":
+    rhythm = cache._table.rhythm
+    count = rhythm.count
+    rhythm.count = lambda hit, lru_hit, known, pools: count(hit, 0, known, pools)
+    rhythm.count(0, 0, 1, 100.0)
+    assert rhythm.on
 
 def covers(model):
     return lambda namespace: namespace.model == model
@@ -56,7 +63,7 @@ def fresh(number):
 
 def pass_time():  # so that blocks get into different classes
     global now
-    for _ in range(40 if variant == "rhythm" else 0):
+    for _ in range(40 if variant in ("rhythm", "waiting") else 0):
         now += 0.5
         cache.expire(now)
 
@@ -136,7 +143,7 @@ def main() -> None:
     options.add_argument("--namespaces", type=int, default=10_000)
     given = options.parse_args()
     here = Path(__file__).parents[1]
-    variants = {"off": here, "rhythm": here, "two": here, "many": here}
+    variants = {"off": here, "rhythm": here, "waiting": here, "two": here, "many": here}
     if given.old:
         variants = {"old": given.old.resolve(), **variants}
     children = {variant: start(variant, tree, given.namespaces) for variant, tree in variants.items()}
