@@ -77,11 +77,15 @@ def arguments() -> argparse.ArgumentParser:
         "--half", type=int, choices=(1, 2), default=0, help="of --agentic: only the sessions of one half of the file"
     )
     parser.add_argument(
-        "--uncounted", type=float, default=WARM_SECONDS / 60, help="of --agentic: minutes after which it is counted"
+        "--uncounted",
+        type=float,
+        default=WARM_SECONDS / 60,
+        help="of --agentic: minutes of the sessions' own time after which it is counted",
     )
     parser.add_argument(
         "--midway", action="store_true", help="of --agentic: the first sessions begin amid their requests"
     )
+    parser.add_argument("--speed", type=float, default=1.0, help="of --agentic: all times are divided by it")
     parser.add_argument("--pool-tokens", type=tokens, help="a pool to replay the trace over, by policy; 500k, 2M")
     parser.add_argument("--policy", type=policies, default="lru", help=f"of --pool-tokens: {', '.join(POLICIES)}")
     parser.add_argument(

@@ -31,7 +31,7 @@ def test_a_full_pool_makes_room_and_status_names_the_policy(short_dir: Path) -> 
 
 
 def thrash(rank: Rank) -> None:
-    """Two prompts that are longer than the pool is come in turns: an order by the last use would hit none of them."""
+    """Two prompts that are longer than the pool come in turns: an order by the last use would hit none of them."""
     for turn in range(10):
         prompt = [f"long {turn % 2} {number}" for number in range(500)]
         rank.client.lookup(NAMESPACE, {0: hashes(*prompt)}, lease_seconds=1.0)
