@@ -222,10 +222,11 @@ class DaemonProcess:
         """The same of all that run this module."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         try:
+            # The kernel lists the children of a thread as they were started. Ids begin again at the lowest at times.
             found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
         except (FileNotFoundError, ProcessLookupError):
             return []
-        return sorted(pid for pid in found if module in _proc(pid, "cmdline"))
+        return [pid for pid in found if module in _proc(pid, "cmdline")]
 
     def mapped_buffers(self) -> int:
         """How many engines' buffers its copiers have mapped."""
