@@ -184,10 +184,9 @@ def bind(
 def _scattered(columns: Columns, base_addresses: Sequence[int]) -> npt.NDArray[np.bool_]:
     """Whether the rows of a column lie in several allocations."""
     bases = np.sort(np.array(base_addresses, np.uint64))
-    last = columns.address + (columns.num_rows - np.uint64(1)) * columns.pitch
-    several: npt.NDArray[np.bool_] = np.searchsorted(bases, columns.address, "right") != np.searchsorted(
-        bases, last, "right"
-    )
+    last_row = columns.address + (columns.num_rows - np.uint64(1)) * columns.pitch
+    first, last = (np.searchsorted(bases, each, "right") for each in (columns.address, last_row))
+    several: npt.NDArray[np.bool_] = first != last
     return several
 
 
