@@ -177,5 +177,6 @@ def hooks_table(timed: Iterable[tuple[str, str, dict[str, Any]]]) -> None:
 def save(options: argparse.Namespace, results: dict[str, Any]) -> None:
     if options.json is None:
         return
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    # Results are published: they name files, and not where these lie.
+    given = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
     options.json.write_text(json.dumps({"options": given, "machine": machine_facts(None), **results}, indent=1))
