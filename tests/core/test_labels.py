@@ -4,13 +4,7 @@ from collections.abc import Mapping
 
 from kvsidecar.core.labels import LABEL_CHARACTERS, MODELS_SHOWN, QUIET_SECONDS, DeviceCounts, ModelCounts
 from kvsidecar.types import Direction
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def values(counts: ModelCounts, used: Mapping[str, int] | None = None) -> dict[tuple[str, ...], float]:
@@ -65,7 +59,7 @@ def test_the_largest_of_those_that_were_kept_over_a_restart_have_labels() -> Non
 
 
 def test_a_label_stays_with_its_model_until_that_was_quiet_for_long_and_another_one_needs_it() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     counts = ModelCounts(clock)
     for number in range(MODELS_SHOWN):
         counts.copied(f"m{number}", Direction.STORE, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvsidecar.client import Backoff, BreakerState, CircuitBreaker
+from tests.clock import Clock
 
 
 def test_delays_grow_to_the_longest_and_stay_there() -> None:
@@ -34,13 +35,6 @@ def test_after_a_success_the_delays_begin_again() -> None:
 def test_numbers_that_make_no_backoff_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="backoff needs"):
         Backoff(**bad)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import pytest
 
 from kvsidecar.support import free_memory
 from kvsidecar.support.free_memory import QUIET_SECONDS, TRIM_BYTES, Peak
+from tests.clock import Clock
 
 
 @pytest.fixture
@@ -11,13 +12,6 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     calls: list[None] = []
     monkeypatch.setattr(free_memory, "give_back", lambda: calls.append(None))
     return calls
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def test_memory_is_given_back_once_when_much_less_is_in_use(given_back: list[None]) -> None:

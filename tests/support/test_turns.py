@@ -7,14 +7,7 @@ import functools
 
 from kvsidecar.support.loop_time import SECONDS, LoopTime
 from kvsidecar.support.turns import BURST_SECONDS, FEW, SHARE, Turns
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 async def turn_of_the_loop() -> None:
