@@ -80,7 +80,7 @@ def arguments() -> argparse.ArgumentParser:
         "--uncounted",
         type=float,
         default=WARM_SECONDS / 60,
-        help="of --agentic: minutes of the sessions' own time after which it is counted",
+        help="of --agentic: the first minutes, which are not counted",
     )
     parser.add_argument(
         "--midway", action="store_true", help="of --agentic: the first sessions begin amid their requests"
