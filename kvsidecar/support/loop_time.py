@@ -111,22 +111,19 @@ class LoopTime:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._over = False
+        self._scheduled = self._over = False
         until = self.clock() + self._seconds
-        try:
-            while self._lanes and not self._over:
-                lane = self._lanes.popleft()
-                try:
-                    if lane.waits:
-                        lane.step()
-                finally:
-                    if lane.waits:
-                        self.join(lane)
-                if self.clock() >= until:
-                    self._over = True
-        finally:
-            self._scheduled = False  # not before: those who join meanwhile may still have their steps in this turn
-            self._schedule()
+        while self._lanes and not self._over:
+            lane = self._lanes.popleft()
+            try:
+                if lane.waits:
+                    lane.step()
+            finally:
+                if lane.waits:
+                    self.join(lane)
+                self._schedule()
+            if self.clock() >= until:
+                self._over = True
 
     def _schedule(self) -> None:
         if self._lanes and not self._scheduled:
