@@ -8,28 +8,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.protocol.status_figures import (
+from kvsidecar.cli.status_figures import (
     has_pool,
     jobs_now,
     pool_details,
-    pool_parts,
-    pool_text,
     short_device,
     tier_details,
-    used_of,
 )
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "draining": "yellow", "failed": "red"}
-_POOL_COLORS = {
-    "leased": "cyan",
-    "used": "blue",
-    "reserved": "yellow",
-    "quarantined": "red",
-    "rounding": "bright_black",
-}
 BAR_WIDTH = 40
 CELL = 96
 """Maximum length of a client's text in a table cell; --json prints all of it."""
@@ -79,10 +69,16 @@ def head(reply: pb.StatusReply, note: str = "") -> Text:
 def pool_bar(reply: pb.StatusReply, width: int = BAR_WIDTH) -> Text:
     """Two lines: a bar of ``width`` columns with the bytes used, and the details; one without a bar if no blocks can be
     in the pool."""
-    if not has_pool(reply.readiness):
-        return Text(f"Pool  {pool_text(reply)}")
-    pool = reply.pool
-    parts = [(nbytes, _POOL_COLORS[name]) for name, nbytes in pool_parts(pool).items()]
+    pool, readiness = reply.pool, reply.readiness
+    if not has_pool(readiness):
+        return Text(f"Pool  {format_size(readiness.pinned_bytes)} of {format_size(readiness.pool_bytes)} pinned")
+    parts = [
+        (pool.leased_bytes, "cyan"),
+        (pool.used_bytes - pool.leased_bytes, "blue"),
+        (pool.reserved_bytes, "yellow"),
+        (pool.quarantined_bytes, "red"),
+        (pool.rounding_bytes, "bright_black"),
+    ]
     bar = _bar("Pool", parts, pool.used_bytes, pool.total_bytes, width)
     for line in pool_details(pool):
         bar.append(f"\n      {line}", style="dim")
@@ -107,7 +103,7 @@ def _bar(title: str, parts: Iterable[tuple[int, str]], used: int, total: int, wi
         bar.append("█" * part, style=style)
         filled += part
     bar.append("░" * (width - filled), style="dim")
-    return bar.append(f"  {used_of(used, total)}")
+    return bar.append(f"  {format_size(used)} of {format_size(total)} used")
 
 
 def printable(text: str) -> Text:

@@ -49,7 +49,6 @@ from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.http import Sources
 from kvsidecar.server.local_protocol import LocalConnection
-from kvsidecar.server.overview import Overview
 from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.report import Report
 from kvsidecar.server.service import Service
@@ -239,10 +238,7 @@ class Daemon:
             self._tasks,
         )
         self._remote = self._remote_server(settings)
-        overview = Overview(self._report.overview, self._report.devices, clock)
-        life.probes.answer_from(
-            Sources(self._metrics, self._stuck, self._report.json, self._report.tiers, overview.steps)
-        )
+        life.probes.answer_from(Sources(self._metrics, self._stuck, self._report.json, self._report.tiers))
 
     def _soon_or_later(self, seconds: float, call: Callable[[], None]) -> None:
         if seconds:

@@ -18,7 +18,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_connection import CLIENT_SECONDS, HttpConnection
 from kvsidecar.server.http_server import HttpServer
-from kvsidecar.server.renderings import Rendering, Steps
+from kvsidecar.server.renderings import CROWD_SECONDS, Rendering, Steps
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 
@@ -38,8 +38,6 @@ class Sources:
     """The JSON of /status."""
     tiers: Callable[[], Mapping[str, str]]
     """By name, why a slower tier is off; empty while it is on."""
-    overview: Callable[[], Steps]
-    """The JSON that the page shows."""
 
 
 PAGE = Path(__file__).with_name("page")
@@ -49,6 +47,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+SHARED = f"max-age={CROWD_SECONDS:.0f}"
+"""The page asks for /status so: however many look at it, there is one rendering in a second."""
 PIECE_BYTES = 64 * 1024
 """A longer response is sent in pieces, so that no more of it is kept for a client that does not read."""
 
@@ -70,7 +70,6 @@ class Probes:
         """None until the daemon is built."""
         self._metrics: Rendering | None = None
         self._status: Rendering | None = None
-        self._page: Rendering | None = None
         self._tasks = tasks
         self._refused: Counter[Refusal] = Counter()
         """Refusals before there were metrics to count them."""
@@ -80,7 +79,6 @@ class Probes:
         application.router.add_get("/metrics", self._scrape)
         application.router.add_get("/status", self._show_status)
         if page:
-            application.router.add_get("/page.json", self._overview)
             for path, name, kind in (
                 ("/", "index.html", "text/html"),
                 ("/page.css", "page.css", "text/css"),
@@ -102,7 +100,6 @@ class Probes:
         self._sources = sources
         self._metrics = Rendering(sources.metrics.rendering, self._tasks, self._time)
         self._status = Rendering(sources.status, self._tasks, self._time)
-        self._page = Rendering(sources.overview, self._tasks, self._time)
         for reason, count in self._refused.items():
             sources.metrics.refuse(reason, count)
         self._refused.clear()
@@ -142,12 +139,8 @@ class Probes:
     async def _show_status(self, request: web.Request) -> web.StreamResponse:
         if self._status is None:
             return _json({"reason": self._readiness.now.reason}, 503)
-        return await _answer(request, await self._status.text(), "application/json; charset=utf-8")
-
-    async def _overview(self, _request: web.Request) -> web.Response:
-        if self._page is None:
-            return _json({"reason": self._readiness.now.reason}, 503)
-        return web.Response(body=await self._page.text(), content_type="application/json", headers=PAGE_HEADERS)
+        shared = request.headers.get("Cache-Control") == SHARED
+        return await _answer(request, await self._status.text(shared=shared), "application/json; charset=utf-8")
 
     def _refuse(self, reason: Refusal) -> None:
         if self._sources is None:

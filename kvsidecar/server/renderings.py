@@ -43,32 +43,38 @@ class Rendering:
         self._begun = False
         self._askers = 0
         self._may_begin_at = 0.0
-        self._shared = b""
+        self._text = b""
+        self._recent_until = 0.0
+        """For those who share it of their own accord."""
         self._shared_until = 0.0
+        """For everybody."""
 
-    async def text(self) -> bytes:
-        """The text, of which the caller changes nothing."""
-        while self._clock() >= self._shared_until:
+    async def text(self, *, shared: bool = False) -> bytes:
+        """The text, of which the caller changes nothing.
+
+        Args:
+            shared: it may be as old as in a crowd.
+        """
+        while self._clock() >= (self._recent_until if shared else self._shared_until):
             if self._task is None:
                 self._askers = 0
                 self._task = self._tasks.spawn(self._render(), name="render")
             self._askers += 1
-            old = self._begun and self._askers <= FEW
+            old = self._begun and self._askers <= FEW and not shared
             text = await asyncio.shield(self._task)
             await self._time.turn()  # a crowd would be answered in one
             if not old:
                 return text
-        return self._shared
+        return self._text
 
     async def _render(self) -> bytes:
         try:
             await asyncio.sleep(max(0.0, self._may_begin_at - self._clock()))
             self._begun, began = True, self._clock()
             text = await self._time.run(self._timed(self._steps()))
+            self._text, self._recent_until = text, began + CROWD_SECONDS
             if self._askers > FEW:
-                self._shared, self._shared_until = text, began + CROWD_SECONDS
-            else:
-                self._shared = b""
+                self._shared_until = self._recent_until
             return text
         finally:
             self._task, self._begun = None, False

@@ -16,7 +16,7 @@ from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.shares import Share
 from kvsidecar.copier.copiers import Copiers
-from kvsidecar.core.access import Caller, Grant
+from kvsidecar.core.access import Caller
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.pins import Pin
@@ -27,8 +27,6 @@ from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.core.tiering import Tiering
 from kvsidecar.protocol.as_json import field_json, message_json
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire, readiness_to_wire
-from kvsidecar.server.overview import Device
-from kvsidecar.support.patterns import EVERYTHING
 from kvsidecar.tiers.backend import ShareUse
 from kvsidecar.types import Direction, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -113,12 +111,15 @@ class Report:
         """For /ready: by name, why a tier is off."""
         return {} if self.tiering is None else self.tiering.off()
 
-    def reply(self, caller: Caller, page: pb.StatusPage | None = None) -> Generator[None, None, pb.StatusReply]:
+    def reply(
+        self, caller: Caller, page: pb.StatusPage | None = None, *, totals: bool = False
+    ) -> Generator[None, None, pb.StatusReply]:
         """For the Status RPC: all of it for an admin, what is the caller's own for others. In steps: namespaces and
         ranks may come and go between them.
 
         Args:
             page: behind which namespace and rank to go on; None for the largest namespaces.
+            totals: for others too, what is of all clients together and names none.
         """
         everything = caller.grant.admin
         gauges = self.gauges()
@@ -138,9 +139,11 @@ class Report:
             backend=self.backend,
             partial=not everything,
         )
-        if everything:
+        if everything or totals:
             self._add_totals(reply, gauges)
             yield
+        if everything:
+            self._add_tenants(reply, gauges)
         visible = self._visible(caller)
         namespaces = yield from _by_namespace([each for each in self.cache.spaces if visible(each.namespace)])
         ranks = [session for session in self.instances if everything or session.peer.uid == caller.uid]
@@ -220,10 +223,20 @@ class Report:
             )
         )
         reply.tiers.extend(map(_tier, gauges.tiers))
+        reply.devices.extend(
+            [pb.DeviceStatus(uuid=each.uuid, down=each.down, copier_deaths=each.deaths) for each in self.copiers]
+        )
+        reply.refusals.update(self.metrics.refusal_counts())
+        reply.totals.attached_ranks = gauges.attached_ranks
+
+    def _add_tenants(self, reply: pb.StatusReply, gauges: Gauges) -> None:
+        """What names tenants."""
         reply.pins.extend([self._pin(pin) for pin in self.pins])
         if len(gauges.shares) > 1:
-            reply.shares.extend(map(_share, sorted(gauges.shares, key=lambda share: -share.used)))
-        reply.refusals.update(self.metrics.refusal_counts())
+            reply.shares.extend(_shares(gauges.shares))
+        for status, tier in zip(reply.tiers, gauges.tiers, strict=True):
+            if tier.stats is not None:
+                status.shares.extend(_shares(tier.stats.shares))
 
     def _rank(self, session: RankSession) -> pb.RankStatus:
         registration = session.registration
@@ -243,18 +256,6 @@ class Report:
             loaded_bytes=session.copied_bytes[Direction.LOAD],
         )
 
-    def overview(self) -> Generator[None, None, tuple[pb.StatusReply, bool]]:
-        """For the page, in steps: all of it, and whether clients that nobody identified may see whose it is.
-
-        Without names it has no more than /metrics.
-        """
-        reply = yield from self.reply(Caller(None, Grant((EVERYTHING,), admin=True)))
-        return reply, self._shows_names
-
-    def devices(self) -> list[Device]:
-        """For the page."""
-        return [Device(copier.uuid, copier.down, copier.deaths) for copier in self.copiers]
-
     def _pin(self, pin: Pin) -> pb.PinStatus:
         return pb.PinStatus(
             name=pin.name,
@@ -266,9 +267,9 @@ class Report:
         )
 
     def json(self) -> Generator[None, None, bytes]:
-        """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either.
-        Renders it in steps."""
-        reply = yield from self.reply(self.instances.access.anonymous)
+        """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either,
+        and totals, which /metrics shows too. Renders it in steps."""
+        reply = yield from self.reply(self.instances.access.anonymous, totals=True)
         return (yield from message_text(reply))
 
 
@@ -285,19 +286,22 @@ def _tier(tier: TierGauges) -> pb.TierStatus:
     if stats is not None:
         status.capacity_bytes, status.used_bytes, status.blocks = stats.capacity_bytes, stats.used_bytes, stats.blocks
         status.kept_blocks, status.evicted_blocks = stats.kept_blocks, stats.evicted_blocks
-        status.shares.extend(map(_share, sorted(stats.shares, key=lambda share: -share.used)))
     return status
 
 
-def _share(share: Share | ShareUse) -> pb.ShareStatus:
-    return pb.ShareStatus(
-        name=share.name,
-        used_bytes=share.used,
-        guaranteed_bytes=share.guaranteed,
-        max_bytes=share.most,
-        pinned_bytes=share.busy,
-        evicted_bytes=share.evicted,
-    )
+def _shares(shares: Iterable[Share | ShareUse]) -> list[pb.ShareStatus]:
+    """The largest first."""
+    return [
+        pb.ShareStatus(
+            name=share.name,
+            used_bytes=share.used,
+            guaranteed_bytes=share.guaranteed,
+            max_bytes=share.most,
+            pinned_bytes=share.busy,
+            evicted_bytes=share.evicted,
+        )
+        for share in sorted(shares, key=lambda share: -share.used)
+    ]
 
 
 def _by_namespace(spaces: Iterable[Space]) -> Generator[None, None, dict[Namespace, pb.NamespaceStatus]]:

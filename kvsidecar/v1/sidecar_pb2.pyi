@@ -496,7 +496,7 @@ class StatusPage(_message.Message):
     def __init__(self, after_namespace: _Optional[_Union[Namespace, _Mapping]] = ..., after_session: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups", "partial", "session_ended", "totals", "more", "tiers", "pins", "shares")
+    __slots__ = ("epoch", "version", "uptime_seconds", "readiness", "pool", "namespaces", "ranks", "jobs", "refusals", "backend", "lookups", "partial", "session_ended", "totals", "more", "tiers", "pins", "shares", "devices")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -522,6 +522,7 @@ class StatusReply(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: str
     uptime_seconds: float
@@ -540,7 +541,18 @@ class StatusReply(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
     pins: _containers.RepeatedCompositeFieldContainer[PinStatus]
     shares: _containers.RepeatedCompositeFieldContainer[ShareStatus]
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ..., partial: bool = ..., session_ended: bool = ..., totals: _Optional[_Union[StatusTotals, _Mapping]] = ..., more: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[PinStatus, _Mapping]]] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs: _Optional[_Union[JobsStatus, _Mapping]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., backend: _Optional[str] = ..., lookups: _Optional[_Union[LookupsStatus, _Mapping]] = ..., partial: bool = ..., session_ended: bool = ..., totals: _Optional[_Union[StatusTotals, _Mapping]] = ..., more: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[PinStatus, _Mapping]]] = ..., shares: _Optional[_Iterable[_Union[ShareStatus, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ...) -> None: ...
+
+class DeviceStatus(_message.Message):
+    __slots__ = ("uuid", "down", "copier_deaths")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    COPIER_DEATHS_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    down: str
+    copier_deaths: int
+    def __init__(self, uuid: _Optional[str] = ..., down: _Optional[str] = ..., copier_deaths: _Optional[int] = ...) -> None: ...
 
 class ShareStatus(_message.Message):
     __slots__ = ("name", "used_bytes", "guaranteed_bytes", "max_bytes", "pinned_bytes", "evicted_bytes")
@@ -603,18 +615,20 @@ class PinStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., owner: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
 
 class StatusTotals(_message.Message):
-    __slots__ = ("namespaces", "blocks", "bytes", "ranks", "jobs_running")
+    __slots__ = ("namespaces", "blocks", "bytes", "ranks", "jobs_running", "attached_ranks")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     JOBS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_RANKS_FIELD_NUMBER: _ClassVar[int]
     namespaces: int
     blocks: int
     bytes: int
     ranks: int
     jobs_running: int
-    def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., jobs_running: _Optional[int] = ...) -> None: ...
+    attached_ranks: int
+    def __init__(self, namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_ranks: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "leased_bytes", "quarantined_bytes", "page_kind", "numa_nodes", "blocks", "leases", "evicted_blocks", "evicted_bytes", "carrier", "kept_blocks", "dropped_blocks", "cold_start_reason", "unzeroed_bytes", "rounding_bytes", "eviction")

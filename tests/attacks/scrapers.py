@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import suppress
 from itertools import cycle
 
-PATHS = cycle([b"/metrics", b"/status", b"/metrics", b"/status", b"/page.json", b"/ready"])
+PATHS = cycle([b"/metrics", b"/status", b"/metrics", b"/status", b"/", b"/ready"])
 KEPT = 64
 """Connections that ask again when they have an answer."""
 NEW = 36

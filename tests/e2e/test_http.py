@@ -11,12 +11,12 @@ import pytest
 
 from tests.e2e.unfinished import http as connected
 from tests.e2e.unfinished import refusals, until_closed
-from tests.harness import SECONDS, DaemonProcess, Rank, done
+from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
 from tests.marks import lent_daemon
 
 pytestmark = lent_daemon
 
-GETS = ("/health", "/ready", "/metrics", "/status", "/", "/page.json", "/page.css", "/page.js", "/nowhere")
+GETS = ("/health", "/ready", "/metrics", "/status", "/", "/page.css", "/page.js", "/nowhere")
 REFUSED = (
     b"GET /health HTTP/1.1\r\nbad\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
@@ -76,6 +76,18 @@ def test_who_asks_alone_sees_what_has_just_happened(daemon: DaemonProcess) -> No
             connection.request("GET", "/status")
             assert json.loads(connection.getresponse().read())["jobs"]["stores_done"] == number
     rank.close()
+
+
+def test_the_page_shares_a_rendering_and_takes_no_fresh_one_from_others(daemon: DaemonProcess) -> None:
+    with keeping(daemon) as connection:
+
+        def uptime(**headers: str) -> float:
+            connection.request("GET", "/status", headers=headers)
+            return float(json.loads(connection.getresponse().read())["uptime_seconds"])
+
+        asked_as = {"Cache-Control": "max-age=1"}
+        eventually(lambda: uptime(**asked_as) == uptime(**asked_as), "they share one")
+        assert uptime(**asked_as) < uptime() < uptime()
 
 
 def test_pipelined_requests_are_answered_in_order(daemon: DaemonProcess) -> None:

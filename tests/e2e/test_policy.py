@@ -103,6 +103,9 @@ def test_a_status_shows_a_user_what_is_its_own(ruled: DaemonProcess) -> None:
         assert not seen["partial"]
         code, body = ruled.get("/status")
         assert (code, body["namespaces"], body["ranks"], body["partial"]) == (200, [], [], True)
+        assert (body["totals"]["ranks"], body["totals"]["attached_ranks"]) == (0, 2)
+        assert [each["uuid"] for each in body["devices"]] == ["host"]
+        assert "alice" not in json.dumps(body)
         metrics = ruled.get("/metrics")[1]
         assert "alice" not in metrics
         assert "kvsidecar_model_" not in metrics

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import tempfile
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,13 @@ class Browser:
         request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=SECONDS) as reply:
             return json.load(reply)["value"]
+
+    @contextmanager
+    def beginning_with(self, script: str) -> Iterator[None]:
+        """Each page that is opened meanwhile runs this before its own scripts."""
+        added = self._devtools("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+        yield
+        self._devtools("Page.removeScriptToEvaluateOnNewDocument", added)
 
     def open(self, url: str) -> None:
         self._call("/url", {"url": url})

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, wait_until_ready
-from tests.page.browser import BROWSER, DRIVER, Browser
+from kvsidecar.protocol.as_json import message_json
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, wait_until_ready
+from tests.page.browser import Browser
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 PHONE, DESKTOP = (360, 740), (1280, 800)
-PATHS = ("/", "/page.css", "/page.js", "/page.json")
-
-needs_browser = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None, reason="no browser is installed (Debian: apt install chromium chromium-driver)"
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    browser = Browser()
-    yield browser
-    browser.close()
+PATHS = ("/", "/page.css", "/page.js")
 
 
 def ask(daemon: DaemonProcess, path: str, method: str = "GET") -> http.client.HTTPResponse:
@@ -36,7 +26,6 @@ def ask(daemon: DaemonProcess, path: str, method: str = "GET") -> http.client.HT
     return reply
 
 
-@needs_browser
 def test_it_shows_what_the_daemon_does(daemon: DaemonProcess, browser: Browser) -> None:
     browser.show_as(*DESKTOP)
     browser.open(daemon.http + "/")
@@ -66,7 +55,6 @@ def test_it_shows_what_the_daemon_does(daemon: DaemonProcess, browser: Browser) 
     assert browser.complaints() == []
 
 
-@needs_browser
 def test_what_is_saved_is_worth_what_the_reader_says(daemon: DaemonProcess, browser: Browser) -> None:
     browser.show_as(*DESKTOP)
     type_in = "const i = document.querySelector('{}'); i.value = '{}'; i.dispatchEvent(new Event('input'));"
@@ -89,7 +77,6 @@ def test_what_is_saved_is_worth_what_the_reader_says(daemon: DaemonProcess, brow
     assert browser.complaints() == []
 
 
-@needs_browser
 def test_a_phone_has_the_columns_that_fit(daemon: DaemonProcess, browser: Browser) -> None:
     shown = "return [...document.querySelectorAll('th')].filter((e) => e.offsetWidth).map((e) => e.innerText)"
     with daemon.client() as client:
@@ -106,7 +93,6 @@ def test_a_phone_has_the_columns_that_fit(daemon: DaemonProcess, browser: Browse
         rank.close()
 
 
-@needs_browser
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
 def test_nothing_is_wider_than_the_screen(
@@ -123,7 +109,6 @@ def test_nothing_is_wider_than_the_screen(
         rank.close()
 
 
-@needs_browser
 def test_shares_are_shown_where_there_are_any(short_dir: Path, browser: Browser) -> None:
     browser.show_as(*PHONE)
     share = "[{name='chat', namespaces=['*'], guaranteed='512KiB', max='100%'}]"
@@ -137,7 +122,6 @@ def test_shares_are_shown_where_there_are_any(short_dir: Path, browser: Browser)
         rank.close()
 
 
-@needs_browser
 def test_an_engines_name_is_text(daemon: DaemonProcess, browser: Browser) -> None:
     browser.show_as(*DESKTOP)
     with daemon.client() as client:
@@ -149,7 +133,6 @@ def test_an_engines_name_is_text(daemon: DaemonProcess, browser: Browser) -> Non
         rank.close()
 
 
-@needs_browser
 def test_a_script_that_is_not_the_daemons_does_not_run(daemon: DaemonProcess, browser: Browser) -> None:
     browser.open(daemon.http + "/")
     browser.until("#state", "ready")
@@ -158,7 +141,6 @@ def test_a_script_that_is_not_the_daemons_does_not_run(daemon: DaemonProcess, br
     assert any("Content Security Policy" in each for each in browser.complaints())
 
 
-@needs_browser
 def test_it_says_when_the_daemon_is_gone_and_shows_the_next_one(short_dir: Path, browser: Browser) -> None:
     with DaemonProcess(short_dir) as first:
         first.wait_ready()
@@ -179,7 +161,6 @@ def test_it_says_when_the_daemon_is_gone_and_shows_the_next_one(short_dir: Path,
     browser.complaints()
 
 
-@needs_browser
 def test_it_shows_the_start_and_the_pin(short_dir: Path, gate: Gate, browser: Browser) -> None:
     flags = ["--pool-size", "4MiB", "--chunk-size", "64KiB", "--slab-size", "64KiB"]
     with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
@@ -188,7 +169,6 @@ def test_it_shows_the_start_and_the_pin(short_dir: Path, gate: Gate, browser: Br
         browser.until("#pin", "pinned 0%")
 
 
-@needs_browser
 def test_a_failed_pool_does_not_look_like_an_empty_one(short_dir: Path, browser: Browser) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="pool.pin_chunk=raise(no more pages)") as daemon:
         browser.open(daemon.http + "/")
@@ -202,7 +182,7 @@ def test_a_failed_pool_does_not_look_like_an_empty_one(short_dir: Path, browser:
 def test_before_the_daemon_is_built_it_says_so(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, until="starting", KVSIDECAR_FAILPOINTS=f"start.load={gate}") as daemon:
         daemon.wait_log("failpoint")
-        assert daemon.get("/page.json") == (503, {"reason": "the daemon is starting"})
+        assert daemon.get("/status") == (503, {"reason": "the daemon is starting"})
         assert ask(daemon, "/").status == 200
 
 
@@ -223,11 +203,34 @@ def test_it_can_be_turned_off(short_dir: Path) -> None:
         assert ask(daemon, "/ready").status in (200, 503)
 
 
-def test_a_daemon_that_others_may_use_names_no_engine(short_dir: Path) -> None:
+def test_a_daemon_that_others_may_use_names_no_engine(short_dir: Path, browser: Browser) -> None:
     with DaemonProcess(short_dir, "--socket-mode", "0660") as daemon:
-        daemon.wait_ready()
+        rank = Rank(daemon.wait_ready(), instance="somebody")
+        done(rank.store("a", "b"))
+        browser.open(daemon.http + "/")
+        browser.until("#engines-note", "1 attached. Their names are hidden here")
+        browser.until("#pool-details", "2 blocks")
+        browser.until("#flow", "in 1 job")
+        browser.until("#devices", "host: works")
+        assert "somebody" not in browser.text("body")
+        rank.close()
+    browser.complaints()
+
+
+def test_status_has_the_totals_for_all_and_shares_for_nobody_else(short_dir: Path) -> None:
+    share = "[{name='chat', namespaces=['*'], guaranteed='512KiB', disk_guaranteed='1MiB'}]"
+    flags = ["--socket-mode", "0660", "--share", share, "--disk-dir", str(short_dir / "disk"), "--disk-size", "16MiB"]
+    with DaemonProcess(short_dir, *flags) as daemon:
+        rank = Rank(daemon.wait_ready(), instance="somebody")
+        done(rank.store("a", "b"))
         with daemon.client() as client:
-            rank = Rank(daemon, client=client, instance="somebody")
-            code, shown = daemon.get("/page.json")
-            assert (code, shown["engines"], shown["attached"]) == (200, [], 1)
-            rank.close()
+            eventually(lambda: client.status().tiers[0].shares, "the disk works")
+            whole = message_json(client.status())  # as an admin sees it
+        assert whole["shares"][0]["name"] == whole["tiers"][0]["shares"][0]["name"] == "chat"
+        code, shown = daemon.get("/status")
+        assert (code, shown["partial"], shown["shares"], shown["tiers"][0]["shares"]) == (200, True, [], [])
+        assert shown["pool"] == whole["pool"]
+        assert shown["jobs"]["stores_done"] == 1
+        assert "chat" not in json.dumps(shown)
+        assert "somebody" not in json.dumps(shown)
+        rank.close()

@@ -27,7 +27,7 @@ class Served:
         self.metrics = Metrics("host")
         self.errors: list[BaseException] = []
         self.probes = Probes(DaemonReadiness(0), TaskSet(lambda _, error: self.errors.append(error)))
-        self.probes.answer_from(Sources(self.metrics, lambda: None, self.status, dict, self.status))
+        self.probes.answer_from(Sources(self.metrics, lambda: None, self.status, dict))
         self.port = 0
 
     def status(self) -> Steps:

@@ -86,6 +86,22 @@ async def test_a_crowd_gets_one_in_a_second(figures: Figures) -> None:
     assert all(after - before >= CROWD_SECONDS for before, after in pairwise(begun))
 
 
+async def test_who_shares_gets_one_in_a_second_and_takes_none_from_who_does_not(figures: Figures) -> None:
+    for _ in range(100):
+        assert await figures.rendering.text(shared=True) == b"1"
+    assert await figures.rendering.text() == b"2", "is fresh"
+    assert await figures.rendering.text(shared=True) == b"2"
+    figures.now = figures.begun[1] + CROWD_SECONDS
+    assert await figures.rendering.text(shared=True) == b"3"
+
+
+async def test_who_shares_takes_the_one_that_is_under_way(figures: Figures) -> None:
+    first = asyncio.ensure_future(figures.rendering.text())
+    await figures.is_rendering.wait()
+    assert await figures.rendering.text(shared=True) == b"1"
+    assert await first == b"1"
+
+
 async def test_a_crowd_that_comes_during_a_rendering_shares_it(figures: Figures) -> None:
     first = asyncio.ensure_future(figures.rendering.text())
     await figures.is_rendering.wait()

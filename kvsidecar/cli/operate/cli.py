@@ -70,7 +70,7 @@ def top(interval: float, once: bool, prefill_rate: float | None, engine_price: f
     from rich.console import Console
 
     from kvsidecar.cli.operate import top as top_command
-    from kvsidecar.protocol.status_figures import Worth
+    from kvsidecar.cli.status_figures import Worth
 
     if engine_price and prefill_rate is None:
         raise click.UsageError("--engine-price goes with --prefill-rate")

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.live import Live
 
 from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.cli.status_figures import Rates, Sample, Worth, rates_between
 from kvsidecar.errors import ClientError
-from kvsidecar.protocol.status_figures import Rates, Sample, Worth, rates_between
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 if sys.platform == "win32":

@@ -9,20 +9,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
-from kvsidecar.protocol.status_figures import (
+from kvsidecar.cli.status_figures import (
     Rates,
     Worth,
     busiest,
-    copied_so_far,
-    hits_so_far,
     jobs_now,
     share_details,
     short_device,
-    tokens_so_far,
 )
+from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
-from kvsidecar.support.units import format_duration, format_rate
+from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.types import State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -150,7 +147,7 @@ def _flow(screen: Screen, reply: pb.StatusReply, width: int, height: int) -> lis
         line.append(f"{'-' if rate is None else format_rate(rate):>{_RATE_COLUMNS}}")
         if columns >= _SPARKLINE_COLUMNS:
             line.append("  " + _sparkline([each[index] for each in screen.history], columns), style="cyan")
-        line.append(f"  {copied_so_far(total, done)}", style="dim")
+        line.append(f"  {format_size(total)} in {done:,} {'job' if done == 1 else 'jobs'}", style="dim")
         lines.append(line)
     lines.append(_hits(reply, rates))
     if height >= SAVED_HEIGHT:
@@ -175,7 +172,9 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
     line.append(f"{'-' if now is None else f'{now:.0%}':>{_RATE_COLUMNS}}")
     if rates is not None and now is not None:
         line.append(f"  of {rates.hits + rates.misses:,.0f} blocks/s")
-    line.append(f"  {hits_so_far(reply.lookups)}", style="dim")
+    asked = reply.lookups.hits + reply.lookups.misses
+    so_far = f"{reply.lookups.hits / asked:.0%} of {asked:,} so far" if asked else "no lookup so far"
+    line.append(f"  {so_far}", style="dim")
     if rates is not None and rates.evicted_bytes:
         line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
     return line
@@ -189,7 +188,7 @@ def _saved(screen: Screen, jobs: pb.JobsStatus) -> Text:
     line.append("  tokens/s")
     if screen.worth is not None and now:
         line.append(f", {screen.worth.hourly(now)}", style="green")
-    line.append(f"  {tokens_so_far(jobs)}", style="dim")
+    line.append(f"  {jobs.loaded_tokens:,} tokens so far", style="dim")
     if screen.worth is not None and jobs.loaded_tokens:
         line.append(f", {screen.worth.of(jobs.loaded_tokens)}", style="dim")
     return line

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import Screen, render
-from kvsidecar.protocol.status_figures import Sample, Worth, rates_between, short_device
+from kvsidecar.cli.status_figures import Sample, Worth, rates_between, short_device
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 

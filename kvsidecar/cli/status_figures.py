@@ -1,4 +1,4 @@
-"""The figures that `kvsidecar status`, `kvsidecar top` and the page of the HTTP port show of a status reply."""
+"""The figures that `kvsidecar status` and `kvsidecar top` show of a status reply; server/page/page.js has the same."""
 
 from __future__ import annotations
 
@@ -85,24 +85,6 @@ def has_pool(readiness: pb.Readiness) -> bool:
     return readiness.serves_kept or readiness.state == pb.Readiness.STATE_READY
 
 
-def pool_text(reply: pb.StatusReply) -> str:
-    """How much of the pool is used, or pinned as long as it cannot be used."""
-    if has_pool(reply.readiness):
-        return used_of(reply.pool.used_bytes, reply.pool.total_bytes)
-    return f"{format_size(reply.readiness.pinned_bytes)} of {format_size(reply.readiness.pool_bytes)} pinned"
-
-
-def pool_parts(pool: pb.PoolStatus) -> dict[str, int]:
-    """Bytes of the parts of the pool that are not free, by name, in the order of the bar."""
-    return {
-        "leased": pool.leased_bytes,
-        "used": pool.used_bytes - pool.leased_bytes,
-        "reserved": pool.reserved_bytes,
-        "quarantined": pool.quarantined_bytes,
-        "rounding": pool.rounding_bytes,
-    }
-
-
 def pool_details(pool: pb.PoolStatus) -> list[str]:
     """Lines below the bar of the pool."""
     details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
@@ -133,36 +115,11 @@ def tier_details(tier: pb.TierStatus) -> str:
     return ", ".join(details)
 
 
-def namespace_details(each: pb.NamespaceStatus) -> str:
-    """What a namespace has in the pool, its hits, and in what it differs from the largest one of its model."""
-    asked = each.hits + each.misses
-    details = [f"{each.blocks} blocks", format_size(each.bytes)]
-    details += [f"hits {each.hits / asked:.0%} of {asked:,}"] if asked else []
-    details += [f"differs: {', '.join(each.differs)}"] if each.differs else []
-    return ", ".join(details)
-
-
 def share_details(share: pb.ShareStatus) -> str:
     """What a share of the pool has and may have."""
     details = [f"{format_size(share.used_bytes)} used", f"{format_size(share.guaranteed_bytes)} guaranteed"]
     details += [f"at most {format_size(share.max_bytes)}"] if share.HasField("max_bytes") else []
     return ", ".join(details)
-
-
-def used_of(used: int, total: int) -> str:
-    """How much of a pool or of a tier is used."""
-    return f"{format_size(used)} of {format_size(total)} used"
-
-
-def hits_so_far(lookups: pb.LookupsStatus) -> str:
-    """Hits since the daemon started."""
-    total = lookups.hits + lookups.misses
-    return f"{lookups.hits / total:.0%} of {total:,} so far" if total else "no lookup so far"
-
-
-def copied_so_far(nbytes: int, jobs: int) -> str:
-    """What stores or loads have copied since the daemon started."""
-    return f"{format_size(nbytes)} in {jobs:,} {'job' if jobs == 1 else 'jobs'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +145,6 @@ class Worth:
         engines = tokens / self.prefill_rate
         price = f", {engines * self.engine_price:,.2f} €/h" if self.engine_price else ""
         return f"the prefill of {engines:.2f} engines{price}"
-
-
-def tokens_so_far(jobs: pb.JobsStatus) -> str:
-    """Tokens that engines did not compute since the daemon started."""
-    return f"{jobs.loaded_tokens:,} tokens so far"
 
 
 def jobs_now(jobs: pb.JobsStatus) -> str:

@@ -1,0 +1,239 @@
+"""What the page draws of /status, and that `kvsidecar top` shows the same. In a real browser, without a daemon."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.cli.status_figures import Sample, rates_between
+from kvsidecar.cli.status_view import pool_bar
+from kvsidecar.protocol.as_json import message_json
+from kvsidecar.server.http import PAGE
+from kvsidecar.support.units import GiB, MiB, format_size
+from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.page.browser import Browser
+
+GPU = "GPU-1a2b3c4d-0000-1111-2222-333344445555"
+FORGOTTEN_SECONDS, HISTORY, RANKS, SPACES, TEXT = 10, 60, 32, 8, 96
+"""As in page.js."""
+
+
+def reply(*, ranks: int = 2, seconds: int = 0, **readiness: Any) -> pb.StatusReply:
+    """Of a daemon that has run for some seconds more than another one."""
+    made = pb.StatusReply(
+        epoch=1,
+        version="1.0",
+        backend="cuda",
+        uptime_seconds=7200 + seconds,
+        readiness=pb.Readiness(**{"state": pb.Readiness.STATE_READY, **readiness}),
+        pool=pb.PoolStatus(
+            total_bytes=64 * GiB, used_bytes=32 * GiB, leased_bytes=8 * GiB, reserved_bytes=GiB, rounding_bytes=GiB,
+            quarantined_bytes=2 * GiB, unzeroed_bytes=3 * MiB, blocks=1000, leases=3, eviction="rhythm",
+            numa_nodes=[0, 1], page_kind="thp", carrier="systemd", kept_blocks=7, dropped_blocks=2,
+            evicted_bytes=seconds * 3 * MiB,
+        ),
+        jobs=pb.JobsStatus(
+            queued=4, running=2, stores_done=1 + seconds * 1000, loads_done=1, stored_bytes=(5 + seconds) * GiB,
+            loaded_bytes=(7 + 2 * seconds) * GiB, loaded_tokens=1000 * seconds,
+        ),
+        lookups=pb.LookupsStatus(hits=900 + 30 * seconds, misses=100 + 10 * seconds),
+        refusals={"pool_full": 5 + seconds, "quota": 9},
+        tiers=[
+            pb.TierStatus(
+                name="disk", capacity_bytes=1024 * GiB, used_bytes=256 * GiB, blocks=9, read_bytes=GiB, kept_blocks=4,
+                failures=1, write_budget_bytes=0,
+            ),
+            pb.TierStatus(name="cluster", off="no master"),
+        ],
+        shares=[
+            pb.ShareStatus(name="chat", used_bytes=16 * GiB, guaranteed_bytes=8 * GiB),
+            pb.ShareStatus(name="batch", used_bytes=GiB, max_bytes=32 * GiB),
+        ],
+        totals=pb.StatusTotals(ranks=ranks, attached_ranks=ranks),
+    )  # fmt: skip
+    for number in range(ranks):
+        made.ranks.add(
+            session=number, instance=f"engine-{number}", rank=number, world_size=9, device=GPU, pid=77,
+            stored_bytes=(seconds + 1) * (number + 1) * GiB, attached_seconds=60 + seconds, idle=number == 1,
+        )  # fmt: skip
+    return made
+
+
+class Page:
+    """The page. It asks nobody: what it shows is what a test gives it."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        browser.show_as(1280, 800)
+        browser.open((PAGE / "index.html").as_uri())
+
+    def show(self, *replies: pb.StatusReply) -> Page:
+        for each in replies:
+            self._browser.run(f"show({json.dumps(message_json(each))})")
+        return self
+
+    def texts(self, selector: str) -> list[str]:
+        """What a reader sees of all elements that match."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return [str(each) for each in self._browser.run(f"return {found}.map((each) => each.innerText)")]
+
+    def text(self, selector: str) -> str:
+        (only,) = self.texts(selector)
+        return only
+
+    def sizes(self, selector: str, side: str = "width") -> list[float]:
+        """Percentages of the whole, of all elements that match."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return [float(each) for each in self._browser.run(f"return {found}.map((i) => parseFloat(i.style.{side}))")]
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with browser.beginning_with("window.fetch = () => new Promise(() => {})"):
+        yield Page(browser)
+    assert browser.complaints() == []
+
+
+def shown_by_top(now: pb.StatusReply, before: pb.StatusReply) -> str:
+    console = Console(file=io.StringIO(), width=200, height=60)
+    rates = rates_between(Sample(10.0, before), Sample(12.0, now))
+    assert rates is not None
+    console.print(render(Screen(now, rates, ((rates.stored_bytes, rates.loaded_bytes),), None), 200, 60))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_page_and_top_show_the_same_figures(page: Page) -> None:
+    before, now = reply(), reply(seconds=2)
+    page.show(before, now)
+    top = shown_by_top(now, before)
+    texts = [page.text("#state"), page.text("#about"), *page.text("#pool-details").split("; ")]
+    single = ("#pool-text", "#hits-now", "#hits-total", "#saved-now", "#saved-total", "#jobs", "#evicting")
+    texts += [page.text(each) for each in single]
+    for each in ("#flow b", "#flow span.quiet", "#tiers p", "#shares b", "#shares p", "#refused li", "#engines td"):
+        found = page.texts(each)
+        assert len(found) >= 2
+        texts += found
+    assert [text for text in texts if text not in top] == []
+    assert len(texts) > 40
+    assert page.text("#hits-now") == "75%"
+    assert page.texts("#flow b") == ["1.1 GB/s", "2.1 GB/s"]
+    assert page.texts("#flow .span") == ["last 2 s\nat most 1.1 GB/s", "last 2 s\nat most 2.1 GB/s"]
+    assert page.sizes("#hits-spark .spark i", "height") == [75]
+    assert page.texts("#refused li") == ["quota 9", "pool_full 7 (+2)"]
+
+
+def test_the_parts_of_a_bar_are_those_of_the_pool(page: Page) -> None:
+    now = reply()
+    page.show(now)
+    assert page.sizes("#pool-bar i") == pytest.approx([12.5, 37.5, 1.5625, 3.125, 1.5625], abs=0.01)
+    parts = ["leased 13%", "used 38%", "reserved 2%", "quarantined 3%", "rounding 2%", "free 44%"]
+    assert page.texts("#legend li") == parts
+    assert page.sizes("#shares .bar i") == pytest.approx([25, 1.5625], abs=0.01)
+    assert page.sizes("#tiers .bar i") == [25, 0]
+
+
+def test_a_namespace_is_a_part_of_the_pool_with_its_hits(page: Page) -> None:
+    now = reply()
+    now.namespaces.add(
+        namespace=pb.Namespace(model="m" * 200), blocks=3, bytes=16 * GiB, hits=1, misses=3, differs=["dtype: fp8"]
+    )
+    page.show(now)
+    assert page.text("#namespaces b") == "m" * (TEXT - 1) + "…"
+    assert page.sizes("#namespaces .bar i") == [25]
+    assert page.text("#namespaces p") == "3 blocks, 16 GiB, hits 25% of 4, differs: dtype: fp8"
+
+
+def test_the_pin_is_shown_while_it_goes_on(page: Page) -> None:
+    readiness = {"state": pb.Readiness.STATE_PINNING, "pool_bytes": 64 * GiB, "pinned_bytes": 16 * GiB}
+    page.show(reply(**readiness, pin_bytes_per_second=2e9, eta_seconds=24.0))
+    assert (page.text("#state"), page.text("#pin")) == ("pinning", "pinned 25%, 2 GB/s, 24 s left")
+    assert page.sizes("#pin i") == [25]
+    assert page.show(reply()).texts("#pin:not([hidden])") == []
+
+
+@pytest.mark.parametrize(
+    ("state", "pinned", "kept", "usable"),
+    [
+        (pb.Readiness.STATE_STARTING, 0, False, False),
+        (pb.Readiness.STATE_PINNING, 16 * GiB, False, False),
+        (pb.Readiness.STATE_PINNING, 16 * GiB, True, True),
+        (pb.Readiness.STATE_READY, 64 * GiB, False, True),
+        (pb.Readiness.STATE_DRAINING, 64 * GiB, False, True),
+        (pb.Readiness.STATE_DRAINING, 16 * GiB, False, False),
+        (pb.Readiness.STATE_FAILED, 16 * GiB, False, False),
+    ],
+)
+def test_a_pool_that_holds_no_blocks_is_not_an_empty_one(
+    page: Page, state: Any, pinned: int, kept: bool, usable: bool
+) -> None:
+    now = reply(state=state, pool_bytes=64 * GiB, pinned_bytes=pinned, serves_kept=kept)
+    page.show(now)
+    for each in ("#pool-bar i", "#legend li"):
+        assert bool(page.texts(each)) == usable
+    assert bool(page.text("#pool-details")) == usable
+    wanted = "32 GiB of 64 GiB used" if usable else f"{format_size(pinned)} of 64 GiB pinned"
+    assert page.text("#pool-text") == wanted
+    console = Console(file=io.StringIO(), width=100)
+    console.print(pool_bar(now))
+    assert isinstance(console.file, io.StringIO)
+    assert wanted in console.file.getvalue()
+    assert ("░" in console.file.getvalue()) == usable
+
+
+def test_engines_are_counted_where_they_are_not_named(page: Page) -> None:
+    now = reply(ranks=0)
+    now.partial, now.totals.attached_ranks = True, 2
+    note = page.show(now).text("#engines-note")
+    assert note.startswith("2 attached. Their names are hidden here")
+
+
+def test_the_busiest_are_shown_and_no_text_is_long(page: Page) -> None:
+    before, now = reply(ranks=500), reply(ranks=500, seconds=2)
+    for rank in (*before.ranks, *now.ranks):
+        rank.instance, rank.device = f"{rank.rank:03}" + "x" * 1000, "y" * 1000
+    for _ in range(1000):
+        now.shares.add(name="z" * 64)
+        now.namespaces.add(namespace=pb.Namespace(model="m"))
+    page.show(before, now)
+    names = page.texts("#engines td:first-child")
+    assert [int(name[:3]) for name in names] == list(range(500 - RANKS, 500))
+    assert {*map(len, names), *map(len, page.texts("#engines td:nth-child(6)"))} == {TEXT}
+    assert page.text("#engines-note") == f"and {500 - RANKS} less busy: kvsidecar engines lists all"
+    assert (len(page.texts("#shares b")), len(page.texts("#namespaces b"))) == (SPACES, SPACES)
+
+
+def test_a_device_that_is_down_says_why(page: Page) -> None:
+    now = reply()
+    now.devices.add(uuid=GPU, down="the copier was killed", copier_deaths=2)
+    now.devices.add(uuid="host")
+    page.show(now)
+    assert page.texts("#devices li") == ["GPU-1a2b3c4d: the copier was killed, its copier died 2x", "host: works"]
+    assert page.text("#devices .bad").startswith("GPU")
+
+
+def test_rates_need_two_readings_of_one_daemon_and_end_when_nobody_looks(page: Page) -> None:
+    assert page.show(reply()).texts("#flow b") == ["-", "-"]
+    assert page.show(reply(seconds=2)).texts("#flow b") == ["1.1 GB/s", "2.1 GB/s"]
+    page.show(reply(seconds=4), reply(seconds=4))
+    assert page.texts("#flow b") == ["1.1 GB/s", "2.1 GB/s"], "the same reading again"
+    assert page.sizes("#flow .row:first-child .spark i", "height") == [100, 100]
+    late = reply(seconds=4 + FORGOTTEN_SECONDS + 1)
+    assert (page.show(late).texts("#flow b"), page.texts("#flow .spark i")) == (["-", "-"], [])
+    page.show(reply(seconds=16))
+    assert page.texts("#flow b") == ["1.1 GB/s", "2.1 GB/s"]
+    other = reply(seconds=17)
+    other.epoch = 2
+    assert (page.show(other).texts("#flow b"), page.texts("#flow .spark i")) == (["-", "-"], [])
+
+
+def test_the_history_is_bounded(page: Page) -> None:
+    page.show(*(reply(seconds=second) for second in range(2 * HISTORY)))
+    assert len(page.texts("#hits-spark .spark i")) == HISTORY
+    assert page.text("#hits-spark .span") == f"last {HISTORY} s\nof 100 %"
