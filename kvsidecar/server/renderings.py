@@ -60,7 +60,7 @@ class Rendering:
                 self._askers = 0
                 self._task = self._tasks.spawn(self._render(), name="render")
             self._askers += 1
-            old = self._begun and self._askers <= FEW and not shared
+            old = self._begun and self._askers <= FEW
             text = await asyncio.shield(self._task)
             await self._time.turn()  # a crowd would be answered in one
             if not old:

@@ -14,7 +14,7 @@ from kvsidecar.cli.operate.top_view import Screen, render
 from kvsidecar.cli.status_figures import Sample, rates_between
 from kvsidecar.cli.status_view import pool_bar
 from kvsidecar.protocol.as_json import message_json
-from kvsidecar.server.http import PAGE
+from kvsidecar.server.http import PAGE, SHARED
 from kvsidecar.support.units import GiB, MiB, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.page.browser import Browser
@@ -78,6 +78,10 @@ class Page:
             self._browser.run(f"show({json.dumps(message_json(each))})")
         return self
 
+    def asked(self) -> Any:
+        """What the page asks for, and how."""
+        return self._browser.run("return window.asked")
+
     def texts(self, selector: str) -> list[str]:
         """What a reader sees of all elements that match."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
@@ -95,7 +99,7 @@ class Page:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    with browser.beginning_with("window.fetch = () => new Promise(() => {})"):
+    with browser.beginning_with("window.fetch = (...asked) => (window.asked = asked, new Promise(() => {}))"):
         yield Page(browser)
     assert browser.complaints() == []
 
@@ -127,6 +131,11 @@ def test_the_page_and_top_show_the_same_figures(page: Page) -> None:
     assert page.texts("#flow .span") == ["last 2 s\nat most 1.1 GB/s", "last 2 s\nat most 2.1 GB/s"]
     assert page.sizes("#hits-spark .spark i", "height") == [75]
     assert page.texts("#refused li") == ["quota 9", "pool_full 7 (+2)"]
+
+
+def test_it_asks_for_a_reading_that_all_who_look_share(page: Page) -> None:
+    path, how = page.asked()
+    assert (path, how["headers"], how["cache"]) == ("status", {"Cache-Control": SHARED}, "no-store")
 
 
 def test_the_parts_of_a_bar_are_those_of_the_pool(page: Page) -> None:
