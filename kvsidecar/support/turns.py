@@ -6,9 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from kvsidecar.support.loop_time import LoopTime
+
+T = TypeVar("T")
 
 SHARE: Final = 0.3
 """Of the loop's time, what one user's steps may take for long. What is left is not theirs, even if nobody uses it: a
@@ -30,10 +32,17 @@ class _User:
 
 
 class Turns:
-    """Steps of users, a lane of the loop's time: one user after the other, and each user's in their order."""
+    """Steps of users, a lane of the loop's time: one user after the other, and each user's in their order.
 
-    def __init__(self, loop_time: LoopTime | None = None) -> None:
+    Args:
+        share, burst_seconds: see `SHARE` and `BURST_SECONDS`.
+    """
+
+    def __init__(
+        self, loop_time: LoopTime | None = None, *, share: float = SHARE, burst_seconds: float = BURST_SECONDS
+    ) -> None:
         self.loop_time = LoopTime() if loop_time is None else loop_time
+        self._share, self._burst_seconds = share, burst_seconds
         self._users: dict[Hashable, _User] = {}
         """Those with steps that wait, or whose time is not paid for; some others until `_forget`."""
         self._few = FEW
@@ -52,11 +61,26 @@ class Turns:
         if len(queue.waiting) == 1:
             self._line_up(user, queue, now)
 
+    async def run(self, user: Hashable, call: Callable[[], T]) -> T:
+        """Make the call as a step, unless this is cancelled before. Returns, or raises, what it does."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def step() -> None:
+            if result.done():
+                return  # nobody waits for it any more
+            try:
+                result.set_result(call())
+            except Exception as error:  # noqa: BLE001 - for whoever waits for the result
+                result.set_exception(error)
+
+        self.take(user, step)
+        return await result
+
     def charge(self, user: Hashable, seconds: float) -> None:
         """What runs is the last of this turn of the loop: it has made work for somebody else, which takes about so long
         and which the user pays for."""
         queue = self._users.setdefault(user, _User())
-        queue.used = max(queue.used, self.loop_time.clock()) + seconds / SHARE
+        queue.used = max(queue.used, self.loop_time.clock()) + seconds / self._share
         self.loop_time.end()
 
     @property
@@ -74,27 +98,29 @@ class Turns:
                 self._line_up(user, queue, self.loop_time.clock())
 
     def _line_up(self, user: Hashable, queue: _User, now: float) -> None:
-        rest = queue.used - now - BURST_SECONDS
-        if queue.lined_up:
-            return
+        rest = queue.used - now - self._burst_seconds
         if rest <= 0:
+            self._let_begin(user, queue)
+        elif not (queue.resting or queue.lined_up):
+            queue.resting = True
+            asyncio.get_running_loop().call_later(rest, self._rested, user, queue)
+
+    def _let_begin(self, user: Hashable, queue: _User) -> None:
+        if not queue.lined_up:
             queue.lined_up = True
             self._next.append(user)
             self.loop_time.join(self)
-        elif not queue.resting:
-            queue.resting = True
-            asyncio.get_running_loop().call_later(rest, self._rested, user, queue)
 
     def _rested(self, user: Hashable, queue: _User) -> None:
         queue.resting = False
         if queue.waiting:
-            self._line_up(user, queue, max(self.loop_time.clock(), queue.used - BURST_SECONDS))
+            self._let_begin(user, queue)
 
     def _run(self, queue: _User, step: Callable[[], None], began: float) -> None:
         try:
             step()
         finally:
-            queue.used = max(queue.used, began) + (self.loop_time.clock() - began) / SHARE
+            queue.used = max(queue.used, began) + (self.loop_time.clock() - began) / self._share
 
     def _forget(self, now: float) -> None:
         """Those who have nothing that waits or is not paid for; called the less often, the more stay."""

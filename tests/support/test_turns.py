@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
+
+import pytest
 
 from kvsidecar.support.loop_time import SECONDS, LoopTime
 from kvsidecar.support.turns import BURST_SECONDS, FEW, SHARE, Turns
@@ -96,6 +99,72 @@ async def test_who_has_used_more_than_a_burst_waits_for_its_share_and_others_do_
         while len(taken) < 3:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.001)
     assert taken == ["greedy", "other", "greedy"]
+
+
+@pytest.mark.parametrize(("share", "burst_seconds"), [(SHARE, BURST_SECONDS), (5 / 6, 0.001)])
+async def test_who_asks_again_at_once_leaves_the_rest_of_its_share_to_others(
+    share: float, burst_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when none of its steps waits at the end of one, since gRPC has not handed over the next call."""
+    clock, loop = Clock(), asyncio.get_running_loop()
+    rests: list[float] = []
+
+    def rest(seconds: float, call: Callable[..., None], *arguments: object) -> None:
+        rests.append(seconds)
+        clock.now += seconds
+        loop.call_soon(call, *arguments)
+
+    monkeypatch.setattr(loop, "call_later", rest)
+    turns, steps, seconds = Turns(LoopTime(clock), share=share, burst_seconds=burst_seconds), 100, 0.002
+
+    def step() -> None:
+        clock.now += seconds
+
+    for _ in range(steps):
+        await turns.run("user", step)
+    owed = steps * seconds * (1 / share - 1)
+    assert 0 <= owed - sum(rests) <= burst_seconds + seconds * (1 / share - 1) + 1e-9
+
+
+async def test_calls_of_one_user_run_in_turns_of_the_loop_and_another_waits_for_one_of_them() -> None:
+    clock = Clock()
+    turns = Turns(LoopTime(clock))
+    done: list[tuple[int, str]] = []
+    rounds = 0
+
+    def call(user: str) -> None:
+        done.append((rounds, user))
+        clock.now += SECONDS
+
+    tasks = [asyncio.create_task(turns.run("many", functools.partial(call, "many"))) for _ in range(5)]
+    tasks.append(asyncio.create_task(turns.run("one", functools.partial(call, "one"))))
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        rounds += 1
+        assert rounds < 100
+    assert len({round_ for round_, _ in done}) == 6, f"two ran in one round: {done}"
+    assert [user for _, user in done].index("one") <= 1, "another user waits for the first one's"
+
+
+async def test_a_call_that_nobody_waits_for_any_more_is_not_made() -> None:
+    turns = Turns(LoopTime(Clock()))
+    made: list[int] = []
+    first, cancelled, last = (
+        asyncio.create_task(turns.run("u", functools.partial(made.append, number))) for number in range(3)
+    )
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait_for(last, 10)
+    assert first.done()
+    assert cancelled.cancelled()
+    assert made == [0, 2]
+
+
+async def test_what_a_call_returns_or_raises_reaches_who_waits_for_it() -> None:
+    turns = Turns(LoopTime(Clock()))
+    assert await turns.run("u", lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await turns.run("u", lambda: 1 // 0)
 
 
 async def test_a_step_that_fails_does_not_hold_up_the_others() -> None:
