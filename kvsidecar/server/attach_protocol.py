@@ -6,7 +6,7 @@
      |              | |   '-------finish-----> LEAVING --accepted-----^
      |              | '--gone---> ORPHANED <--gone--'                 |
      |              |                 '-----------accepted------------'
-     '--finish--> LEAVING         each of the three --refused--> OVER
+     '--finish--> LEAVING         each of the three, and NEW, --refused--> OVER
      '--gone----> OVER
 
 A registration cannot be cancelled, because the driver call that imports memory cannot: a stream that ends meanwhile
@@ -26,8 +26,9 @@ MAX_EARLY_BYTES = 1024 * 1024
 
 State = Enum("State", "NEW REGISTERING LEAVING ORPHANED OPEN ENDING OVER")
 S = State
-_NEXT: Final[dict[State, dict[str, State]]] = {
-    S.NEW: {"begin": S.REGISTERING, "finish": S.LEAVING, "gone": S.OVER},
+Event = Literal["begin", "accepted", "refused", "finish", "gone", "ended"]
+_NEXT: Final[dict[State, dict[Event, State]]] = {
+    S.NEW: {"begin": S.REGISTERING, "refused": S.OVER, "finish": S.LEAVING, "gone": S.OVER},
     S.REGISTERING: {"accepted": S.OPEN, "refused": S.OVER, "finish": S.LEAVING, "gone": S.ORPHANED},
     S.LEAVING: {"accepted": S.ENDING, "refused": S.OVER, "gone": S.ORPHANED},
     S.ORPHANED: {"accepted": S.ENDING, "refused": S.OVER},
@@ -88,6 +89,8 @@ class AttachProtocol:
     def finish(self, error: KVSidecarError | None = None) -> list[tuple[Do, Any]]:
         """The client half-closes, or there is an error: the first of these counts."""
         begun = self.state is not State.NEW
+        if error is not None and not begun:
+            return self.refused(error)
         if not self._enter("finish"):
             return []
         self._error = error
@@ -102,7 +105,7 @@ class AttachProtocol:
     def ended(self) -> list[tuple[Do, Any]]:
         return [("tell", self._error)] if self._enter("ended") else []
 
-    def _enter(self, event: str) -> bool:
+    def _enter(self, event: Event) -> bool:
         """The only place where the state changes. Returns whether it does."""
         before, self.state = self.state, _NEXT[self.state].get(event, self.state)
         assert self.state is not before or event in _IGNORED, f"{event!r} is impossible in {before}"

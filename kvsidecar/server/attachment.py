@@ -59,7 +59,7 @@ class Attachment(ABC):
 
     def lose(self, error: KVSidecarError) -> None:
         """As `finish`, and count the refusal."""
-        if self._protocol.state in (State.REGISTERING, State.OPEN):
+        if self._protocol.state in (State.NEW, State.REGISTERING, State.OPEN):
             self._handler.count_refusal(error)
         self.finish(error)
 

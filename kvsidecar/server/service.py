@@ -156,9 +156,7 @@ class _Attached(Attachment):
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
                 message = await self._context.read()
         except TimeoutError:
-            silent = LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once")
-            self._handler.count_refusal(silent)
-            self.tell(silent)
+            self.lose(LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once"))
             return
         while message is not grpc.aio.EOF:
             if self._unread.qsize() >= MAX_UNREAD:

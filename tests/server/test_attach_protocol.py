@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvsidecar.errors import InvalidRequest, LimitExceeded, UnknownPeer
-from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES, AttachProtocol, Do, State
+from kvsidecar.server.attach_protocol import _NEXT, MAX_EARLY_BYTES, AttachProtocol, Do, State
 
 SESSION: Any = object()
 REFUSED, FIRST_ERROR, LATER_ERROR = InvalidRequest("refused"), LimitExceeded("first"), UnknownPeer("later")
@@ -18,6 +19,14 @@ def open_stream() -> AttachProtocol:
     stream = AttachProtocol()
     stream.receive("register")
     stream.accepted(SESSION)
+    return stream
+
+
+def in_state(state: State) -> AttachProtocol:
+    stream = AttachProtocol()
+    for event in WAYS[state].split():
+        EVENTS[event](stream)
+    assert stream.state is state
     return stream
 
 
@@ -89,9 +98,84 @@ def test_the_first_error_counts() -> None:
     assert stream.ended() == [("tell", FIRST_ERROR)]
 
 
-def test_a_registration_is_not_answered_twice() -> None:
+S = State
+EVENTS: dict[str, Callable[[AttachProtocol], list[tuple[Do, Any]]]] = {
+    "begin": lambda stream: stream.receive("register"),
+    "accepted": lambda stream: stream.accepted(SESSION),
+    "refused": lambda stream: stream.refused(REFUSED),
+    "finish": AttachProtocol.finish,
+    "gone": AttachProtocol.gone,
+    "ended": AttachProtocol.ended,
+}
+WAYS = {
+    S.NEW: "",
+    S.REGISTERING: "begin",
+    S.LEAVING: "begin finish",
+    S.ORPHANED: "begin gone",
+    S.OPEN: "begin accepted",
+    S.ENDING: "begin accepted finish",
+    S.OVER: "begin refused",
+}
+"""To each state."""
+OPENED, ENDED, CUT = ("open", SESSION), ("end", SESSION), ("cut", SESSION)
+TRANSITIONS: tuple[tuple[State, str, State, list[tuple[str, Any]]], ...] = (
+    (S.NEW, "begin", S.REGISTERING, [("register", "register")]),
+    (S.NEW, "refused", S.OVER, [("tell", REFUSED)]),
+    (S.NEW, "finish", S.LEAVING, [("register", None)]),
+    (S.NEW, "gone", S.OVER, []),
+    (S.REGISTERING, "accepted", S.OPEN, [OPENED]),
+    (S.REGISTERING, "refused", S.OVER, [("tell", REFUSED)]),
+    (S.REGISTERING, "finish", S.LEAVING, []),
+    (S.REGISTERING, "gone", S.ORPHANED, []),
+    (S.LEAVING, "accepted", S.ENDING, [OPENED, ENDED]),
+    (S.LEAVING, "refused", S.OVER, [("tell", REFUSED)]),
+    (S.LEAVING, "gone", S.ORPHANED, []),
+    (S.ORPHANED, "accepted", S.ENDING, [CUT]),
+    (S.ORPHANED, "refused", S.OVER, [("tell", REFUSED)]),
+    (S.OPEN, "finish", S.ENDING, [ENDED]),
+    (S.OPEN, "gone", S.ENDING, [CUT]),
+    (S.ENDING, "ended", S.OVER, [("tell", None)]),
+)
+"""State, event, the state that follows, and what is to be done."""
+
+
+@pytest.mark.parametrize(("state", "event", "following", "todo"), TRANSITIONS)
+def test_each_event_leads_to_one_state_and_says_what_is_to_be_done(
+    state: State, event: str, following: State, todo: list[tuple[str, Any]]
+) -> None:
+    stream = in_state(state)
+    assert EVENTS[event](stream) == todo
+    assert stream.state is following
+
+
+def test_no_transition_is_untested() -> None:
+    table = {(state, event) for state, events in _NEXT.items() for event in events}
+    assert table == {(state, event) for state, event, _, _ in TRANSITIONS}
+
+
+def others(*events: str) -> list[tuple[State, str]]:
+    """These events in the states where the table lacks them."""
+    return [(state, event) for state in State for event in events if event not in _NEXT[state]]
+
+
+@pytest.mark.parametrize(("state", "event"), others("accepted", "refused"))
+def test_a_registration_is_answered_only_once_it_has_begun_and_only_once(state: State, event: str) -> None:
+    stream = in_state(state)
     with pytest.raises(AssertionError):
-        open_stream().accepted(SESSION)
+        EVENTS[event](stream)
+
+
+@pytest.mark.parametrize(("state", "event"), others("finish", "gone", "ended"))
+def test_an_end_after_the_first_changes_no_state(state: State, event: str) -> None:
+    stream = in_state(state)
+    assert EVENTS[event](stream) == ([CUT] if (state, event) == (S.ENDING, "gone") else [])
+    assert stream.state is state
+
+
+def test_a_stream_with_an_error_before_its_first_message_registers_nothing_and_is_told_the_error() -> None:
+    stream = AttachProtocol()
+    assert stream.finish(FIRST_ERROR) == [("tell", FIRST_ERROR)]
+    assert stream.state is State.OVER
 
 
 @pytest.mark.parametrize("seed", range(200))
