@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from enum import Enum
 
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.sessions import Instances
@@ -145,6 +146,29 @@ class AttachSocket:
             self.on_gone(peer)
 
 
+class _State(Enum):
+    """::
+
+    HELLO --welcome--> SERVED --gone--> LEAVING --its turn--> ENDED
+      '----refused, broken-----'--broken------------------------^
+    """
+
+    HELLO = "hello"
+    """Not all of its Hello has been read."""
+    SERVED = "served"
+    LEAVING = "leaving"
+    """Its client has gone; what is to be done about it waits for its turn."""
+    ENDED = "ended"
+
+
+_NEXT = {
+    _State.HELLO: (_State.SERVED, _State.ENDED),
+    _State.SERVED: (_State.LEAVING, _State.ENDED),
+    _State.LEAVING: (_State.ENDED,),
+    _State.ENDED: (),
+}
+
+
 class _Connection:
     """One connection, from its acceptance to its end.
 
@@ -157,14 +181,19 @@ class _Connection:
         self._connection = arrival.connection
         self._loop = asyncio.get_running_loop()
         self._frames = FrameReader(MAX_HELLO_BYTES)
+        self._state = _State.HELLO
         self._peer: Peer | None = None
         """None before its Welcome."""
         self._local: LocalConnection | None = None
         self._transport: asyncio.BaseTransport | None = None
         self._pidfd: int | None = None
-        self._ending = self._ended = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._take, self._refuse_late)
         self._watch(self._connection.fileno(), self._readable)
+
+    def _enter(self, state: _State) -> None:
+        """The only place where the state changes."""
+        assert state in _NEXT[self._state], (self._state, state)
+        self._state = state
 
     def shut_down(self) -> None:
         """The daemon exits. The end of the stream is seen, and cleaned up as for a client that has gone."""
@@ -190,7 +219,7 @@ class _Connection:
 
     def _read(self) -> None:
         self._arrival.waits = False
-        if self._ended:
+        if self._state is not _State.HELLO:  # it was late
             return
         try:
             hello = self._receive()
@@ -201,6 +230,7 @@ class _Connection:
             self._owner.arrivals.complete(self._arrival)
             self._late.cancel()
             self._peer, self._local = self._owner.welcome(self._arrival, self._who, hello)
+            self._enter(_State.SERVED)
             self._wait_until_gone()
         except KVSidecarError as error:
             self._refuse(error)
@@ -251,13 +281,12 @@ class _Connection:
         return hello
 
     def _refuse_late(self) -> None:
-        if self._peer is None:
+        if self._state is _State.HELLO:
             self._refuse(Unfinished(f"no Hello was complete within {HELLO_SECONDS:g} s"))
 
     def _refuse(self, error: KVSidecarError) -> None:
-        if not self._ended:
-            self._owner.reject(self._connection, error)
-            self._end()
+        self._owner.reject(self._connection, error)
+        self._end()
 
     # -- after it --------------------------------------------------------------------------------------------------
 
@@ -282,7 +311,7 @@ class _Connection:
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
             self._gone()
-        if self._ended:
+        if self._state is _State.ENDED:
             self._abort()
 
     def _drain(self) -> None:
@@ -297,8 +326,8 @@ class _Connection:
         self._gone()
 
     def _gone(self) -> None:
-        if not self._ending:
-            self._ending = True
+        if self._state is _State.SERVED:
+            self._enter(_State.LEAVING)
             self._stop_listening()
             self._take(self._end)
 
@@ -313,11 +342,9 @@ class _Connection:
             self._transport.abort()
 
     def _end(self) -> None:
-        if self._ended:
-            return
-        if not self._ending:
+        if self._state is not _State.LEAVING:
             self._stop_listening()
-        self._ending = self._ended = True
+        self._enter(_State.ENDED)
         self._late.cancel()
         if self._pidfd is not None:
             os.close(self._pidfd)
