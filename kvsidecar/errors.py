@@ -21,12 +21,12 @@ class Refusal(StrEnum):
     POOL_FULL = "pool_full"
     """The pool has too few free or evictable slots for the whole job. Nothing was evicted."""
     POOL_FRAGMENTED = "pool_fragmented"
-    """The pool has enough bytes, but pinned blocks of another size (leased, or being copied) occupy the slabs."""
+    """The pool has enough bytes, but blocks of another size, leased or being copied, occupy the slabs."""
     TABLE_FULL = "table_full"
     """The table of the kept pool finds no memory for the records of these blocks, as the file system of ``--pool-dir``
     is full, and no old block whose records have some can be evicted for them."""
     QUOTA = "quota"
-    """The job would take its share of the pool beyond its maximum, or pin bytes that are guaranteed to other shares."""
+    """The job would take its share of the pool beyond its maximum, or use bytes that are guaranteed to other shares."""
     NOT_ADMITTED = "not_admitted"
     """With ``--eviction rhythm``: every block that would have to go for the job's is expected to be used before them. A
     normal outcome: nothing was evicted, and the blocks may be stored when they are computed again."""

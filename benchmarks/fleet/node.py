@@ -118,7 +118,9 @@ class Kept:
     def find(self, hashes: Sequence[bytes] | bytes, mode: LookupMode) -> list[bool]:
         return self.cache.lookup(self.space, hashes, mode)
 
-    def pin(self, hashes: Sequence[bytes] | bytes, lease: int | None = None, now: float = 0.0) -> LoadGrant | None:
+    def begin_load(
+        self, hashes: Sequence[bytes] | bytes, lease: int | None = None, now: float = 0.0
+    ) -> LoadGrant | None:
         grant = self.cache.begin_load([(self.space, 0, hashes)], lease, now)
         return None if isinstance(grant, Refusal) else grant
 
@@ -171,8 +173,8 @@ class SimulatedTier:
     ) -> None:
         names = split(hashes)
         hits = self.kept.find(names, LookupMode.BITMAP)
-        grant = self.kept.pin([name for name, hit in zip(names, hits, strict=True) if hit])
-        assert grant is not None, "what has just been found cannot be pinned"
+        grant = self.kept.begin_load([name for name, hit in zip(names, hits, strict=True) if hit])
+        assert grant is not None, "what has just been found cannot be loaded"
         over = False
 
         def ended() -> None:
@@ -297,7 +299,7 @@ class Node:
         """A prompt: what the GPU has is used, the rest is looked up in the pool and behind it."""
         packed = pack(request.blocks)
         hits = self.gpu.find(packed, LookupMode.PREFIX).count(True)
-        if hits and (grant := self.gpu.pin(packed[: hits * HASH_BYTES])) is not None:
+        if hits and (grant := self.gpu.begin_load(packed[: hits * HASH_BYTES])) is not None:
             self.gpu.cache.end_load(grant)
         self._count("requests", 1)
         self._count("blocks", len(request.blocks))
@@ -339,7 +341,7 @@ class Node:
         grant = None
         if hits:
             assert waiting.lease is not None
-            grant = self.pool.pin(waiting.rest[: hits * HASH_BYTES], waiting.lease.id, now)
+            grant = self.pool.begin_load(waiting.rest[: hits * HASH_BYTES], waiting.lease.id, now)
             assert grant is not None, "leased blocks cannot be loaded"
             cache.release(waiting.lease.id)
         loading = hits * UNIT / self._link_rate

@@ -106,7 +106,7 @@ class CachePool:
         )
         hits = found.count(True)
         if lease is not None:
-            grant = self._kept.pin(packed[: hits * HASH_BYTES], lease.id, use.at)
+            grant = self._kept.begin_load(packed[: hits * HASH_BYTES], lease.id, use.at)
             assert grant is not None, "leased blocks cannot be loaded"
             cache.release(lease.id)
             cache.end_load(grant)

@@ -45,7 +45,7 @@ SPARSE = 8
 COLUMNS = (
     "slots",
     "missing",
-    "pins",
+    "refs",
     "evictable",
     "last_used",
     "expires",
@@ -75,7 +75,7 @@ class SpaceBlocks:
     def __init__(self, space: Space, number: int, capacity: int, seed: int, rhythm: Rhythm | None = None) -> None:
         self.space, self.number, self.capacity, self._seed, self.rhythm = space, number, capacity, seed, rhythm
         self.cleared = False
-        """Whether all blocks are detached. `BlockTable.sweep` frees those that are not pinned."""
+        """Whether all blocks are detached. `BlockTable.sweep` frees those without a reference."""
         self.swept = 0
         """Number of rows that the sweep has visited."""
         self.readable = 0
@@ -102,10 +102,10 @@ class SpaceBlocks:
         """Per shard the slot of its sealed bytes, `NO_SLOT` or `FILLING`."""
         self.missing = np.zeros(1, np.int32)
         """Number of shards that are not sealed. A block is readable when none is missing."""
-        self.pins = np.zeros(1, np.int32)
+        self.refs = np.zeros(1, np.int32)
         """Number of leases, running loads and open reservations."""
         self.evictable = np.zeros(1, np.bool_)
-        """Whether the block is not pinned and has a sealed shard. The eviction policy has exactly these blocks."""
+        """Whether the block has a sealed shard and no reference. The eviction policy has exactly these blocks."""
         self.last_used = np.zeros(1, np.int64)
         """Tick of the last use that has ended. The eviction policy has its blocks in this order."""
         self.expires = np.zeros(1, np.uint32)
@@ -121,7 +121,7 @@ class SpaceBlocks:
         self.marks = np.zeros(1, np.uint8)
         """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
-        """Whether the block has left the index. It exists until its last pin ends."""
+        """Whether the block has left the index. It exists until its last reference ends."""
         self.superseded: set[int] = set()
         """Detached because they had expired when they were stored again: loads under a lease still find them."""
         self.tiers = np.zeros(1, np.uint8)
@@ -139,7 +139,7 @@ class SpaceBlocks:
         """Add blocks without slots to the index. Returns their rows."""
         recycled = min(len(keys), self._num_freed)
         fresh = len(keys) - recycled
-        if self.rows_used + fresh > len(self.pins):
+        if self.rows_used + fresh > len(self.refs):
             self._lengthen(self.rows_used + fresh)
         self._num_freed -= recycled
         rows = np.arange(self.rows_used - recycled, self.rows_used + fresh)
@@ -291,7 +291,7 @@ class SpaceBlocks:
         """Shrink the table to the rows that its blocks need. It renumbers rows: call it between requests only.
 
         Returns:
-            The slots of the blocks and their new owners; None, with nothing changed, if a block is pinned.
+            The slots of the blocks and their new owners; None, with nothing changed, if a block has a reference.
         """
         rows = np.concatenate((NO_INTS, *(piece for each in self.priorities for piece in self.candidates(each))))
         if len(rows) < len(self):
@@ -315,7 +315,7 @@ class SpaceBlocks:
 
     def _lengthen(self, rows: int) -> None:
         """Make room for ``rows`` rows. Copies the columns."""
-        length = max(rows, FIRST_ROWS, 4 * len(self.pins))
+        length = max(rows, FIRST_ROWS, 4 * len(self.refs))
         if length > COPIED_ROWS:
             length = max(2 * rows, min(self.capacity, SLOTS_BYTES // self.slots.itemsize // self.space.num_shards))
         for name in COLUMNS:
@@ -325,17 +325,17 @@ class SpaceBlocks:
         self.index.reserve(length)
         self.queues.reserve(length)
 
-    def unpin(self, rows: Ints) -> Ints:
-        """Remove one pin of each of these blocks. Returns the blocks that are no longer pinned."""
-        pins = self.pins[rows] - 1
-        self.pins[rows] = pins
-        return rows[pins == 0] if np.count_nonzero(pins) else rows
+    def drop_refs(self, rows: Ints) -> Ints:
+        """Drop one reference to each of these blocks. Returns the blocks that have none left."""
+        refs = self.refs[rows] - 1
+        self.refs[rows] = refs
+        return rows[refs == 0] if np.count_nonzero(refs) else rows
 
     def can_stay(self, rows: Ints) -> bool:
         """Whether each of these blocks is in the index and has a sealed shard."""
         return not any_true(self.detached[rows]) and not any_true(self.missing[rows] == self.space.num_shards)
 
-    def held_slots(self, rows: Ints) -> Ints | list[int]:
+    def sealed_slots(self, rows: Ints) -> Ints | list[int]:
         """The slots of the sealed shards of these blocks."""
         if len(rows) * self.space.num_shards <= FEW:
             shards = range(self.space.num_shards)
@@ -384,8 +384,8 @@ class SpaceBlocks:
     def readable_hashes(self, first: int, end: int) -> bytes:
         """The hashes of the readable blocks in rows ``first`` to ``end``, joined."""
         rows = slice(first, min(end, self.rows_used))
-        # Rows of deleted blocks are neither evictable nor pinned; their other columns are what they were.
-        there = self.evictable[rows] | (self.pins[rows] > 0)
+        # Rows of deleted blocks are not evictable and have no references; their other columns are what they were.
+        there = self.evictable[rows] | (self.refs[rows] > 0)
         there &= (self.missing[rows] == 0) & ~self.detached[rows]
         return self.index.hashes_of(there.nonzero()[0] + first)
 
@@ -497,20 +497,20 @@ class StoreGrant:
 
 @dataclass(slots=True, eq=False)
 class LoadGrant:
-    """The slots of the blocks of a load. The blocks stay pinned until `BlockCache.end_load`."""
+    """The slots of the blocks of a load. They stay until `BlockCache.end_load`."""
 
     slots: list[Ints]
     """Per part: byte offsets in the pool, in the order of its hashes."""
     rows: list[Ints]
     """Per part: rows of its hashes."""
     chains: list[Chain]
-    """Per part: the pinned blocks."""
+    """Per part: the blocks that are referenced."""
     open: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class WriteGrant:
-    """Blocks of one space that a slower tier is given. They stay pinned until `BlockCache.end_write`."""
+    """Blocks of one space that a slower tier is given. They stay until `BlockCache.end_write`."""
 
     chain: Chain
     hashes: bytes

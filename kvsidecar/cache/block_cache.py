@@ -99,9 +99,9 @@ class BlockCache:
         borrowed of a guarantee is evicted when its share stores."""
         self._table.set_shares(Shares(limits))
 
-    def pin_room(self, space: Space) -> int:
-        """Bytes that the share of this space may still pin."""
-        return self._room.pin_room(space.share)
+    def busy_room(self, space: Space) -> int:
+        """Bytes that the share of this space may still reference or fill."""
+        return self._room.busy_room(space.share)
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
@@ -181,11 +181,11 @@ class BlockCache:
         lease = self._leases.get(lease_id, now) if lease_id else None
         if lease is not None and lease.owner != owner:
             lease = None
-        if any(len(chain.rows) for chain in chains) and self._room.may_pin(chains):
+        if any(len(chain.rows) for chain in chains) and self._room.may_reference(chains):
             if self._prompts is not None:
                 for blocks, keys, rows, hits in found:
                     self._prompts.end_told(blocks, keys, rows, hits)
-            self._table.pin(chains)
+            self._table.add_refs(chains)
             if lease is None:
                 lease = self._leases.add(owner, chains, now + ttl)
             else:
@@ -346,11 +346,11 @@ class BlockCache:
     # -- load --------------------------------------------------------------------------------------------------
 
     def begin_load(self, parts: Sequence[ShardPart], lease_id: int | None, now: float) -> LoadGrant | Refusal:
-        """Pin all blocks until `end_load`, and return the slots of this shard.
+        """Reference all blocks until `end_load`, and return the slots of this shard.
 
         All or nothing: `Refusal.STALE_LEASE` if the named lease has expired or never existed, `Refusal.NOT_FOUND` if a
-        block is not readable, `Refusal.QUOTA` if the pins would take what is guaranteed to another share. A lease that
-        its client has just released is ignored, as if none was named: the release may have overtaken the load.
+        block is not readable, `Refusal.QUOTA` if that would take what is guaranteed to another share. A lease that its
+        client has just released is ignored, as if none was named: the release may have overtaken the load.
 
         Raises:
             InvalidRequest: no rank with this shard has attached.
@@ -367,9 +367,9 @@ class BlockCache:
                 return Refusal.NOT_FOUND
             found.append(rows)
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
-        if not self._room.may_pin(chains):
+        if not self._room.may_reference(chains):
             return Refusal.QUOTA
-        self._table.pin(chains)
+        self._table.add_refs(chains)
         slots = [space.blocks.slots[shard, rows] for (space, shard, _), rows in zip(parts, found, strict=True)]
         grant = LoadGrant(slots, found, chains)
         self._loads.add(grant)
@@ -379,7 +379,7 @@ class BlockCache:
         """End a load: nothing reads the slots any more."""
         _close(grant)
         self._loads.remove(grant)
-        self._table.unpin(grant.chains, self._next_tick())
+        self._table.drop_refs(grant.chains, self._next_tick())
 
     def mark_corrupt(self, grant: LoadGrant, part: int, index: int) -> None:
         """Report that a shard differs from the bytes that were sealed. Its block is a miss from now on, and its slot is
@@ -436,7 +436,7 @@ class BlockCache:
             blocks.superseded = {
                 row for row in blocks.superseded if bytes(blocks.index.words_of(np.array([row]))) not in words
             }
-        for row in rows[(blocks.pins[rows] > 0) & (blocks.missing[rows] == 0)].tolist():
+        for row in rows[(blocks.refs[rows] > 0) & (blocks.missing[rows] == 0)].tolist():
             self._table.forget(blocks, row)
         self._table.evict(Chain(blocks, rows[blocks.evictable[rows]]))
         return before - self._table.readable_blocks
@@ -477,7 +477,7 @@ class BlockCache:
 
     def _end_leases(self, leases: list[Lease]) -> list[Lease]:
         for lease in leases:
-            self._table.unpin(lease.chains, self._next_tick())
+            self._table.drop_refs(lease.chains, self._next_tick())
         return leases
 
     def _next_tick(self) -> int:

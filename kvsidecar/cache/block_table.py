@@ -1,4 +1,4 @@
-"""The blocks of all spaces, and the states of a block: created, filling, pinned, evictable, detached, deleted."""
+"""The blocks of all spaces, and the states of a block: created, filling, referenced, evictable, detached, deleted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BlockTable:
     """Creates and deletes blocks and changes the states of their slots. `BlockCache` decides when.
 
     An evictable block is in the policy of its space, and its sealed slots are EVICTABLE. The sealed slots of any other
-    block are HELD. Every method leaves each block in one of these two states.
+    block are IN_USE. Every method leaves each block in one of these two states.
     """
 
     def __init__(self, allocator: SlotAllocator, seed: int, eviction: Eviction = Eviction.LRU) -> None:
@@ -64,7 +64,7 @@ class BlockTable:
         self.cleared_bytes = 0
         """Of cleared blocks that nobody uses and `sweep` has not freed yet."""
         self.leased_bytes = 0
-        """Bytes of the blocks that leases and loads pin."""
+        """Bytes of the blocks that leases and loads reference."""
         self.evicted_blocks = 0
         self.evicted_bytes = 0
         self.expired_blocks = 0
@@ -173,8 +173,8 @@ class BlockTable:
         blocks, rows = part.blocks, part.rows
         self.num_blocks += len(part.created)
         if len(part.created) < len(rows):
-            self._hold(blocks, rows[blocks.evictable[rows]])
-        blocks.pins[rows] += 1
+            self._mark_in_use(blocks, rows[blocks.evictable[rows]])
+        blocks.refs[rows] += 1
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
         self.shares.change(blocks, part.slot_size * len(rows), 0)
 
@@ -226,33 +226,35 @@ class BlockTable:
             self.readable_blocks += readable
             if readable and self.outlets and (outlet := self.outlets.get(blocks.space.namespace)):
                 outlet(Residency.STORED, blocks.space.group, blocks.index.hashes_of(rows[whole]))
-        self._unpin(blocks, rows, tick, SlotState.HELD if blocks.space.num_shards > 1 else SlotState.RESERVED)
+        self._drop_refs(blocks, rows, tick, SlotState.IN_USE if blocks.space.num_shards > 1 else SlotState.RESERVED)
         return readable
 
     def discard(self, part: StorePart, tick: int) -> None:
         """Remove shards that will never be complete. Their slots have been freed."""
         part.blocks.slots[part.shard, part.rows] = NO_SLOT
         self.shares.change(part.blocks, -part.slot_size * len(part.rows), 0)
-        self._unpin(part.blocks, part.rows, tick)
+        self._drop_refs(part.blocks, part.rows, tick)
 
     # -- use ---------------------------------------------------------------------------------------------------
 
-    def pin(self, chains: Iterable[Chain]) -> None:
-        """Prevent the eviction of readable blocks until `unpin`."""
+    def add_refs(self, chains: Iterable[Chain]) -> None:
+        """Prevent the eviction of readable blocks until `drop_refs`."""
         for chain in chains:
             blocks, rows = chain.blocks, chain.rows
             idle = rows[blocks.evictable[rows]]
-            self._hold(blocks, idle)
+            self._mark_in_use(blocks, idle)
             if self.rhythm is not None and len(idle):
                 self.rhythm.use(blocks.gaps, blocks.last_used, idle)
             self.leased_bytes += len(idle) * blocks.space.block_bytes
-            blocks.pins[rows] += 1
+            blocks.refs[rows] += 1
 
-    def unpin(self, chains: Iterable[Chain], tick: int) -> None:
-        """Remove one pin of each block. The blocks count as used now, the deepest of a prefix as the oldest."""
+    def drop_refs(self, chains: Iterable[Chain], tick: int) -> None:
+        """Drop one reference to each block. The blocks count as used now, the deepest of a prefix as the oldest."""
         for chain in chains:
-            chain.blocks.last_used[chain.rows] = tick  # of those that others still pin, too: see `BlockCache.end_write`
-            idle = self._unpin(chain.blocks, chain.rows, tick)
+            chain.blocks.last_used[chain.rows] = (
+                tick  # of those that others still need, too: see `BlockCache.end_write`
+            )
+            idle = self._drop_refs(chain.blocks, chain.rows, tick)
             self.leased_bytes -= idle * chain.blocks.space.block_bytes
 
     def touch(self, parts: Iterable[StorePart], tick: int) -> None:
@@ -270,7 +272,7 @@ class BlockTable:
         rows = rows[first_of_each(rows)][::-1]
         blocks.remove(rows)
         blocks.insert(rows)
-        slots = blocks.held_slots(rows)
+        slots = blocks.sealed_slots(rows)
         self.slots.touch(slots, tick)
         if self.records is not None:
             self.records.touch(self.slots.places(slots), tick)
@@ -295,16 +297,16 @@ class BlockTable:
         self.forget(blocks, row)
 
     def forget(self, blocks: SpaceBlocks, row: int) -> None:
-        """Detach a pinned block, or one that is detached: nothing may load it any more."""
+        """Detach a referenced block, or one that is detached: nothing may load it any more."""
         blocks.superseded.discard(row)
         if self.records is not None:
-            self.records.unseal(self.slots.places(blocks.held_slots(np.array([row]))))
+            self.records.unseal(self.slots.places(blocks.sealed_slots(np.array([row]))))
         if not blocks.cleared and not blocks.detached[row]:
             self._detach(blocks, np.array([row]))
             self._drop_if_unused(blocks.space)
 
     def clear(self, space: Space) -> None:
-        """Detach all blocks of the space in O(1). `sweep` frees those that are not pinned."""
+        """Detach all blocks of the space in O(1). `sweep` frees those without a reference."""
         blocks = space.blocks
         if not len(blocks):
             return
@@ -323,7 +325,7 @@ class BlockTable:
         self._drop_if_unused(space)
 
     def sweep(self, limit: int) -> bool:
-        """Visit up to ``limit`` cleared blocks and free those that are not pinned. False when none is left."""
+        """Visit up to ``limit`` cleared blocks and free those without a reference. False when none is left."""
         while limit > 0 and self._cleared:
             blocks = self._cleared[0]
             rows = np.arange(blocks.swept, min(blocks.swept + limit, blocks.rows_used))
@@ -345,22 +347,22 @@ class BlockTable:
             return True
         return False
 
-    def _hold(self, blocks: SpaceBlocks, rows: Ints) -> None:
+    def _mark_in_use(self, blocks: SpaceBlocks, rows: Ints) -> None:
         """Make evictable blocks not evictable."""
         if len(rows):
             blocks.evictable[rows] = False
             blocks.remove(rows)
-            slots = blocks.held_slots(rows)
-            self.slots.hold(slots)
+            slots = blocks.sealed_slots(rows)
+            self.slots.mark_in_use(slots)
             self.shares.change(blocks, 0, -self._nbytes(blocks, slots))
 
-    def _unpin(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.HELD) -> int:
-        """Remove one pin of each block. Blocks without a pin become evictable, or are freed if they are detached.
+    def _drop_refs(self, blocks: SpaceBlocks, rows: Ints, tick: int, slots_are: SlotState = SlotState.IN_USE) -> int:
+        """Drop one reference to each block. Blocks without one become evictable, or are freed if they are detached.
 
         Returns:
-            The number of blocks that are no longer pinned.
+            The number of blocks that have no reference left.
         """
-        idle = blocks.unpin(rows)[::-1]
+        idle = blocks.drop_refs(rows)[::-1]
         if not len(idle):
             return 0
         if blocks.cleared:
@@ -379,7 +381,7 @@ class BlockTable:
         blocks.evictable[rows] = True
         blocks.last_used[rows] = tick
         blocks.insert(rows)
-        slots = blocks.held_slots(rows)
+        slots = blocks.sealed_slots(rows)
         self.slots.mark_evictable(slots, tick, slots_are)
         self.shares.change(blocks, 0, self._nbytes(blocks, slots))
         if self.records is not None and slots_are is not SlotState.RESERVED:  # else `seal` has recorded the use
@@ -402,12 +404,12 @@ class BlockTable:
         return len(slots) * size if size else self.slots.bytes_of(slots)
 
     def _free(self, blocks: SpaceBlocks, rows: Ints, *, evictable: bool = False) -> int:
-        """Delete blocks that are detached and not pinned. Returns the bytes of their slots.
+        """Delete blocks that are detached and have no reference. Returns the bytes of their slots.
 
         Args:
             evictable: their slots still are.
         """
-        slots = blocks.held_slots(rows)
+        slots = blocks.sealed_slots(rows)
         nbytes = self._nbytes(blocks, slots)
         if evictable and blocks.cleared:
             self.cleared_bytes -= nbytes

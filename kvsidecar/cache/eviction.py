@@ -288,7 +288,7 @@ class _EvictionPlan:
         plan = self._allocation.free if mark == VICTIM else self._allocation.undo_free
         for chain in victims:
             chain.blocks.marks[chain.rows] = mark
-            plan(chain.blocks.held_slots(chain.rows))
+            plan(chain.blocks.sealed_slots(chain.rows))
             if self._budget is not None:
                 nbytes = chain.blocks.bytes_of(chain.rows)
                 self._budget.take(chain.blocks.space.share, nbytes if mark == VICTIM else -nbytes)

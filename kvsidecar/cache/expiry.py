@@ -118,7 +118,7 @@ class Expiry:
             heappush(self._due, (second, blocks.number))
 
     def expired(self, blocks: SpaceBlocks, rows: Ints) -> Bools:
-        """Which of these blocks have expired. They may be pinned."""
+        """Which of these blocks have expired. They may be in use."""
         seconds = blocks.expires[rows]
         gone: Bools = (seconds != 0) & (seconds <= self.now)
         if tick := blocks.space.share.idle_tick:
@@ -142,7 +142,7 @@ class Expiry:
         rows = blocks.index.find(keys)
         rows = rows[rows >= 0]
         gone = np.unique(rows[self.expired(blocks, rows)])
-        for row in gone[(blocks.pins[gone] > 0) & (blocks.missing[gone] == 0)].tolist():
+        for row in gone[(blocks.refs[gone] > 0) & (blocks.missing[gone] == 0)].tolist():
             self._table.forget(blocks, row)
             blocks.superseded.add(row)
         self._evict(blocks, gone)
@@ -174,7 +174,7 @@ class Expiry:
         scan.row += SCAN
         seconds = blocks.expires[rows]
         gone = (seconds != 0) & (seconds <= self.now)
-        if any_true(blocks.pins[rows[gone]] > 0):
+        if any_true(blocks.refs[rows[gone]] > 0):
             scan.see(self.now + 1)  # as soon as nobody needs them
         later = seconds[seconds > self.now]
         if len(later):
@@ -182,7 +182,7 @@ class Expiry:
         if blocks.idling:
             until = self._idle_until(blocks, rows)
             # Rows without a block have what their last block had.
-            timed = (blocks.idle[rows] > 0) & (blocks.evictable[rows] | (blocks.pins[rows] > 0))
+            timed = (blocks.idle[rows] > 0) & (blocks.evictable[rows] | (blocks.refs[rows] > 0))
             gone |= timed & (until <= self.now)
             if any_true(idle := timed & (until > self.now)):
                 scan.see(int(until[idle].min()))

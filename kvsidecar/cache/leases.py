@@ -1,4 +1,4 @@
-"""The live leases by id, owner and expiry. The cache pins their blocks."""
+"""The live leases by id, owner and expiry. Their blocks are referenced."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Reader:
         """Whether these blocks are readable, have not expired, and lie below `below`; row -1 is not.
 
         Args:
-            leased: whether those that are pinned are readable though they have expired: a lease is a promise.
+            leased: whether those with a reference are readable though they have expired: a lease is a promise.
         """
         blocks, below = space.blocks, self.below
         readable: Bools = (rows >= 0) & (blocks.missing[rows] == 0)
@@ -76,5 +76,5 @@ class Reader:
             readable &= (ends <= below).all(axis=0)
         if blocks.expiring:
             gone = self._expiry.expired(blocks, rows)
-            readable &= ~(gone & (blocks.pins[rows] == 0)) if leased else ~gone
+            readable &= ~(gone & (blocks.refs[rows] == 0)) if leased else ~gone
         return readable

@@ -135,12 +135,12 @@ class Room:
         table.evict(min(candidates, key=lambda chain: int(chain.blocks.last_used[chain.rows[0]])))
         return table.slots.find_free(below)
 
-    def pin_room(self, share: Share) -> int:
-        """Bytes that a share may still pin or fill."""
-        return self._table.shares.pin_room(share, self._table.slots.usable_bytes)
+    def busy_room(self, share: Share) -> int:
+        """Bytes that a share may still reference or fill."""
+        return self._table.shares.busy_room(share, self._table.slots.usable_bytes)
 
-    def may_pin(self, chains: Sequence[Chain]) -> bool:
-        """Whether these readable blocks may be pinned without taking what is guaranteed to others."""
+    def may_reference(self, chains: Sequence[Chain]) -> bool:
+        """Whether these readable blocks may be referenced without taking what is guaranteed to others."""
         table = self._table
         if not table.shares.limited:
             return True
@@ -152,7 +152,7 @@ class Room:
             rows = np.unique(np.concatenate([chain.rows for chain in chains if chain.blocks is blocks]))
             share, idle = blocks.space.share, int(np.count_nonzero(blocks.evictable[rows]))
             wanted[share] = wanted.get(share, 0) + idle * blocks.space.block_bytes
-        return all(nbytes <= self.pin_room(share) for share, nbytes in wanted.items())
+        return all(nbytes <= self.busy_room(share) for share, nbytes in wanted.items())
 
     def _age_of(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> _Newcomers | None:
         """When the blocks that a store creates would go themselves. None: it is admitted whatever goes for it."""
@@ -176,7 +176,7 @@ class Room:
         table = self._table
         if sum(busy.values()) <= table.slots.usable_bytes - table.shares.committed:
             return True
-        return all(nbytes <= self.pin_room(share) for share, nbytes in busy.items())
+        return all(nbytes <= self.busy_room(share) for share, nbytes in busy.items())
 
     def _own_victims(self, share: Share, incoming: int, requested: Sequence[Chain]) -> list[Chain] | None:
         """What a share must give up itself to stay within its maximum. None: it cannot."""

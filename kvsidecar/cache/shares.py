@@ -5,10 +5,10 @@ up to its maximum. Three rules keep a guarantee, whatever is requested in whatev
 
 1. A store evicts a block of another share only while that share has more than its guarantee.
 2. Bytes that cannot be evicted at once (leased, loaded, being filled) could not be taken back from a borrower. So the
-   sum over all shares of the larger of these and the guarantee never exceeds the pool: a pin that would is refused.
+   sum over all shares of the larger of these and the guarantee never exceeds the pool: what would exceed it is refused.
 3. Hence a store within its guarantee finds room: it evicts what others have borrowed, then blocks of its own.
 
-The rules count bytes. With blocks of several sizes, pinned blocks may occupy slabs that another size needs
+The rules count bytes. With blocks of several sizes, blocks in use may occupy slabs that another size needs
 (`Refusal.POOL_FRAGMENTED`), as without shares.
 """
 
@@ -238,8 +238,8 @@ class Shares:
                 for priority in blocks.priorities:
                     share.add(blocks, priority)
 
-    def pin_room(self, share: Share, capacity: int) -> int:
-        """Bytes that this share may still pin or fill without taking what is guaranteed to others.
+    def busy_room(self, share: Share, capacity: int) -> int:
+        """Bytes that this share may still reference or fill without taking what is guaranteed to others.
 
         Args:
             capacity: bytes of the pool that slots can use.

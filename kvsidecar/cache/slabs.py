@@ -30,7 +30,7 @@ from kvsidecar.cache.freed import PAGE_BYTES
 
 LEVELS = 4
 """Number of groups of partly used slabs, by how full they are. New blocks go into the fullest slabs, so that a nearly
-empty slab can become whole for another size class, and pinned blocks do not spread over many slabs."""
+empty slab can become whole for another size class, and blocks in use do not spread over many slabs."""
 MAX_WASTE = 0.03
 """The most of a slab that its end, too short for a slot, may be."""
 LONGEST_SHARE = 16

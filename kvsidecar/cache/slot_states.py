@@ -20,8 +20,8 @@ class SlotState(IntEnum):
     FREE = 0
     RESERVED = 1
     """Being filled by a store."""
-    HELD = 2
-    """Sealed, but not evictable: its block is pinned, or another shard of it is being filled."""
+    IN_USE = 2
+    """Sealed, but not evictable: its block is referenced, or another shard of it is being filled."""
     EVICTABLE = 3
     """Sealed, and not in use by a lease, copy or store."""
     QUARANTINED = 4

@@ -19,7 +19,7 @@ from kvsidecar.cache.slot_states import NO_OWNER, SLOT_ALIGN, SlotState, size_cl
 
 __all__ = ["NO_OWNER", "SLOT_ALIGN", "SlotAllocator", "SlotState", "size_class"]
 
-_FREE, _RESERVED, _HELD, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # looking up enum members is slow
+_FREE, _RESERVED, _IN_USE, _EVICTABLE, _QUARANTINED = map(int, SlotState)  # looking up enum members is slow
 _UNOWNED = (_FREE, _QUARANTINED)
 
 
@@ -60,7 +60,7 @@ class SlotAllocator(CutPool):
     @property
     def busy_bytes(self) -> int:
         """Bytes of slots that eviction cannot free now."""
-        return self._bytes[_RESERVED] + self._bytes[_HELD] + self._bytes[_QUARANTINED]
+        return self._bytes[_RESERVED] + self._bytes[_IN_USE] + self._bytes[_QUARANTINED]
 
     @property
     def usable_bytes(self) -> int:
@@ -202,23 +202,23 @@ class SlotAllocator(CutPool):
         self._owners[self._locate(slots)[2]] = owners
 
     def seal(self, slots: Slots) -> None:
-        """RESERVED to HELD: they are filled."""
-        self._move(slots, _RESERVED, _HELD)
+        """RESERVED to IN_USE: they are filled."""
+        self._move(slots, _RESERVED, _IN_USE)
 
     def mark_corrupt(self, slots: Ints) -> None:
-        """HELD or EVICTABLE to QUARANTINED: their bytes differ from those that were sealed."""
+        """IN_USE or EVICTABLE to QUARANTINED: their bytes differ from those that were sealed."""
         _, sizes, at = self._locate(slots)
-        self.hold(slots[self._states[at] == _EVICTABLE])
-        self._move(slots, _HELD, _QUARANTINED)
+        self.mark_in_use(slots[self._states[at] == _EVICTABLE])
+        self._move(slots, _IN_USE, _QUARANTINED)
         if self.freed is not None and len(slots):
             self.freed.add(slots, sizes)
 
-    def hold(self, slots: Slots) -> None:
-        """EVICTABLE to HELD: their blocks are in use."""
-        self._move(slots, _EVICTABLE, _HELD)
+    def mark_in_use(self, slots: Slots) -> None:
+        """EVICTABLE to IN_USE: their blocks are in use."""
+        self._move(slots, _EVICTABLE, _IN_USE)
 
-    def mark_evictable(self, slots: Slots, tick: int, source: SlotState = SlotState.HELD) -> None:
-        """HELD to EVICTABLE, or RESERVED to EVICTABLE if a store has just filled them: their blocks were last used at
+    def mark_evictable(self, slots: Slots, tick: int, source: SlotState = SlotState.IN_USE) -> None:
+        """IN_USE to EVICTABLE, or RESERVED to EVICTABLE if a store has just filled them: their blocks were last used at
         ``tick``. Ticks never decrease."""
         self._move(slots, int(source), _EVICTABLE)
         self.touch(slots, tick)
@@ -228,7 +228,7 @@ class SlotAllocator(CutPool):
         self.slabs.touched[self.slabs.holding(slots)] = tick
 
     def free(self, slots: Slots) -> None:
-        """RESERVED, HELD or EVICTABLE to FREE."""
+        """RESERVED, IN_USE or EVICTABLE to FREE."""
         if not len(slots):
             return
         if len(slots) == 1 <= FEW:

@@ -25,7 +25,7 @@ class CacheStats:
     evictable_bytes: int
     """Part of ``used_bytes`` that a store could evict now."""
     leased_bytes: int
-    """Part of ``used_bytes`` that leases and loads pin."""
+    """Part of ``used_bytes`` that leases and loads reference."""
     blocks: int
     """Blocks that are readable, being filled, or partly sealed."""
     readable_blocks: int
@@ -48,7 +48,7 @@ def gather(table: BlockTable, *, leases: int, loads: int) -> CacheStats:
     evictable, unfit, freed = slots.bytes_in(SlotState.EVICTABLE), slots.unfit_bytes, slots.freed
     return CacheStats(
         total_bytes=slots.total_bytes,
-        used_bytes=slots.bytes_in(SlotState.HELD) + evictable,
+        used_bytes=slots.bytes_in(SlotState.IN_USE) + evictable,
         free_bytes=slots.bytes_in(SlotState.FREE) - unfit,
         reserved_bytes=slots.bytes_in(SlotState.RESERVED),
         quarantined_bytes=slots.bytes_in(SlotState.QUARANTINED),

@@ -13,7 +13,7 @@ from kvsidecar.cache.room import Room
 
 
 class TierCopies:
-    """The marks of the tiers on blocks of a table, and the pins of those that are being written.
+    """The marks of the tiers on blocks of a table, and the references to those that are being written.
 
     Args:
         next_tick: of a use.
@@ -27,7 +27,7 @@ class TierCopies:
         """Rows of the blocks of a chain that are readable, and that a tier does not have, without duplicates.
 
         Args:
-            chain: of blocks that are pinned, or were sealed in this step.
+            chain: of blocks that are referenced, or were sealed in this step.
             tier: its bit in `SpaceBlocks.tiers`.
         """
         blocks, rows = chain.blocks, chain.rows
@@ -65,10 +65,10 @@ class TierCopies:
         return others
 
     def begin_write(self, chain: Chain, tier: int) -> WriteGrant:
-        """Pin blocks from `unwritten` until `end_write`: a tier is given them."""
+        """Reference blocks from `unwritten` until `end_write`: a tier is given them."""
         blocks, rows = chain.blocks, chain.rows
         blocks.tiers[rows] |= tier
-        self._table.pin([chain])
+        self._table.add_refs([chain])
         grant = WriteGrant(chain, blocks.index.hashes_of(rows), blocks.slots[:, rows], tier, blocks.last_used[rows])
         self._writes.add(grant)
         return grant
@@ -85,8 +85,8 @@ class TierCopies:
         self._writes.remove(grant)
         chain, blocks, rows = grant.chain, grant.chain.blocks, grant.chain.rows
         blocks.tiers[rows[~kept]] &= ~np.uint8(grant.tier)
-        unused = rows[(blocks.pins[rows] == 1) & (blocks.last_used[rows] == grant.last_used) & ~blocks.detached[rows]]
-        self._table.unpin([chain], self._next_tick())
+        unused = rows[(blocks.refs[rows] == 1) & (blocks.last_used[rows] == grant.last_used) & ~blocks.detached[rows]]
+        self._table.drop_refs([chain], self._next_tick())
         if evict and len(unused) and not blocks.cleared:
             self._table.evict(Chain(blocks, unused))
 

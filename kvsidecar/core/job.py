@@ -90,7 +90,7 @@ class Job:
     ended: float = field(default=0.0, init=False)
     """A store's blocks can be looked up from then on."""
     grant: StoreGrant | LoadGrant | None = field(default=None, init=False)
-    """Slots or pins that the job holds."""
+    """Slots or references that the job has."""
     timer: asyncio.TimerHandle | None = field(default=None, init=False)
     """Cancels it at its deadline."""
     stopped: Refusal | None = field(default=None, init=False)

@@ -1,7 +1,7 @@
 """Store and load jobs: the cache decides, a copier moves the bytes, the cache is told.
 
 A job belongs to the daemon, not to the RPC that asked for it: DMA cannot be cancelled, so a job whose client has gone
-still ends, and only then are its slots, pins and mappings given back.
+still ends, and only then are its slots, references and mappings given back.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class JobRunner:
     def start(self, session: RankSession, job: Job, *, deadline: float | None = None) -> None:
         """Decide about the job, and hand its copy over; or answer it at once. Never raises.
 
-        When this returns, the slots of a store are reserved, and the blocks of a load are pinned. So a message behind
-        the load, such as the release of its lease, cannot take the blocks away.
+        When this returns, the slots of a store are reserved, and the blocks of a load are referenced. So a message
+        behind the load, such as the release of its lease, cannot take the blocks away.
 
         Args:
             deadline: seconds from now after which its copy must not start any more.

@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
 from kvsidecar.core.hashes import as_keys
+from kvsidecar.core.holds import Hold, Holds
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.pins import Pin, Pins
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain
 from kvsidecar.core.tiering import Tiering
@@ -119,7 +119,7 @@ class LookupService:
         guard: kept awake by each lookup: loads follow.
         owners_of: the tokens of all clients of one user, by one of them.
         tiering: what a lookup misses is fetched from there; None: there is no slower tier.
-        pins: None: none can be made.
+        holds: None: none can be made.
         on_clear: called with a namespace of which blocks are cleared; None: all of all.
     """
 
@@ -132,14 +132,14 @@ class LookupService:
     guard: SleepGuard = NO_GUARD
     owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner]
     tiering: Tiering | None = None
-    pins: Pins | None = None
+    holds: Holds | None = None
     on_clear: Callable[[Namespace | None], None] = lambda _: None
 
     def __post_init__(self) -> None:
         # By hash width, a space to look up in for a namespace without blocks: an answer that came sooner than for one
         # with blocks would tell a tenant which models the node serves (benchmarks/lookup_timing.py).
         self._nobodys: dict[int, Space] = {}
-        self._pins = Pins(self.cache, self.clock, 0) if self.pins is None else self.pins
+        self._holds = Holds(self.cache, self.clock, 0) if self.holds is None else self.holds
         self._hits = self.metrics.lookup_blocks.labels("hit")
         self._misses = self.metrics.lookup_blocks.labels("miss")
 
@@ -163,7 +163,7 @@ class LookupService:
         Args:
             groups: (group, block hashes) pairs.
             lease_seconds: length of the lease on the hits; 0 for no lease. None is granted to a user with too many, or
-                if it would pin what is guaranteed to other shares.
+                if it would take what is guaranteed to other shares.
             owner: token of the client; the lease ends when the client disconnects.
             lease: a lease of this client that the hits are added to; 0 for a new one.
             touch: the blocks were used elsewhere: what is there counts as used, and not as looked up. No lease is
@@ -239,12 +239,12 @@ class LookupService:
     def expire(self) -> None:
         """End the leases whose time is over."""
         if expired := self.cache.expire(self.clock()):
-            self.metrics.refuse(Refusal.LEASE_EXPIRED, len(expired) - self._pins.expired(expired))
+            self.metrics.refuse(Refusal.LEASE_EXPIRED, len(expired) - self._holds.expired(expired))
 
-    def pin(
+    def hold(
         self, name: str, owner: str, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]], seconds: float
-    ) -> Pin:
-        """Keep the readable ones of these blocks: see `Pins.pin`.
+    ) -> Hold:
+        """Keep the readable ones of these blocks: see `Holds.hold`.
 
         Raises:
             Unavailable: the daemon is not ready.
@@ -254,18 +254,18 @@ class LookupService:
             raise Unavailable("the daemon cannot pin: it is not serving blocks", refusal=refusal)
         self.expire()
         parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
-        return self._pins.pin(name, owner, namespace, parts, seconds)
+        return self._holds.hold(name, owner, namespace, parts, seconds)
 
-    def unpin(self, name: str) -> bool:
-        """End a pin. False if there is none."""
-        return self._pins.unpin(name)
+    def end_hold(self, name: str) -> bool:
+        """End a hold. False if there is none."""
+        return self._holds.end(name)
 
     def clear(self, namespace: Namespace | None) -> int:
         """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
         if self.tiering is not None:
             self.tiering.forget(namespace)
         self.on_clear(namespace)
-        self._pins.clear(namespace)
+        self._holds.clear(namespace)
         return self.cache.clear(namespace)
 
     def clear_share(self, name: str) -> int | None:

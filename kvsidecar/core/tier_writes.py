@@ -1,7 +1,7 @@
 """Blocks that are worth it are written to a slower tier, behind their use. Nobody waits for a write.
 
-Blocks in the queue are pinned, so it is short. Behind it is a list of names: these blocks may be evicted before it is
-their turn. What does not fit the list is dropped, and counted."""
+Blocks in the queue cannot be evicted, so it is short. Behind it is a list of names: these blocks may be evicted before
+it is their turn. What does not fit the list is dropped, and counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AHEAD_BYTES: Final = 8 << 30
 AHEAD_CHUNKS: Final = 32
 """That are begun in one step."""
 MAX_NAMES: Final = 1 << 16
-"""Blocks that wait unpinned, by name: 4 MiB of the longest hashes."""
+"""Blocks that wait without a reference, by name: 4 MiB of the longest hashes."""
 
 
 def queue_share(pool_bytes: int) -> int:
@@ -65,7 +65,7 @@ class Writes:
         refused: called with the reason and a number of blocks.
         chunk_bytes: of one call of an engine, about.
         queue_bytes: that may wait to be written, or are being written; None for a share of the pool.
-        soon: makes a call a little later: a job's answer goes first. The blocks are pinned already.
+        soon: makes a call a little later: a job's answer goes first. The blocks have references already.
     """
 
     cache: BlockCache
@@ -118,7 +118,7 @@ class Writes:
             self._write_ahead(tuple([part.blocks.space for part in grant.parts]))
 
     def used(self, grant: LoadGrant) -> None:
-        """The blocks of a load, which are pinned, are used again."""
+        """The blocks of a load, which are referenced, are used again."""
         if self.admission is Admission.ON_EVICT:
             self._write_ahead(tuple([chain.blocks.space for chain in grant.chains]))
         elif self.admission is not Admission.NONE:
@@ -147,7 +147,7 @@ class Writes:
         if self.tier.off:
             self.refused(WriteRefusal.OFF, len(rows))
             return
-        room = min(max(0, self._most_bytes - self.writing_bytes), self.cache.pin_room(space)) // space.block_bytes
+        room = min(max(0, self._most_bytes - self.writing_bytes), self.cache.busy_room(space)) // space.block_bytes
         rows, rest = rows[:room], rows[room:]  # the beginning of a prefix first: without it the rest is of no use
         spent = not self._write_rows(chain.blocks, rows)
         if len(rest) and spent:
@@ -173,7 +173,7 @@ class Writes:
         for chain in self.cache.tiers.evict_ahead(needs, self.bit, spaces[0]) if needs else ():
             space = chain.blocks.space
             rows = self.cache.tiers.unwritten(chain, self.bit)[
-                : min(room, self.cache.pin_room(space)) // space.block_bytes
+                : min(room, self.cache.busy_room(space)) // space.block_bytes
             ]
             if len(rows) and None not in space.shard_bytes:
                 room -= len(rows) * space.block_bytes

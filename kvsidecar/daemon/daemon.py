@@ -26,11 +26,11 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
+from kvsidecar.core.holds import Holds
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.peer import Peer
-from kvsidecar.core.pins import Pins
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances
@@ -171,10 +171,10 @@ class Daemon:
             lambda: self._cache.readable_below is None and self.readiness.read_refusal is None,
             tiering,
         )
-        kept_pins = None if kept is None else kept.pins
-        self._pins = Pins(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_pins)
-        self._pins.restore()
-        self._pool_start = PoolStart(pool, copiers, self._cache, self._runner, self._pins, self.readiness)
+        kept_holds = None if kept is None else kept.holds
+        self._holds = Holds(self._cache, clock, settings.pin_max.of(pool.nbytes), kept_holds)
+        self._holds.restore()
+        self._pool_start = PoolStart(pool, copiers, self._cache, self._runner, self._holds, self.readiness)
         self._lookups = LookupService(
             self._cache,
             self.readiness,
@@ -184,7 +184,7 @@ class Daemon:
             guard=self._guard,
             owners_of=self._instances.tokens_of,
             tiering=tiering,
-            pins=self._pins,
+            holds=self._holds,
             on_clear=self._watches.forget,
         )
         self._report = Report(
@@ -199,7 +199,7 @@ class Daemon:
             clock=clock,
             tiering=tiering,
             watches=self._watches,
-            pins=self._pins,
+            holds=self._holds,
         )
         self._metrics.read_gauges_from(self._report.gauges)
         endpoint = life.endpoint

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.errors import KeptRefused, PoolRefused
-from kvsidecar.pool.kept_pins import KeptPins
+from kvsidecar.pool.kept_holds import KeptHolds
 from kvsidecar.pool.record_table import BOOT_TIME, Owner, RecordTable, TableFacts, map_table
 from kvsidecar.support import host_memory, log, memory_limits
 from kvsidecar.support.boot import boot_id
@@ -48,7 +48,7 @@ class KeptPool:
         self._table_fd = -1
         self._without_room = ""
         """Why the table could not grow, the last time."""
-        self.pins: KeptPins | None = None
+        self.holds: KeptHolds | None = None
         """None: no file could be had."""
         self._began = time.monotonic()
         self.found = WarmStart()
@@ -66,8 +66,8 @@ class KeptPool:
                 return
         self._take(*found, reason)
 
-    def _take(self, files: KeptFiles, table: RecordTable, pins: KeptPins, reason: str) -> None:
-        self._table, self.pins = table, pins
+    def _take(self, files: KeptFiles, table: RecordTable, holds: KeptHolds, reason: str) -> None:
+        self._table, self.holds = table, holds
         self._pool.use(files.pool_fd)
         if self._table_fd >= 0:
             os.close(self._table_fd)
@@ -75,8 +75,8 @@ class KeptPool:
         table.records.take_room = self._take_room_logged(table.records.take_room)
         self.found = WarmStart(files.carrier, reason)
 
-    async def _find(self) -> tuple[tuple[KeptFiles, RecordTable, KeptPins] | None, str]:
-        """The kept files, their table and pins; or None, and why none can be used."""
+    async def _find(self) -> tuple[tuple[KeptFiles, RecordTable, KeptHolds] | None, str]:
+        """The kept files, their table and holds; or None, and why none can be used."""
         files = self._carrier.find()
         if files is None:
             return None, "there is no pool of an earlier daemon"
@@ -87,7 +87,7 @@ class KeptPool:
             files.close()
             return None, str(error)
 
-    async def _open(self, files: KeptFiles) -> tuple[RecordTable, KeptPins]:
+    async def _open(self, files: KeptFiles) -> tuple[RecordTable, KeptHolds]:
         """Raises KeptRefused, OSError."""
         memory = map_table(files.table_fd)
         with Watched(ProcessId(*owner) for owner in RecordTable.owners(memory)) as owners:
@@ -101,7 +101,7 @@ class KeptPool:
         if self._carrier.left_by_stranger:
             raise KeptRefused("another daemon has just left it, and the ends of its processes cannot be seen from here")
         facts = self._facts(files)
-        table_words, pin_words = _split(memory, facts)
+        table_words, hold_words = _split(memory, facts)
         table = RecordTable.open(table_words, facts)
         if (found := os.fstat(files.pool_fd).st_size) != self._pool.nbytes:
             raise KeptRefused(f"its file has {found} bytes instead of {self._pool.nbytes}")
@@ -116,19 +116,19 @@ class KeptPool:
         if table.starts >= MAX_STARTS:
             raise KeptRefused(f"{table.starts} daemons in a row have ended before they were ready with it")
         table.starts += 1
-        return table, KeptPins(pin_words)
+        return table, KeptHolds(hold_words)
 
-    def _create(self) -> tuple[KeptFiles, RecordTable, KeptPins]:
+    def _create(self) -> tuple[KeptFiles, RecordTable, KeptHolds]:
         """Raises KeptRefused, OSError, PoolRefused."""
         table_bytes = _table_bytes(TableFacts(self._pool.nbytes, self._slab_bytes, "", ""))
         files = self._carrier.create(self._pool.nbytes, table_bytes, self._pool.check)
         try:
             facts = self._facts(files)
             os.posix_fallocate(files.table_fd, 0, RecordTable.fixed_bytes(facts))
-            table_words, pin_words = _split(map_table(files.table_fd), facts)
+            table_words, hold_words = _split(map_table(files.table_fd), facts)
             table = RecordTable.create(table_words, facts)
             self._take_room(files, table, facts)
-            return files, table, KeptPins(pin_words)
+            return files, table, KeptHolds(hold_words)
         except OSError as error:
             files.close()
             raise PoolRefused(f"there is no room for the pages of the pool's table: {error.strerror}") from error
@@ -141,7 +141,7 @@ class KeptPool:
         """Have memory for all of the table that is going to be read or written without a question: where others have
         filled the file system, a page without memory is a SIGBUS. Raises OSError."""
         records = RecordTable.file_bytes(facts)
-        os.posix_fallocate(files.table_fd, records, KeptPins.file_bytes(facts.pool_bytes))
+        os.posix_fallocate(files.table_fd, records, KeptHolds.file_bytes(facts.pool_bytes))
         table.take_room_by(partial(os.posix_fallocate, files.table_fd))
 
     def _take_room_logged(self, take_room: TakeRoom | None) -> TakeRoom | None:
@@ -192,7 +192,7 @@ class KeptPool:
             except (KeptRefused, OSError, PoolRefused) as refused:
                 # The file stays the pool's memory; it has no name any more, so that nobody takes it over.
                 _log.error("the cache will end with this daemon", carrier=self._carrier.name, reason=str(refused))
-                self._table = self.pins = None
+                self._table = self.holds = None
                 self.found = WarmStart("", f"{reason}; {refused}")
             cache = make_cache(None if self._table is None else self._table.records)
         report = cache.adopted
@@ -221,11 +221,11 @@ def _huge_page_bytes(files: KeptFiles) -> int:
 
 
 def _table_bytes(facts: TableFacts) -> int:
-    """Of the file: the table, then the pins."""
-    return RecordTable.file_bytes(facts) + KeptPins.file_bytes(facts.pool_bytes)
+    """Of the file: the table, then the holds."""
+    return RecordTable.file_bytes(facts) + KeptHolds.file_bytes(facts.pool_bytes)
 
 
 def _split(memory: Words, facts: TableFacts) -> tuple[Words, Words]:
-    """The words of the table and of the pins. Of a file of another size, all are the table's, which is refused then."""
+    """The words of the table and of the holds. A file of another size is all table, which is refused then."""
     at = RecordTable.file_bytes(facts) if memory.nbytes == _table_bytes(facts) else memory.nbytes
     return memory[: at // 8], memory[at // 8 :]

@@ -13,8 +13,8 @@ import numpy as np
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.copier.messages import Part
+from kvsidecar.core.holds import Holds
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.pins import Pins
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.device.base import ScratchSource
 from kvsidecar.errors import DeviceError, PinFailed
@@ -37,14 +37,14 @@ class PoolStart:
     chunks are looked up and loaded.
 
     Args:
-        pins: of blocks, which may have to leave a place for the self-test.
+        holds: they may have to leave a place for the self-test.
     """
 
     pool: HostPool
     copiers: Copiers
     cache: BlockCache
     runner: JobRunner
-    pins: Pins
+    holds: Holds
     readiness: DaemonReadiness
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class PoolStart:
             _log.info("serving kept blocks", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
 
     def _place_among_kept(self, progress: PinProgress) -> tuple[int, int] | None:
-        """For the self-test. None: pins hold all of the memory so far, but there is more to come.
+        """For the self-test. None: operators hold all memory so far, but there is more to come.
 
         Raises:
             PinFailed: there is none.
@@ -113,7 +113,7 @@ class PoolStart:
         while (place := self.cache.find_place(progress.pinned_bytes)) is None:
             if progress.pinned_bytes < progress.total_bytes:
                 return None
-            if not (name := self.pins.give_up()):
+            if not (name := self.holds.give_up()):
                 raise PinFailed("the self-test finds no free slot among the kept blocks")
             _log.warning("a pin has ended: pins hold the whole pool, and the self-test needs a place", pin=name)
         return place

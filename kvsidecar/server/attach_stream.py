@@ -80,8 +80,8 @@ class AttachStream:
                 _caused.warning("unknown attach message ignored", instance=self.session.registration.instance)
 
     def _start(self, message: pb.Store | pb.Load, direction: Direction) -> None:
-        """Start a job, or decline it at once. When this returns, the blocks of a load are pinned: the next message may
-        release their lease."""
+        """Start a job, or decline it at once. When this returns, the blocks of a load are referenced: the next message
+        may release their lease."""
         session, runner = self.session, self.runner
         if message.job in session.jobs:
             raise InvalidRequest(f"job {message.job} is still running: a job number may be reused after its JobDone")

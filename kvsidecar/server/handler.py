@@ -319,13 +319,13 @@ class Handler:
         namespace = _namespace(request.namespace)
         groups = _groups(request, namespace, "a pin")
         owner = str(caller.identity or "anonymous")
-        pin = self.lookups.pin(request.name, owner, namespace, groups, request.seconds)
-        _log.info("pinned", name=pin.name, by=owner, namespace=str(namespace), blocks=pin.blocks, bytes=pin.nbytes)
-        return pb.PinReply(blocks=pin.blocks, bytes=pin.nbytes)
+        hold = self.lookups.hold(request.name, owner, namespace, groups, request.seconds)
+        _log.info("pinned", name=hold.name, by=owner, namespace=str(namespace), blocks=hold.blocks, bytes=hold.nbytes)
+        return pb.PinReply(blocks=hold.blocks, bytes=hold.nbytes)
 
     def unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         _admit(caller, "unpin blocks")
-        if unpinned := self.lookups.unpin(request.name):
+        if unpinned := self.lookups.end_hold(request.name):
             _log.info("unpinned", name=request.name, by=str(caller.identity or "anonymous"))
         return pb.UnpinReply(unpinned=unpinned)
 

@@ -17,9 +17,9 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.shares import Share
 from kvsidecar.copier.copiers import Copiers
 from kvsidecar.core.access import Caller
+from kvsidecar.core.holds import Hold
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics
-from kvsidecar.core.pins import Pin
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
@@ -64,7 +64,7 @@ class Report:
     clock: Callable[[], float]
     tiering: Tiering | None = None
     watches: Watches | None = None
-    pins: Iterable[Pin] = ()
+    holds: Iterable[Hold] = ()
     page_kind: str = ""
     numa_nodes: tuple[int, ...] = ()
 
@@ -231,7 +231,7 @@ class Report:
 
     def _add_tenants(self, reply: pb.StatusReply, gauges: Gauges) -> None:
         """What names tenants."""
-        reply.pins.extend([self._pin(pin) for pin in self.pins])
+        reply.pins.extend([self._hold(hold) for hold in self.holds])
         if len(gauges.shares) > 1:
             reply.shares.extend(_shares(gauges.shares))
         for status, tier in zip(reply.tiers, gauges.tiers, strict=True):
@@ -256,14 +256,14 @@ class Report:
             loaded_bytes=session.copied_bytes[Direction.LOAD],
         )
 
-    def _pin(self, pin: Pin) -> pb.PinStatus:
+    def _hold(self, hold: Hold) -> pb.PinStatus:
         return pb.PinStatus(
-            name=pin.name,
-            owner=pin.owner,
-            namespace=namespace_to_wire(pin.namespace),
-            blocks=pin.blocks,
-            bytes=pin.nbytes,
-            seconds_left=max(0.0, pin.expires_at - self.clock()),
+            name=hold.name,
+            owner=hold.owner,
+            namespace=namespace_to_wire(hold.namespace),
+            blocks=hold.blocks,
+            bytes=hold.nbytes,
+            seconds_left=max(0.0, hold.expires_at - self.clock()),
         )
 
     def json(self) -> Generator[None, None, bytes]:

@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
     def holders(self) -> list[LiveLease | OpenLoad]:
         return [*self.leases.values(), *self.loads]
 
-    def pinned(self) -> set[Key]:
+    def referenced(self) -> set[Key]:
         return {block for holder in self.holders() for block in holder.keys}
 
     def filling(self) -> set[Key]:
@@ -238,7 +238,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def evictable_pages(self, asked: set[Key]) -> dict[Key, int]:
         """Block -> pages, of those that may be evicted for a store of the asked ones."""
-        busy = self.pinned() | self.filling() | asked
+        busy = self.referenced() | self.filling() | asked
         return {
             block: sum(self.shards[block[0]][shard] for shard in shards)
             for block, shards in self.sealed.items()

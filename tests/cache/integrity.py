@@ -22,11 +22,11 @@ Row = tuple[int, int]
 
 
 def check_integrity(cache: BlockCache) -> None:
-    """Raise AssertionError if slots, blocks, pins, policies and gauges of the cache do not agree."""
+    """Raise AssertionError if slots, blocks, references, policies and gauges of the cache do not agree."""
     table = cache._table
     check_slots(table.slots)
     check_leases(cache._leases)
-    leased, filling = _pins(cache), _filling(cache)
+    leased, filling = _references(cache), _filling(cache)
     owners: Counter[Row] = Counter()
     for number, blocks in table.tables.items():
         assert blocks.number == number, f"table {blocks.number} is filed as {number}"
@@ -156,8 +156,8 @@ def _rows(blocks: SpaceBlocks) -> list[int]:
     return [row for row in range(blocks.rows_used) if row not in freed]
 
 
-def _pins(cache: BlockCache) -> Counter[Row]:
-    """Pins by leases, loads and writes to a slower tier."""
+def _references(cache: BlockCache) -> Counter[Row]:
+    """References by leases, loads and writes to a slower tier."""
     chains = [chain for lease in cache._leases._leases.values() for chain in lease.chains]
     chains += [chain for load in cache._loads for chain in load.chains]
     chains += [write.chain for write in cache.tiers._writes]
@@ -185,12 +185,14 @@ def _check_rows(
     assert found <= set(rows), f"table {blocks.number} finds rows that are free"
     for row in rows:
         key, name = (blocks.number, row), f"row {row} of table {blocks.number}"
-        pins, open_shards = leased[key], filling.get(key, {})
-        assert blocks.pins[row] == pins + len(open_shards), f"{name} has {blocks.pins[row]} pins, holders have {pins}"
+        refs, open_shards = leased[key], filling.get(key, {})
+        assert blocks.refs[row] == refs + len(open_shards), (
+            f"{name} has {blocks.refs[row]} references, should have {refs + len(open_shards)}"
+        )
         slots = blocks.slots[:, row].tolist()
         sealed = [slot for slot in slots if slot >= 0]
         assert blocks.missing[row] == len(slots) - len(sealed), f"{name} says it misses {blocks.missing[row]} shards"
-        assert not pins or blocks.missing[row] == 0, f"{name} is pinned and not readable"
+        assert not refs or blocks.missing[row] == 0, f"{name} is referenced and not readable"
         assert {shard for shard, slot in enumerate(slots) if slot == FILLING} == open_shards.keys(), (
             f"{name} is filled in {slots}, by stores in {open_shards}"
         )
@@ -200,14 +202,14 @@ def _check_rows(
         assert detached == (row not in found), f"{name} is detached: {detached}, but found: {row in found}"
         evictable = bool(blocks.evictable[row])
         waits_for_sweep = blocks.cleared and row >= blocks.swept
-        assert evictable <= (not blocks.pins[row]), f"{name} is evictable and pinned"
-        assert evictable or blocks.pins[row], f"{name} is needed by nobody, and not evictable"
+        assert evictable <= (not blocks.refs[row]), f"{name} is evictable and referenced"
+        assert evictable or blocks.refs[row], f"{name} is needed by nobody, and not evictable"
         assert not (evictable and detached) or waits_for_sweep, f"{name} is detached, unused, and still there"
         for shard, slot in [*enumerate(slots), *open_shards.items()]:
             if slot < 0:
                 continue
             state = state_of(allocator, slot)
-            busy = SlotState.RESERVED if shard in open_shards else SlotState.HELD
+            busy = SlotState.RESERVED if shard in open_shards else SlotState.IN_USE
             expected = SlotState.EVICTABLE if evictable else busy
             assert state == expected, f"slot {slot} of {name} is {state.name}; it should be {expected.name}"
             slab = int(allocator.slabs.at[slot // allocator.grid.unit])
@@ -301,7 +303,7 @@ def _check_shares(cache: BlockCache) -> None:
                 oldest = blocks.oldest_use(priority, by_use=order._by_use)
                 right = oldest is None or age <= oldest or order._listed.get(number) != age
                 assert right, f"table {number} would be looked at too late"
-    for state in (SlotState.RESERVED, SlotState.HELD, SlotState.EVICTABLE):
+    for state in (SlotState.RESERVED, SlotState.IN_USE, SlotState.EVICTABLE):
         assert table.slots.bytes_in(state) == states[state], f"{state.name} slots belong to nobody"
     if not shares.limited:
         return

@@ -95,9 +95,9 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
-        self.slots.seal(self.move(self.pick(data, SlotState.RESERVED), SlotState.HELD))
+        self.slots.seal(self.move(self.pick(data, SlotState.RESERVED), SlotState.IN_USE))
 
-    @rule(data=st.data(), source=st.sampled_from([SlotState.HELD, SlotState.RESERVED]))
+    @rule(data=st.data(), source=st.sampled_from([SlotState.IN_USE, SlotState.RESERVED]))
     def mark_evictable(self, data: st.DataObject, source: SlotState) -> None:
         self.tick += 1
         self.slots.mark_evictable(self.move(self.pick(data, source), SlotState.EVICTABLE), self.tick, source)
@@ -107,13 +107,13 @@ class SlotsMachine(RuleBasedStateMachine):
         slots = self.pick(data, SlotState.EVICTABLE)
         self.tick += 1
         if hold:
-            self.slots.hold(self.move(slots, SlotState.HELD))
+            self.slots.mark_in_use(self.move(slots, SlotState.IN_USE))
         else:
             self.slots.touch(np.array(slots, np.int64), self.tick)
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        self.free_these(self.pick(data, SlotState.RESERVED, SlotState.HELD, SlotState.EVICTABLE))
+        self.free_these(self.pick(data, SlotState.RESERVED, SlotState.IN_USE, SlotState.EVICTABLE))
 
     def free_these(self, slots: list[int]) -> None:
         self.slots.free(np.array(slots, np.int64))
@@ -123,7 +123,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: all(state != SlotState.QUARANTINED for _, state in self.taken.values()))
     def mark_corrupt(self, data: st.DataObject) -> None:
-        slots = self.pick(data, SlotState.HELD, SlotState.EVICTABLE)[:1]
+        slots = self.pick(data, SlotState.IN_USE, SlotState.EVICTABLE)[:1]
         self.slots.mark_corrupt(self.move(slots, SlotState.QUARANTINED))
 
     @rule(needs=NEEDS, node=st.sampled_from([0, 1]))

@@ -316,7 +316,7 @@ def test_a_leased_block_is_not_evicted_and_a_released_one_is() -> None:
     assert names_readable(cache, space, "a", "b") == ["b"]
 
 
-def test_two_leases_on_a_block_are_two_pins() -> None:
+def test_two_leases_on_a_block_are_two_references() -> None:
     cache = new_cache(1)
     space = open_space(cache)
     store(cache, space, "a")
@@ -327,7 +327,7 @@ def test_two_leases_on_a_block_are_two_pins() -> None:
     assert not refused(cache, space, "b")
 
 
-def test_an_expired_lease_pins_nothing() -> None:
+def test_an_expired_lease_keeps_nothing() -> None:
     cache = new_cache(1)
     space = open_space(cache)
     store(cache, space, "a")
@@ -406,7 +406,7 @@ def test_a_load_finds_the_slots_that_the_store_has_filled() -> None:
     assert [each.tolist() for each in load.slots] == [slots[1][::-1], slots[0][:1]]
 
 
-def test_a_load_pins_its_blocks_until_it_ends() -> None:
+def test_a_load_keeps_its_blocks_until_it_ends() -> None:
     cache = new_cache(1)
     space = open_space(cache)
     store(cache, space, "a")
@@ -452,13 +452,13 @@ def test_a_load_that_its_leases_release_has_overtaken_is_as_one_without_a_lease(
     assert cache.release(held)
     load = cache.begin_load([(space, 0, keys("a"))], held, 1)
     assert isinstance(load, LoadGrant)
-    assert refused(cache, space, "b"), "it holds no pin of its own"
+    assert refused(cache, space, "b"), "it has no reference of its own"
     cache.end_load(load)
     store(cache, space, "b")
     assert cache.begin_load([(space, 0, keys("a"))], held, 1) is Refusal.NOT_FOUND
 
 
-def test_a_load_of_which_one_block_is_missing_pins_nothing() -> None:
+def test_a_load_of_which_one_block_is_missing_keeps_nothing() -> None:
     cache = new_cache(2)
     space = open_space(cache)
     store(cache, space, "a")

@@ -216,7 +216,7 @@ def test_an_expired_block_is_stored_again_also_while_a_lease_holds_the_old_one()
 
 
 def leased_and_stored_again() -> tuple[BlockCache, Space, int, list[int]]:
-    """Two leased blocks expired, were stored again, and expired again, unpinned."""
+    """Two leased blocks expired, were stored again, and expired again, without a lease."""
     cache = new_cache(8)
     space = open_space(cache)
     cache.expire(0.0)
@@ -294,7 +294,7 @@ def test_expired_blocks_go_before_others_of_a_share_that_is_at_its_maximum() -> 
     check_integrity(cache)
 
 
-def test_a_pinned_block_goes_when_it_is_not_needed_any_more() -> None:
+def test_a_leased_block_goes_when_it_is_not_needed_any_more() -> None:
     cache = new_cache(4)
     space = open_space(cache)
     cache.expire(0.0)

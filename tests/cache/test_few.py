@@ -154,7 +154,7 @@ def test_a_loop_over_a_few_rows_does_what_the_array_operations_do(
 
 
 @pytest.mark.parametrize("few", [0, FEW])
-def test_of_blocks_that_are_unpinned_together_only_those_without_another_pin_can_go(few: int) -> None:
+def test_of_blocks_that_are_released_together_only_those_without_another_reference_can_go(few: int) -> None:
     life = Life(few, 4, 4, ((1,),))
     life.do(("store", 0, [0, 1, 2]))
     for names in ([1], [0, 1, 2]):

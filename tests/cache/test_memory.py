@@ -138,7 +138,7 @@ def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
     space = open_space(cache)
     store(cache, space, *range(10))
     few = nbytes(cache)
-    order, slots = eviction_order(space), space.blocks.held_slots(rows_in(space.blocks.index))
+    order, slots = eviction_order(space), space.blocks.sealed_slots(rows_in(space.blocks.index))
     assert refused(cache, space, *range(10 * MANY))
     assert nbytes(cache) > 100 * few
     cache.sweep()
@@ -146,7 +146,7 @@ def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
     assert nbytes(cache) <= 4 * few
     assert readable(cache, space, *range(12)) == [True] * 10 + [False] * 2
     assert eviction_order(space) == order
-    assert sorted(space.blocks.held_slots(rows_in(space.blocks.index))) == sorted(slots)
+    assert sorted(space.blocks.sealed_slots(rows_in(space.blocks.index))) == sorted(slots)
 
 
 def test_a_table_is_not_built_anew_under_those_who_use_its_blocks() -> None:

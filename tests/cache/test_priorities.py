@@ -329,8 +329,8 @@ class PrioritiesMachine(RuleBasedStateMachine):
             assert self.there() == before
             return
         gone = before - self.there()
-        pinned = {each for _, held in self.leases for each in held}
-        stay = before - gone - pinned - {(model, name) for name in names}
+        leased = {each for _, held in self.leases for each in held}
+        stay = before - gone - leased - {(model, name) for name in names}
         for left in gone:
             for kept in stay:
                 mine, theirs = (EVICTION_ORDER.index(self.known[each]) for each in (left, kept))

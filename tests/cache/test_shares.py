@@ -107,7 +107,7 @@ def test_borrowed_bytes_are_leased_and_loaded_only_as_far_as_no_guarantee_needs_
     assert hits == [[True] * 5]
     assert cache.begin_load([(b, 0, keys(*range(5)))], None, 0) is Refusal.QUOTA
     lease(cache, b, 0, 1, 2, 3)
-    lease(cache, b, 0, 1, 2, 3)  # nothing more is pinned
+    lease(cache, b, 0, 1, 2, 3)  # nothing more is in use
     assert isinstance(cache.begin_load([(b, 0, keys(*range(4)))], None, 0), LoadGrant)
     assert cache.begin_load([(b, 0, keys(4))], None, 0) is Refusal.QUOTA
     store(cache, a, 0, 1, 2, 3)

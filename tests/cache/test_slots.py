@@ -251,11 +251,11 @@ def test_a_slot_of_an_uncut_slab_cannot_be_freed() -> None:
 def test_states_change_only_along_the_life_of_a_slot() -> None:
     slots = allocator(2, 2)
     slot = take(slots, 1)
-    for wrong in (slots.hold, lambda slot: slots.mark_evictable(slot, 1)):
+    for wrong in (slots.mark_in_use, lambda slot: slots.mark_evictable(slot, 1)):
         with pytest.raises(AssertionError, match="is not"):
             wrong(at(slot))
     slots.seal(at(slot))
-    for wrong in (slots.seal, slots.hold):
+    for wrong in (slots.seal, slots.mark_in_use):
         with pytest.raises(AssertionError, match="is not"):
             wrong(at(slot))
 
@@ -284,7 +284,7 @@ def test_a_place_with_a_busy_slot_cannot_be_had() -> None:
     assert windows(slots, 2) == []
     slots.free(at(second))
     assert windows(slots, 2) == [(0, 2, 1)]
-    slots.hold(at(first))
+    slots.mark_in_use(at(first))
     assert windows(slots, 2) == []
     check_slots(slots)
 

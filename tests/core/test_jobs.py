@@ -135,7 +135,7 @@ async def world() -> AsyncIterator[World]:
     check_integrity(world.cache)
     assert (world.session.jobs, world.session.outstanding_blocks, world.runner.num_running) == ({}, 0, 0)
     assert not world.cache._stores, "the cache still waits for the end of a store"
-    assert world.cache.stats().loads == 0, "a load still holds pins"
+    assert world.cache.stats().loads == 0, "a load still has references"
 
 
 async def test_a_block_is_readable_only_after_its_copy_is_over(world: World) -> None:
@@ -225,7 +225,7 @@ async def test_a_job_of_a_rank_that_the_next_copier_does_not_know_is_declined(
     assert world.copier.held[direction].copies == []
 
 
-async def test_a_load_has_its_pins_when_it_is_taken_whatever_comes_behind_it(world: World) -> None:
+async def test_a_load_has_its_references_when_it_is_taken_whatever_comes_behind_it(world: World) -> None:
     """The end of its lease, and a store that wants the room, before the loop has run once."""
     await world.stored("a", "b", "c", "d")
     hashes = [hashlib.sha256(name.encode()).digest() for name in "abcd"]

@@ -179,9 +179,9 @@ def test_what_came_from_one_tier_is_written_to_the_other_when_it_is_used(bench: 
 def test_writes_to_all_tiers_together_hold_no_more_of_the_pool_than_to_one(bench: Bench) -> None:
     store(bench.cache, bench.space, *range(SLOTS))
     bench.use(*range(SLOTS))
-    pinned = [len(call.hashes) for tier in (bench.disk, bench.cluster) for call in tier.writes]
-    assert sum(pinned) == SLOTS // 2
-    assert all(pinned)
+    referenced = [len(call.hashes) for tier in (bench.disk, bench.cluster) for call in tier.writes]
+    assert sum(referenced) == SLOTS // 2
+    assert all(referenced)
 
 
 def test_what_is_cleared_is_forgotten_by_all(bench: Bench) -> None:

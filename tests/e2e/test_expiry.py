@@ -13,7 +13,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.types import MAX_IDLE_SECONDS
-from tests.e2e.pinned import pin_blocks, seconds_left
+from tests.e2e.holding import hold_blocks, seconds_left
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes
 
 SECRET = dataclasses.replace(NAMESPACE, model="secret/llama")
@@ -59,7 +59,7 @@ time.time_ns = lambda: nanoseconds() + 10**9 * int(os.environ["SET_BY"])
 """
 
 
-def test_a_clock_that_is_set_between_two_daemons_gives_no_block_and_no_pin_other_times(
+def test_a_clock_that_is_set_between_two_daemons_gives_no_block_and_no_hold_other_times(
     short_dir: Path, pool_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SET_CLOCK)
@@ -70,8 +70,8 @@ def test_a_clock_that_is_set_between_two_daemons_gives_no_block_and_no_pin_other
 
     with daemon_at(0) as daemon:
         rank = Rank(daemon)
-        done(rank.store("pinned"))
-        pin_blocks(daemon, tmp_path / "hashes", "prompt", "pinned", seconds=3600)
+        done(rank.store("held"))
+        hold_blocks(daemon, tmp_path / "hashes", "prompt", "held", seconds=3600)
         done(rank.finish(rank.client.store([Blocks(0, hashes("short"), [0])], ttl=5)))
         done(rank.finish(rank.client.store([Blocks(0, hashes("long"), [0])], ttl=3600)))
         daemon.process.kill()
@@ -105,7 +105,7 @@ def no_time_namespace() -> str:
     return "" if ran.returncode == 0 else ran.stderr.strip()
 
 
-def test_the_time_in_which_the_machine_is_suspended_counts_for_blocks_and_pins(
+def test_the_time_in_which_the_machine_is_suspended_counts_for_blocks_and_holds(
     short_dir: Path, pool_dir: Path, tmp_path: Path
 ) -> None:
     if why_not := no_time_namespace():
@@ -113,9 +113,9 @@ def test_the_time_in_which_the_machine_is_suspended_counts_for_blocks_and_pins(
     flags = ("--pool-dir", str(pool_dir))
     with DaemonProcess(short_dir, *flags).wait_ready() as daemon:
         rank = Rank(daemon)
-        done(rank.store("pinned"))
-        pin_blocks(daemon, tmp_path / "hashes", "hour", "pinned", seconds=3600)
-        pin_blocks(daemon, tmp_path / "hashes", "day", "pinned", seconds=86400)
+        done(rank.store("held"))
+        hold_blocks(daemon, tmp_path / "hashes", "hour", "held", seconds=3600)
+        hold_blocks(daemon, tmp_path / "hashes", "day", "held", seconds=86400)
         for name, hours in (("hour", 1), ("day", 24)):
             done(rank.finish(rank.client.store([Blocks(0, hashes(name), [0])], ttl=3600 * hours)))
         daemon.process.kill()

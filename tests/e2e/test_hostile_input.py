@@ -379,10 +379,10 @@ def store_and_load(rank: Rank, number: int) -> None:
     assert not rank.kv[:, 4:].any(), f"blocks that nobody named were written before request {number}"
 
 
-def end_pins(rank: Rank) -> None:
+def end_holds(rank: Rank) -> None:
     """Those that the attacker, who is an admin here, has made: only they, their expiry or a restart would end them."""
-    for pin in rank.client.status().pins:
-        assert rank.client.unpin(pin.name)
+    for hold in rank.client.status().pins:
+        assert rank.client.unpin(hold.name)
 
 
 @pytest.mark.timeout(0)
@@ -399,7 +399,7 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         store_and_load(rank, 0)
         attacker.close()
         eventually(lambda: daemon.metric("kvsidecar_attached_ranks") == 1)
-        end_pins(rank)
+        end_holds(rank)
         before = Holdings(daemon)
         attacker = Attacker(daemon, seed + 1)
         end = time.monotonic() + seconds
@@ -410,7 +410,7 @@ def test_hostile_requests_harm_nobody(short_dir: Path) -> None:
         store_and_load(rank, attacker.number + 1)
         attacker.close()
         print(f"{attacker.number} requests:", *sorted(attacker.codes.items()), sep="\n  ")
-        end_pins(rank)
+        end_holds(rank)
         eventually(lambda: not Holdings(daemon).more_than(before), lambda: Holdings(daemon).more_than(before))
         # The well-behaved engine may have had a lease before, too.
         after = eventually(lambda: now if (now := Holdings(daemon)).leases == now.reserved == 0 else None)

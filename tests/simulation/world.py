@@ -259,7 +259,7 @@ class World:
             check_integrity(self.cache)
             shares = self.cache._table.shares
             if shares.limited and shares.committed > max(now[1].total_bytes, self._committed):
-                raise Violation("bytes that are guaranteed to a share are pinned by another")
+                raise Violation("bytes that are guaranteed to a share are in use by another")
             self._committed = shares.committed
             if self.kills is not None:
                 self.kills.check(self.cache)
@@ -282,7 +282,7 @@ class World:
         if self.machine.inflight:
             raise Violation(f"{len(self.machine.inflight)} copies never ended")
         if stats.loads or stats.leased_bytes:
-            raise Violation(f"{stats.loads} loads hold pins, {stats.leased_bytes} bytes are pinned by nobody")
+            raise Violation(f"{stats.loads} loads have references, {stats.leased_bytes} bytes are referenced by nobody")
         if stats.quarantined_bytes:
             raise Violation(f"{stats.quarantined_bytes} bytes are quarantined")
         if self.runner.num_running:

@@ -214,10 +214,10 @@ def pins(**where: str | None) -> None:
     """
     from rich.console import Console
 
-    from kvsidecar.cli.operate.commands import pins_table
+    from kvsidecar.cli.operate.commands import holds_table
 
     with connected(where, "kvsidecar pins") as client:
-        Console().print(pins_table(client.status()))
+        Console().print(holds_table(client.status()))
 
 
 @click.command()

@@ -76,7 +76,7 @@ def clear_question(reply: pb.StatusReply) -> str:
     )
 
 
-# -- pins --------------------------------------------------------------------------------------------------------
+# -- holds --------------------------------------------------------------------------------------------------------
 
 
 def read_hashes(file: TextIO) -> list[bytes] | str:
@@ -92,10 +92,10 @@ def read_hashes(file: TextIO) -> list[bytes] | str:
     return hashes or "there are no hashes"
 
 
-def pins_table(reply: pb.StatusReply) -> RenderableType:
-    """The pins, one per line."""
+def holds_table(reply: pb.StatusReply) -> RenderableType:
+    """The operators' holds, one per line."""
     table = plain_table(None, "name", "by", "model", "blocks", "size", "ends in")
-    for each in sorted(reply.pins, key=lambda pin: pin.name):
+    for each in sorted(reply.pins, key=lambda hold: hold.name):
         left = format_duration(each.seconds_left)
         model = brief(each.namespace.model)
         table.add_row(each.name, printable(each.owner), model, str(each.blocks), format_size(each.bytes), left)

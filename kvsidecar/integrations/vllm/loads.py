@@ -31,7 +31,7 @@ class Loads:
     """Plans one load job for each hit that vLLM accepts. A job may outlive its request: ranks may still be writing.
 
     A hit's lease is renewed when vLLM has allocated blocks for it, and released when the load has ended. Neither waits
-    for an answer: a load pins its blocks itself when it starts.
+    for an answer: a load references its blocks itself when it starts.
     """
 
     def __init__(self, shared: Shared, lookups: Lookups) -> None:

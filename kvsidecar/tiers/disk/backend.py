@@ -148,13 +148,13 @@ class DiskBackend:
     def read(self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview]) -> list[ReadEnd]:
         ends = [ReadEnd.MISS] * len(hashes)
         with self._lock:
-            which, grant = self._pin(space, hashes)
+            which, grant = self._reference(space, hashes)
             if grant is None:
                 return ends
             slots = grant.slots[0]
             checksums = self._cache.checksums(slots)
         wrong: list[int] = []
-        """Of those that are pinned."""
+        """Of those that are referenced."""
         try:
             self._extents.read(slots, [memory[i] for i in which])
             for at, i in enumerate(which):
@@ -175,8 +175,8 @@ class DiskBackend:
                 self._cache.end_load(grant)
         return ends
 
-    def _pin(self, space: ShardSpace, hashes: Sequence[bytes]) -> tuple[list[int], LoadGrant | None]:
-        """Which of these are there, or as many of the first as its share may pin; they stay until the grant ends."""
+    def _reference(self, space: ShardSpace, hashes: Sequence[bytes]) -> tuple[list[int], LoadGrant | None]:
+        """Which of these are there, or as many of the first as its share may use; they stay until the grant ends."""
         known = self._cache.find_space(self._learn(space), space.group)
         if known is None:
             return [], None
@@ -191,7 +191,7 @@ class DiskBackend:
                 self._quota_blocks += wanted - len(which)
                 return which, grant
             if grant is not Refusal.QUOTA:
-                raise AssertionError(f"blocks just found by a lookup cannot be pinned: {grant}")
+                raise AssertionError(f"blocks just found by a lookup cannot be referenced: {grant}")
             which = which[: len(which) // 2]  # others could not have their guarantee at once
         self._quota_blocks += wanted
         return [], None

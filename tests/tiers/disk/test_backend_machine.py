@@ -105,7 +105,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def offset(self, at: int, name: int) -> int:
         """Where the shard lies in the file."""
-        _, grant = self.tier._pin(SPACES[at], [key(name)])
+        _, grant = self.tier._reference(SPACES[at], [key(name)])
         assert grant is not None
         self.tier._cache.end_load(grant)
         return int(grant.slots[0][0])

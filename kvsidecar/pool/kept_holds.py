@@ -1,8 +1,8 @@
-"""The pins in memory that outlives the daemon: what each keeps, for whom, and how long.
+"""Operators' holds in memory that outlives the daemon: what each keeps, for whom, and how long.
 
-Why every instant is a legal one. SIGKILL ends the daemon between two of its stores to memory. A pin counts only while
-the commit word of its head is not 0, which is written last; the pages of its text are taken by no other pin until that
-word is 0 again. A pin that takes the place of another of the same name is committed before the other one is closed: of
+Why every instant is a legal one. SIGKILL ends the daemon between two of its stores to memory. A hold counts only while
+the commit word of its head is not 0, which is written last; the pages of its text are taken by no other hold until that
+word is 0 again. A hold that takes the place of another of the same name is committed before the other one is closed: of
 two with the same name, the one with the higher commit word counts.
 """
 
@@ -20,9 +20,9 @@ import numpy as np
 from kvsidecar.cache.arrays import Words
 from kvsidecar.types import Namespace
 
-MAX_PINS: Final = 1024
-_HEADS: Final = MAX_PINS + 1
-"""One more: a pin and the one that takes its place are there at the same time."""
+MAX_HOLDS: Final = 1024
+_HEADS: Final = MAX_HOLDS + 1
+"""One more: a hold and the one that takes its place are there at the same time."""
 _HEAD_WORDS: Final = 4
 """Of a head: commit word, CRC, first page, bytes of its text."""
 _PAGE_WORDS: Final = 512
@@ -31,26 +31,26 @@ _PIECE: Final = 8 * (_PAGE_WORDS - 1)
 _LAST_COMMIT: Final = 1 << 62
 _SHARE_OF_POOL: Final = 4096
 _LEAST_BYTES: Final = 8 << 20
-"""More than `MAX_PINS` pages."""
+"""More than `MAX_HOLDS` pages."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPin:
+class KeptHold:
     name: str
     owner: str
     namespace: Namespace
     groups: tuple[tuple[int, bytes], ...]
     """KV cache group, and the hashes of its blocks, joined."""
     expires_at: float
-    """Seconds since the boot: no pin outlives a boot."""
+    """Seconds since the boot: no hold outlives a boot."""
 
     @property
     def num_blocks(self) -> int:
         return sum([len(hashes) for _, hashes in self.groups]) // self.namespace.hash_bytes
 
 
-class KeptPins:
-    """Reads and writes the pins. Only one process at a time may.
+class KeptHolds:
+    """Reads and writes the holds. Only one process at a time may.
 
     Args:
         memory: words of which `file_bytes` are used, zeros at first.
@@ -72,30 +72,30 @@ class KeptPins:
         were ever written have memory."""
         return max(_LEAST_BYTES, -(-pool_bytes // _SHARE_OF_POOL // 4096) * 4096)
 
-    def find(self) -> list[KeptPin]:
-        """The pins that an earlier run has left. Closes every one that is not whole. Call it once, before any other
+    def find(self) -> list[KeptHold]:
+        """The holds that an earlier run has left. Closes every one that is not whole. Call it once, before any other
         method."""
-        found: list[KeptPin] = []
+        found: list[KeptHold] = []
         commits = self._heads[:, 0].tolist()
         taken: set[int] = set()
         for at in sorted((at for at in range(_HEADS) if commits[at]), key=lambda at: -commits[at]):
             pages, text = self._read(at, taken)
-            pin = None if text is None else _parsed(text)
-            if pin is None or pin.name in self._places:
+            hold = None if text is None else _parsed(text)
+            if hold is None or hold.name in self._places:
                 self._heads[at, 0] = 0
                 continue
             self._last_commit = max(self._last_commit, commits[at])
-            self._places[pin.name] = (at, pages)
+            self._places[hold.name] = (at, pages)
             taken.update(pages)
-            found.append(pin)
+            found.append(hold)
         heads = {at for at, _ in self._places.values()}
         self._free_heads = [at for at in reversed(range(_HEADS)) if at not in heads]
         self._free_pages = [page for page in reversed(range(len(self._pages))) if page not in taken]
         return found
 
-    def put(self, pin: KeptPin) -> bool:
-        """Keep this pin, in the place of any other of its name. False, with nothing changed: there is no room."""
-        text = _text_of(pin)
+    def put(self, hold: KeptHold) -> bool:
+        """Keep this hold, in the place of any other of its name. False, with nothing changed: there is no room."""
+        text = _text_of(hold)
         count = -(-len(text) // _PIECE)
         if count > len(self._free_pages) or not self._free_heads:
             return False
@@ -105,12 +105,12 @@ class KeptPins:
         self._pages[pages[:-1], 0] = pages[1:]
         self._heads[at, 1:] = (_crc(self._last_commit, pages[0], text), pages[0], len(text))
         self._heads[at, 0] = self._last_commit
-        self.drop(pin.name)
-        self._places[pin.name] = (at, pages)
+        self.drop(hold.name)
+        self._places[hold.name] = (at, pages)
         return True
 
     def drop(self, name: str) -> None:
-        """Keep this pin no longer, if it is kept."""
+        """Keep this hold no longer, if it is kept."""
         if name in self._places:
             at, pages = self._places.pop(name)
             self._heads[at, 0] = 0
@@ -118,7 +118,7 @@ class KeptPins:
             self._free_pages += pages
 
     def _read(self, at: int, taken: set[int]) -> tuple[list[int], bytes | None]:
-        """The pages of a pin and its text; None if anything about them is wrong."""
+        """The pages of a hold and its text; None if anything about them is wrong."""
         commit, crc, page, length = self._heads[at].tolist()
         pages: list[int] = []
         if commit & 1 == 0 or commit > _LAST_COMMIT or not 0 < length <= self._pages.nbytes:
@@ -136,26 +136,26 @@ def _crc(commit: int, page: int, text: bytes) -> int:
     return zlib.crc32(struct.pack("<3Q", commit, page, len(text)) + text)
 
 
-def _text_of(pin: KeptPin) -> bytes:
+def _text_of(hold: KeptHold) -> bytes:
     """Facts as JSON, a line feed, the hashes."""
-    groups = [(group, len(hashes)) for group, hashes in pin.groups]
-    facts = json.dumps([pin.name, pin.owner, asdict(pin.namespace), groups, pin.expires_at]).encode()
-    return b"\n".join((facts, b"".join([hashes for _, hashes in pin.groups])))
+    groups = [(group, len(hashes)) for group, hashes in hold.groups]
+    facts = json.dumps([hold.name, hold.owner, asdict(hold.namespace), groups, hold.expires_at]).encode()
+    return b"\n".join((facts, b"".join([hashes for _, hashes in hold.groups])))
 
 
-def _parsed(text: bytes) -> KeptPin | None:
+def _parsed(text: bytes) -> KeptHold | None:
     """None: a CRC that fits by accident, or another version of `Namespace`."""
     facts, _, hashes = text.partition(b"\n")
     try:
         name, owner, fields, lengths, expires_at = json.loads(facts)
-        pin = KeptPin(name, owner, Namespace(**fields), tuple(_split(hashes, lengths)), float(expires_at))
-        width = pin.namespace.hash_bytes
-        whole = pin.namespace.problem() is None and sum([length for _, length in lengths]) == len(hashes)
-        whole &= isinstance(name, str) and isinstance(owner, str) and isfinite(pin.expires_at)
-        whole &= all(type(group) is int and len(each) % width == 0 for group, each in pin.groups)
+        hold = KeptHold(name, owner, Namespace(**fields), tuple(_split(hashes, lengths)), float(expires_at))
+        width = hold.namespace.hash_bytes
+        whole = hold.namespace.problem() is None and sum([length for _, length in lengths]) == len(hashes)
+        whole &= isinstance(name, str) and isinstance(owner, str) and isfinite(hold.expires_at)
+        whole &= all(type(group) is int and len(each) % width == 0 for group, each in hold.groups)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
-    return pin if whole else None
+    return hold if whole else None
 
 
 def _split(hashes: bytes, lengths: Any) -> list[tuple[int, bytes]]:

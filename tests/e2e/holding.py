@@ -1,4 +1,4 @@
-"""What operators pin."""
+"""What operators hold with `kvsidecar pin`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.cli.command import run
 from tests.harness import NAMESPACE, DaemonProcess, hashes
 
 
-def pin_blocks(daemon: DaemonProcess, file: Path, name: str, *blocks: str, seconds: int = 600) -> None:
+def hold_blocks(daemon: DaemonProcess, file: Path, name: str, *blocks: str, seconds: int = 600) -> None:
     file.write_text("\n".join(each.hex() for each in hashes(*blocks)))
     where = ("--namespace", NAMESPACE.model, "--hashes", str(file), "--socket", daemon.socket)
     assert run("pin", name, *where, "--seconds", str(seconds)).returncode == 0
@@ -16,4 +16,4 @@ def pin_blocks(daemon: DaemonProcess, file: Path, name: str, *blocks: str, secon
 
 def seconds_left(daemon: DaemonProcess) -> dict[str, float]:
     with daemon.client() as client:
-        return {pin.name: pin.seconds_left for pin in client.status().pins}
+        return {hold.name: hold.seconds_left for hold in client.status().pins}

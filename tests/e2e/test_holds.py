@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cli.command import run
-from tests.e2e.pinned import pin_blocks, seconds_left
+from tests.e2e.holding import hold_blocks, seconds_left
 from tests.e2e.readiness import CHUNKS
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes, layout
 
 
-def test_an_operator_pins_a_prompt(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_an_operator_holds_a_prompt(daemon: DaemonProcess, tmp_path: Path) -> None:
     rank = Rank(daemon)
     done(rank.store("a", "b", "c"))
     file = tmp_path / "hashes"
     file.write_text("\n".join(each.hex() for each in hashes("a", "b", "missing")) + "\n")
     at = ("--socket", daemon.socket)
-    pinned = run("pin", "prompt", "--namespace", NAMESPACE.model, "--hashes", str(file), "--seconds", "600", *at)
-    assert (pinned.returncode, pinned.stdout) == (0, "2 blocks of 3 pinned, 24 KiB.\n")
+    held = run("pin", "prompt", "--namespace", NAMESPACE.model, "--hashes", str(file), "--seconds", "600", *at)
+    assert (held.returncode, held.stdout) == (0, "2 blocks of 3 pinned, 24 KiB.\n")
     for number in range(100):
         done(rank.store(number, at=[0]))
     assert (rank.hits("a", "b"), rank.hits("c")) == (2, 0)
@@ -50,13 +50,13 @@ def test_more_than_pin_max_is_refused(short_dir: Path, tmp_path: Path) -> None:
         rank.close()
 
 
-def test_pins_outlive_kills_and_stops_with_the_cache(short_dir: Path, pool_dir: Path, tmp_path: Path) -> None:
+def test_holds_outlive_kills_and_stops_with_the_cache(short_dir: Path, pool_dir: Path, tmp_path: Path) -> None:
     flags = ("--pool-dir", str(pool_dir))
     with DaemonProcess(short_dir, *flags) as daemon:
         rank = Rank(daemon.wait_ready())
         done(rank.store("a", "b", "c"))
-        pin_blocks(daemon, tmp_path / "hashes", "prompt", "a", "b")
-        pin_blocks(daemon, tmp_path / "hashes", "other", "c")
+        hold_blocks(daemon, tmp_path / "hashes", "prompt", "a", "b")
+        hold_blocks(daemon, tmp_path / "hashes", "other", "c")
         assert run("unpin", "other", "--socket", daemon.socket).returncode == 0
         first = seconds_left(daemon)["prompt"]
         rank.close()
@@ -91,7 +91,7 @@ def test_pins_outlive_kills_and_stops_with_the_cache(short_dir: Path, pool_dir: 
         assert seconds_left(daemon) == {}
 
 
-def test_pins_of_the_whole_pool_do_not_keep_a_daemon_from_starting(
+def test_holds_of_the_whole_pool_do_not_keep_a_daemon_from_starting(
     short_dir: Path, pool_dir: Path, tmp_path: Path
 ) -> None:
     """The self-test needs a place, in which no kept block lies."""
@@ -100,8 +100,8 @@ def test_pins_of_the_whole_pool_do_not_keep_a_daemon_from_starting(
     with DaemonProcess(short_dir, *flags) as daemon:
         rank = Rank(daemon.wait_ready(), groups=layout(num_blocks=100))
         done(rank.store(*names))
-        pin_blocks(daemon, tmp_path / "hashes", "large", *names[:80])
-        pin_blocks(daemon, tmp_path / "hashes", "small", *names[80:])
+        hold_blocks(daemon, tmp_path / "hashes", "large", *names[:80])
+        hold_blocks(daemon, tmp_path / "hashes", "small", *names[80:])
         rank.close()
         daemon.process.kill()
         daemon.process.wait(SECONDS)
@@ -116,7 +116,7 @@ def test_pins_of_the_whole_pool_do_not_keep_a_daemon_from_starting(
         rank.close()
 
 
-def test_a_chunk_full_of_pinned_blocks_is_served_behind_the_next_one(
+def test_a_chunk_full_of_held_blocks_is_served_behind_the_next_one(
     short_dir: Path, pool_dir: Path, tmp_path: Path
 ) -> None:
     flags = (*CHUNKS, "--pool-dir", str(pool_dir), "--pin-max", "100%")
@@ -124,7 +124,7 @@ def test_a_chunk_full_of_pinned_blocks_is_served_behind_the_next_one(
     with DaemonProcess(short_dir, *flags) as daemon:
         rank = Rank(daemon.wait_ready(), groups=layout(num_blocks=100))
         done(rank.store(*names))
-        pin_blocks(daemon, tmp_path / "hashes", "prompt", *names)
+        hold_blocks(daemon, tmp_path / "hashes", "prompt", *names)
         rank.close()
         daemon.process.kill()
         daemon.process.wait(SECONDS)
