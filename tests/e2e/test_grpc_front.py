@@ -152,10 +152,12 @@ def test_who_was_refused_is_served_over_the_same_connection_when_there_is_room(d
             try:
                 sidecar.Lookup(LOOKUP, timeout=SECONDS, metadata=[(f"x-new-{number}", "value")])
             except grpc.RpcError as error:
-                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert f"one user may have {grpc_front.MAX_CALLS} open gRPC" in (error.details() or "")
-                return True
-            return False
+                code, said = error.code(), error.details()
+            else:
+                return False
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert f"one user may have {grpc_front.MAX_CALLS} open gRPC" in (said or "")
+            return True
 
         for number in range(5):
             eventually(functools.partial(refused, number), "the daemon takes more calls than one user may have")
