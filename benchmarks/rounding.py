@@ -25,8 +25,8 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
 from typing import NamedTuple
 
-from kvsidecar.cache.block import LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SlotAllocator, size_class
 from kvsidecar.types import Namespace
 

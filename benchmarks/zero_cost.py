@@ -18,9 +18,9 @@ from statistics import median
 import numpy as np
 
 from kvsidecar.bench.processes import private_daemon
-from kvsidecar.cache.block import StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.freed import Freed
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import Blocks, Client, HostBuffer
 from kvsidecar.core.zeroing import SLICE_BYTES

@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.fleet.trace import BLOCK_TOKENS, Request
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.block import Lease, LoadGrant, StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import Lease, LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
 from kvsidecar.core import tier_writes
 from kvsidecar.core.tier_fetches import Fetches

@@ -1,8 +1,8 @@
-"""Blocks, the spaces they live in, and the grants and leases on them."""
+"""Blocks, and the spaces they live in."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,6 @@ from kvsidecar.cache.arrays import (
     Bools,
     Bytes,
     Ints,
-    Words,
     any_true,
     as_list,
     extended,
@@ -432,108 +431,3 @@ class Space:
     def block_bytes(self) -> int:
         """Bytes of all slots of a readable block."""
         return sum(self.slot_sizes)
-
-
-@dataclass(slots=True, eq=False)
-class Chain:
-    """Blocks of one part of a request, without duplicates, in prefix order."""
-
-    blocks: SpaceBlocks
-    rows: Ints
-    in_turn: bool = False
-    """Of blocks to evict: whether they are in the order in which they go."""
-
-
-@dataclass(slots=True, eq=False)
-class StorePart:
-    """The blocks to copy for one part of a store."""
-
-    blocks: SpaceBlocks
-    shard: int
-    index: Ints
-    """Positions in the part's hashes: hash ``index[i]`` goes to ``slots[i]``. Ascending."""
-    rows: Ints
-    """Rows of these blocks."""
-    created: Ints
-    """Rows of the blocks that this store created."""
-    chain: Keys
-    """Hashes of the blocks that are reserved here or present, in order: those that the store uses at its end."""
-    chain_rows: Ints
-    """Rows of `chain`. Rows of present blocks are valid only until the next request."""
-    slots: Ints = field(default_factory=lambda: NO_INTS)
-    """Byte offsets in the pool, ascending; adjacent as far as free slots allow."""
-
-    @property
-    def slot_size(self) -> int:
-        """Size class in bytes."""
-        return self.blocks.space.slot_sizes[self.shard]
-
-
-@dataclass(slots=True, eq=False)
-class StoreGrant:
-    """The blocks that a store has to copy. Ends with one call of `BlockCache.seal_all` or `BlockCache.abort_all`."""
-
-    parts: list[StorePart] = field(default_factory=list)
-    """One per part of the request."""
-    present: int = 0
-    """Number of blocks whose shard was already sealed."""
-    in_flight: int = 0
-    """Number of blocks whose shard is already being filled, by another store or earlier in this one."""
-    ttl: float = 0.0
-    """Seconds after which its blocks expire, if their share's time is not shorter; 0: never."""
-    idle_ttl: float = 0.0
-    """The same after the last use of each."""
-    wanted: bool = False
-    """Whether somebody is about to load its blocks."""
-    checksums: tuple[Ints, Words] | None = None
-    """Slots to fill, and the checksums of their bytes: recorded when the store is sealed, if anything is."""
-    open: bool = True
-
-    @property
-    def reserved(self) -> int:
-        """Number of slots to fill."""
-        return sum(len(part.index) for part in self.parts)
-
-
-@dataclass(slots=True, eq=False)
-class LoadGrant:
-    """The slots of the blocks of a load. They stay until `BlockCache.end_load`."""
-
-    slots: list[Ints]
-    """Per part: byte offsets in the pool, in the order of its hashes."""
-    rows: list[Ints]
-    """Per part: rows of its hashes."""
-    chains: list[Chain]
-    """Per part: the blocks that are referenced."""
-    open: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class WriteGrant:
-    """Blocks of one space that a slower tier is given. They stay until `BlockCache.end_write`."""
-
-    chain: Chain
-    hashes: bytes
-    """Their block hashes, joined."""
-    slots: Ints
-    """Byte offsets in the pool, [num_shards, blocks]."""
-    tier: int
-    """The tier's bit in `SpaceBlocks.tiers`."""
-    last_used: Ints
-    """Tick of each block's last use, when the write began."""
-    open: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """Prevents the eviction of blocks until ``expires_at`` (seconds on the caller's clock)."""
-
-    id: int
-    owner: Hashable
-    chains: list[Chain]
-    """Per part of the lookup: the readable blocks, without duplicates."""
-    expires_at: float
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(chain.rows) for chain in self.chains)

@@ -12,11 +12,12 @@ import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Ints, all_true, first_of_each
-from kvsidecar.cache.block import Chain, Lease, LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.freed import Freed
+from kvsidecar.cache.grants import Chain, Lease, LoadGrant, StoreGrant
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.prompts import Prompts
 from kvsidecar.cache.reader import Hashes, Reader

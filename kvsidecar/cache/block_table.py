@@ -8,11 +8,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
-from kvsidecar.cache.block import FILLING, NO_SLOT, Chain, Space, SpaceBlocks, StorePart
+from kvsidecar.cache.block import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.eviction_rhythm import Rhythm
 from kvsidecar.cache.geometry import set_geometry
+from kvsidecar.cache.grants import Chain, StorePart
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slabs import LARGEST_SHARE

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS
-from kvsidecar.cache.block import Chain, SpaceBlocks
+from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.eviction_order import candidates_of, oldest_blocks, oldest_first, provided, rank_of
 from kvsidecar.cache.eviction_rhythm import NEVER
+from kvsidecar.cache.grants import Chain
 from kvsidecar.cache.shares import Age, Budget, Share, Shares
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.windows import Window

@@ -12,7 +12,8 @@ from heapq import merge
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints
-from kvsidecar.cache.block import Chain, SpaceBlocks
+from kvsidecar.cache.block import SpaceBlocks
+from kvsidecar.cache.grants import Chain
 from kvsidecar.cache.shares import Age, Budget, Share, TableOrder
 from kvsidecar.types import EVICTION_ORDER, Priority
 

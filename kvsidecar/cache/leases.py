@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
 
-from kvsidecar.cache.block import Chain, Lease
+from kvsidecar.cache.grants import Chain, Lease
 
 RELEASED = 4096
 """Number of the most recently released lease ids that are remembered."""

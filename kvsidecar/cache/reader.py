@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvsidecar.cache.arrays import Bools, Ints, all_true
-from kvsidecar.cache.block import Lease, Space
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.expiry import Expiry
+from kvsidecar.cache.grants import Lease
 from kvsidecar.types import LookupMode
 
 Hashes = Sequence[bytes] | bytes

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from kvsidecar.cache.block import StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.copier.messages import CHECK, Checks
 from kvsidecar.types import Verify
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvsidecar.cache.block import Lease
 from kvsidecar.cache.block_cache import BlockCache, Part
+from kvsidecar.cache.grants import Lease
 from kvsidecar.errors import InvalidRequest, LimitExceeded
 from kvsidecar.pool.kept_holds import MAX_HOLDS, KeptHold, KeptHolds
 from kvsidecar.support import log

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.block import LoadGrant, StoreGrant
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.copier.copiers import Copier
 from kvsidecar.copier.link import Copying
 from kvsidecar.copier.messages import Checks, Done, Part

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from kvsidecar.cache.block import StoreGrant
 from kvsidecar.cache.freed import Freed
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.support import failpoints, host_memory
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode
 from tests.cache.integrity import check_integrity

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvsidecar.cache.block import NO_SLOT, Space, StoreGrant
+from kvsidecar.cache.block import NO_SLOT, Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Namespace

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.reader import PROBE
 from kvsidecar.cache.slots import SlotAllocator, SlotState
 from kvsidecar.errors import Refusal

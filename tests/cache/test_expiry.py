@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvsidecar.cache import expiry
-from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.records import Records, num_words
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvsidecar.cache.block import LoadGrant
+from kvsidecar.cache.grants import LoadGrant
 from tests.cache.integrity import check_integrity
 from tests.cache.support import keys, lease, names_readable, new_cache, open_space, store
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvsidecar.cache.arrays import Words
-from kvsidecar.cache.block import Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.errors import Refusal
 from tests.cache.cuts import recorded_cache, words_for
 from tests.cache.integrity import check_integrity

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.rounding import lost_of, mix_of
-from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.eviction import AHEAD_SHARE
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slabs import LARGEST_SHARE, LONGEST_SHARE, MAX_WASTE
 from kvsidecar.cache.slots import SlotAllocator, size_class
 from tests.cache.integrity import check_slots

@@ -9,8 +9,9 @@ from itertools import count, islice
 import pytest
 
 from benchmarks.rounding import POOL, hits_of
-from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import size_class
 from kvsidecar.cache.windows import Window, cheapest
 from kvsidecar.types import EVICTION_ORDER, Priority

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.cache.arrays import FEW
-from kvsidecar.cache.block import StoreGrant
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.copier.messages import Checks
 from kvsidecar.core.checksums import SAMPLE, Checksums
 from kvsidecar.types import Verify

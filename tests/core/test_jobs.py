@@ -11,8 +11,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvsidecar.cache.block import StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.link import Copying, Imported
 from kvsidecar.copier.messages import Done, Ended

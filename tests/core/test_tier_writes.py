@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsidecar.cache.block import LoadGrant, StoreGrant
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.core import tier_writes
 from kvsidecar.core.tier_fetches import NOTHING, Fetches
 from kvsidecar.core.tier_writes import Writes

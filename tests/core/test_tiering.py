@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from kvsidecar.cache.block import LoadGrant
+from kvsidecar.cache.grants import LoadGrant
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain, Held, shard_space
 from kvsidecar.core.tiering import Tiering, TierPlan

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from kvsidecar.cache.block import StoreGrant
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.freed import Freed
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.core import zeroing
 from kvsidecar.core.metrics import Metrics

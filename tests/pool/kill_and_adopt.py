@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.cache.arrays import Words
-from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.pool.record_table import RecordTable, TableFacts, map_table

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvsidecar.cache.block import StoreGrant
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.client import ResidencyChange
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.core.changes import Update

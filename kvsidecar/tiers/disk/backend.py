@@ -24,9 +24,10 @@ import numpy as np
 import xxhash
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.block import LoadGrant, Space, StoreGrant
+from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.change_log import Outlet
+from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.shares import Share, ShareLimits
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, size_class
 from kvsidecar.errors import Refusal, TierFailed
