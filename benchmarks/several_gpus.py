@@ -1,7 +1,4 @@
-"""Several GPUs of one host through one daemon, beside what ``kvsidecar bench --only scaling`` measures:
-
-* a tensor-parallel group with a rank on each GPU loads a hit of 8,192 tokens: time to the last byte, against one rank;
-* one copier is killed while all GPUs store: what the ranks on the others notice, and how long its own has to wait.
+"""A tensor-parallel group with a rank on each GPU loads a hit of 8,192 tokens: time to the last byte, beside one rank.
 
 python -m benchmarks.several_gpus [--device auto|cuda|host] [--devices N] [--json FILE] [-- SERVE OPTIONS]
 """
@@ -11,14 +8,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -35,16 +28,13 @@ from kvsidecar.bench.memory import engine_memory
 from kvsidecar.bench.options import Options
 from kvsidecar.bench.processes import Child, serve
 from kvsidecar.bench.setting import Setting
-from kvsidecar.client import Blocks, Client, ClientError, Outcome
+from kvsidecar.client import Blocks, Client, Outcome
 from kvsidecar.support import cuda_driver
 from kvsidecar.support.units import MiB
 
 HIT_TOKENS = 8192
 LAYOUT_NAMES = ("tp8-4k", "stacked-64k")
 ROUNDS = 7
-STORE_BLOCKS = 32
-STORES_IN_FLIGHT = 2
-BEFORE_SECONDS, AFTER_SECONDS = 1.5, 4.0
 TIMEOUT = 60.0
 
 
@@ -70,13 +60,9 @@ class Rank:
         self._client.set_idle(True)
         self._ids = np.random.default_rng(number).permutation(self._layout.num_blocks).astype(np.int64)
         self._run = config["run"]
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._ends: list[float] = []
-        self._lost: list[str] = []
 
-    def _blocks(self, count: int, first: int = 0) -> list[Blocks]:
-        hashes = [hashlib.sha256(f"{self._run}/{first + each}".encode()).digest() for each in range(count)]
+    def _blocks(self, count: int) -> list[Blocks]:
+        hashes = [hashlib.sha256(f"{self._run}/{each}".encode()).digest() for each in range(count)]
         return [Blocks(0, b"".join(hashes), self._ids[:count])]
 
     def store(self, count: int) -> dict[str, Any]:
@@ -97,47 +83,13 @@ class Rank:
             raise RuntimeError(f"{done.outcome}: {done.reason} {done.error}")
         return {"began": began, "ended": time.monotonic(), "bytes": done.nbytes}
 
-    def start(self) -> dict[str, Any]:
-        """Store fresh blocks without an end."""
-        self._thread = threading.Thread(target=self._stores)
-        self._thread.start()
-        return {}
-
-    def stop(self) -> dict[str, Any]:
-        """When each store ended, and what was lost."""
-        self._stop.set()
-        assert self._thread is not None
-        self._thread.join()
-        return {"ends": self._ends, "lost": self._lost}
-
-    def _stores(self) -> None:
-        first = 1 << 20
-        outstanding: deque[int] = deque()
-        while not self._stop.is_set():
-            first += STORE_BLOCKS
-            try:
-                outstanding.append(self._client.store(self._blocks(STORE_BLOCKS, first)))
-            except ClientError as error:
-                self._lost.append(str(error))
-                self._client.wait_attached(TIMEOUT)
-                continue
-            if len(outstanding) < STORES_IN_FLIGHT:
-                continue
-            job = outstanding.popleft()
-            done = self._client.wait([job], TIMEOUT)[job]
-            if done.outcome is Outcome.DONE:
-                self._ends.append(time.monotonic())
-            else:
-                self._lost.append(f"{done.outcome}: {done.reason}")
-                self._client.wait_attached(TIMEOUT)
-
 
 def rank_main(config: dict[str, Any]) -> None:
     with ExitStack() as stack:
         rank = Rank(config, stack)
         sys.stdout.write("{}\n")
         sys.stdout.flush()
-        serve({name: getattr(rank, name) for name in ("store", "lease", "load", "start", "stop")})
+        serve({name: getattr(rank, name) for name in ("store", "lease", "load")})
 
 
 class Group:
@@ -182,29 +134,6 @@ def hit(group: Group, blocks: int) -> dict[str, Any]:
     }
 
 
-def killed(group: Group, daemon: int) -> dict[str, Any]:
-    """Kill the copier of the last device while all store. Milliseconds."""
-    group.all("start")
-    time.sleep(BEFORE_SECONDS)
-    victim = machine.children_of(daemon)[-1]
-    at = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    time.sleep(AFTER_SECONDS)
-    ranks = group.all("stop")
-    gaps = []
-    for rank in ranks:
-        ends = np.array(rank["ends"])
-        before, after = (np.diff(ends[ends <= at]), np.diff(ends[ends >= at - 0.05]))
-        gaps.append(
-            {
-                "stores": len(ends), "lost": len(rank["lost"]), "usual_ms": round(1e3 * float(np.median(before)), 2),
-                "longest_before_ms": round(1e3 * float(before.max()), 2),
-                "longest_after_ms": round(1e3 * float(after.max()), 2),
-            }
-        )  # fmt: skip
-    return {"ranks": gaps}
-
-
 def measure(options: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
     setting = Setting(
         Options(device=options.device, serve_flags=tuple(options.serve), pool_bytes=options.pool_mib * MiB or None),
@@ -231,9 +160,6 @@ def measure(options: argparse.Namespace, directory: Path, console: Console) -> d
                 blocks = HIT_TOKENS // 16
                 row = {"layout": name, "blocks": blocks, **hit(group, blocks)}
                 result["hits"].append(row)
-        with ExitStack() as ranks:
-            assert daemon.pid is not None
-            result["killed"] = killed(Group(setting, daemon.socket, layouts["stacked-64k"], devices, ranks), daemon.pid)
     return result
 
 
@@ -245,14 +171,6 @@ def show(result: dict[str, Any], console: Console) -> None:
             row["layout"], str(row["blocks"]), f"{row['rank_bytes'] / 1e6:.0f}", f"{row['alone_ms']:.2f}",
             f"{row['together_ms']:.2f}", f"{row['together_gbps']:.1f}",
         )  # fmt: skip
-    console.print(table)
-    names = "stores", "lost", "usual_ms", "longest_before_ms", "longest_after_ms"
-    titles = "rank", *(name.replace("_ms", " ms").replace("_", " ") for name in names)
-    table = Table(
-        *titles, title="The last rank's copier is killed while all store: time between the ends of two stores"
-    )
-    for number, row in enumerate(result["killed"]["ranks"]):
-        table.add_row(str(number), *(str(row[name]) for name in names))
     console.print(table)
 
 
