@@ -11,116 +11,115 @@ another version.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import subprocess
+import json
 import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
-from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, Namespace, Region
+import numpy as np
 
-ROW, BLOCKS, TENANTS, SECONDS = 256 << 10, 64, 8, 120.0
+from kvsidecar.bench.engine import Engine, attached
+from kvsidecar.bench.layouts import Form, Layout
+from kvsidecar.bench.processes import Child, private_daemon, serve
+from kvsidecar.client import Blocks
+from kvsidecar.support.units import KiB, MiB
+
+BLOCKS, TENANTS = 64, 8
+LAYOUT = Layout("fairness", Form.CONTIGUOUS, 1, 256 * KiB, "of a tenant", num_blocks=BLOCKS)
 LIGHT, HEAVY, OUTSTANDING = 8, 64, 64
 
 
 class Tenant:
-    def __init__(self, address: str, number: int) -> None:
-        namespace = Namespace(f"tenant {number}", "bf16", "LBNHC", 16, 1, 1, "sha256")
-        self.names = [hashlib.sha256(f"{number} {each}".encode()).digest() for each in range(BLOCKS)]
-        self.buffer = HostBuffer(BLOCKS * ROW)
-        self.client = Client(address, timeout=SECONDS, step_budget=SECONDS)
-        region = Region(0, 0, 0, ROW, ROW, 1)
-        self.client.attach(
-            instance=f"tenant {number}", namespace=namespace, buffers=self.buffer.kv_buffers(),
-            groups=[GroupLayout(0, BLOCKS, 0, 1, (region,))],
-        )  # fmt: skip
-        self.client.wait_ready(SECONDS)
-        self.finish(self.client.store([Blocks(0, self.names, list(range(BLOCKS)))]))
+    """Has stored all of its blocks, and loads some of them."""
+
+    def __init__(self, stack: ExitStack, socket: str, number: int) -> None:
+        rng = np.random.default_rng(number)
+        self.engine: Engine = stack.enter_context(attached(socket, LAYOUT, None, run=f"tenant-{number}", rng=rng))
+        self._hashes = self.engine.fresh(BLOCKS)
+        self.engine.finish(self.engine.client.store(self._blocks(BLOCKS)))
+
+    def _blocks(self, count: int) -> list[Blocks]:
+        return [Blocks(0, self._hashes[:count], list(range(count)))]
 
     def load(self, count: int) -> int:
-        return self.client.load([Blocks(0, self.names[:count], list(range(count)))], timeout=SECONDS)
-
-    def finish(self, job: int) -> None:
-        assert self.client.wait([job], SECONDS)[job].outcome == "done"
+        return self.engine.client.load(self._blocks(count), timeout=120.0)
 
 
-def be_greedy(address: str) -> None:
-    """Told by lines on stdin: work, or rest."""
-    tenant = Tenant(address, TENANTS)
-    working = threading.Event()
+class Greedy:
+    """Keeps jobs outstanding from `work` to `rest`."""
 
-    def work() -> None:
+    def __init__(self, tenant: Tenant) -> None:
+        self._tenant = tenant
+        self._working = False
+        self._thread = threading.Thread()
+
+    def work(self) -> dict[str, Any]:
+        self._working = True
+        self._thread = threading.Thread(target=self._jobs)
+        self._thread.start()
+        return {}
+
+    def rest(self) -> dict[str, Any]:
+        self._working = False
+        self._thread.join()
+        return {}
+
+    def _jobs(self) -> None:
         jobs: list[int] = []
-        while working.wait():
-            while working.is_set():
-                jobs += [tenant.load(HEAVY) for _ in range(OUTSTANDING - len(jobs))]
-                tenant.finish(jobs.pop(0))
-            while jobs:
-                tenant.finish(jobs.pop(0))
-            print("rests", flush=True)
+        while self._working:
+            jobs += [self._tenant.load(HEAVY) for _ in range(OUTSTANDING - len(jobs))]
+            self._tenant.engine.finish(jobs.pop(0))
+        for job in jobs:
+            self._tenant.engine.finish(job)
 
-    threading.Thread(target=work, daemon=True).start()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        (working.set if line.strip() == "work" else working.clear)()
+
+def be_greedy(socket: str) -> None:
+    with ExitStack() as stack:
+        greedy = Greedy(Tenant(stack, socket, TENANTS))
+        serve({"work": greedy.work, "rest": greedy.rest})
 
 
 def measure(python: str, directory: Path, device: str, rounds: int, count: int) -> dict[str, list[list[float]]]:
     """Milliseconds of each job, by whether the greedy tenant works, in each round."""
     directory.mkdir()
-    address = str(directory / "kvs.sock")
-    flags = ("--device", device, "--http-port", "0", "--pool-size", "256MiB", "--memory-check", "off")
     with ExitStack() as stack:
-
-        def start(*command: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            return process
-
-        start(python, "-P", "-m", "kvsidecar", "serve", "--socket", address, "--log-level", "error", *flags)
-        while not Path(address + ".attach").exists():
-            time.sleep(0.05)
-        tenants = [Tenant(address, number) for number in range(TENANTS - 1)]
-        greedy = start(sys.executable, "-m", "benchmarks.fairness", "--greedy", address)
-        assert greedy.stdin is not None
-        assert greedy.stdout is not None
-        greedy.stdout.readline()
+        daemon = stack.enter_context(
+            private_daemon(directory, device, 256 * MiB, ["--memory-check", "off"], python=(python, "-P"))
+        )
+        tenants = [Tenant(stack, daemon.socket, number) for number in range(TENANTS - 1)]
+        greedy = stack.enter_context(closing(Child("benchmarks.fairness", {"socket": daemon.socket}, directory)))
         found: dict[str, list[list[float]]] = {"alone": [], "beside": []}
         for _ in range(rounds):
             for when, taken in found.items():
                 if when == "beside":
-                    print("work", file=greedy.stdin, flush=True)
+                    greedy.call("work")
                     time.sleep(0.2)  # until its jobs are queued
                 taken.append([])
                 for number in range(count):
                     tenant = tenants[number % len(tenants)]
                     began = time.perf_counter()
-                    tenant.finish(tenant.load(LIGHT))
+                    tenant.engine.finish(tenant.load(LIGHT))
                     taken[-1].append(1e3 * (time.perf_counter() - began))
                 if when == "beside":
-                    print("rest", file=greedy.stdin, flush=True)
-                    greedy.stdout.readline()
-        for tenant in tenants:
-            tenant.client.close()
+                    greedy.call("rest")
     return found
 
 
 def main() -> None:
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        be_greedy(**json.loads(sys.argv[1]))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", help="Python of another version's environment")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=100, help="of each round, alone and beside")
     parser.add_argument("--device", default="host")
-    parser.add_argument("--greedy", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.greedy:
-        be_greedy(options.greedy)
-        return
     print(f"{'':8}{'alone p50':>12}{'p99':>8}{'beside p50':>12}{'p99':>8}{'times p50':>12}{'p99':>8}")
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory:
         for name, python in (("old", options.old), ("new", sys.executable)):

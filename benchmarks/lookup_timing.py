@@ -12,11 +12,13 @@ guaranteed to tenant A, and A's blocks expire.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import random
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,32 +26,30 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.bench.engine import attached
+from kvsidecar.bench.layouts import Form, Layout
 from kvsidecar.bench.processes import private_daemon
-from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, LookupMode, Namespace, Region
+from kvsidecar.client import Blocks, Client, LookupMode
 from kvsidecar.support.units import MiB
 
-ROW_BYTES = 64
-SHARES = '[{name = "a", namespaces = ["tenant-a"], guaranteed = "50%", ttl = 86400, idle_ttl = 86400}]'
-TENANT_A = Namespace("tenant-a", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
-TENANT_B = dataclasses.replace(TENANT_A, model="tenant-b")
-NOBODY = dataclasses.replace(TENANT_A, model="tenant-x")  # names of one length: the messages are equally long
+LAYOUT = Layout("lookup-timing", Form.CONTIGUOUS, 1, 64, "blocks that take no room")
+TENANT_A, TENANT_B, NOBODY = "tenant-a", "tenant-b", "tenant-x"  # of one length: the messages are equally long
+SHARES = (
+    f'[{{name = "a", namespaces = ["{LAYOUT.namespace(TENANT_A).model}"], guaranteed = "50%", ttl = 86400, '
+    "idle_ttl = 86400}]"
+)
 
 
 def hashes(name: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{name} {number}".encode()).digest() for number in range(count)]
 
 
-def attach_and_store(socket: str, namespace: Namespace, names: list[bytes]) -> Client:
-    client = Client(socket, timeout=60.0, step_budget=60.0)
-    buffer = HostBuffer(len(names) * ROW_BYTES)
-    layout = GroupLayout(0, len(names), 0, 1, (Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1),))
-    client.attach(instance=namespace.model, namespace=namespace, buffers=buffer.kv_buffers(), groups=[layout])
-    client.wait_ready(60.0)
-    job = client.store([Blocks(0, names, list(range(len(names))))])
-    done = client.wait([job], 60.0)[job]
-    if done.copied_blocks != len(names):
-        raise RuntimeError(f"the blocks were not stored: {done}")
-    return client
+@contextmanager
+def attached_and_stored(socket: str, tenant: str, names: list[bytes]) -> Iterator[Client]:
+    layout = replace(LAYOUT, num_blocks=len(names))
+    with attached(socket, layout, None, run=tenant, rng=np.random.default_rng(0)) as engine:
+        engine.finish(engine.client.store([Blocks(0, names, list(range(len(names))))]))
+        yield engine.client
 
 
 def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
@@ -61,8 +61,6 @@ def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) ->
 
 def measure(socket: str, rounds: int, count: int) -> dict[str, npt.NDArray[np.float64]]:
     """Seconds of each lookup, by case."""
-    tenant_a = attach_and_store(socket, TENANT_A, hashes("a", count))
-    tenant_b = attach_and_store(socket, TENANT_B, hashes("b", count))
     cases = {
         "nobody's hashes": (TENANT_B, hashes("x", count)),
         "another tenant's hashes": (TENANT_B, hashes("a", count)),
@@ -72,19 +70,22 @@ def measure(socket: str, rounds: int, count: int) -> dict[str, npt.NDArray[np.fl
     }
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     order = list(cases)
-    for number in range(-rounds // 10, rounds):  # the first tenth warms up
-        random.shuffle(order)
-        for case in order:
-            namespace, names = cases[case]
-            started = time.perf_counter()
-            found = tenant_b.lookup(namespace, {0: names}, mode=LookupMode.BITMAP)
-            taken = time.perf_counter() - started
-            if found.groups[0].hits != (count if case == "its own blocks" else 0):
-                raise RuntimeError(f"{case}: {found.groups[0].hits} hits")
-            if number >= 0:
-                seconds[case].append(taken)
-    tenant_a.close()
-    tenant_b.close()
+    with (
+        attached_and_stored(socket, TENANT_A, hashes("a", count)),
+        attached_and_stored(socket, TENANT_B, hashes("b", count)) as tenant_b,
+    ):
+        for number in range(-rounds // 10, rounds):  # the first tenth warms up
+            random.shuffle(order)
+            for case in order:
+                tenant, names = cases[case]
+                namespace = LAYOUT.namespace(tenant)
+                started = time.perf_counter()
+                found = tenant_b.lookup(namespace, {0: names}, mode=LookupMode.BITMAP)
+                taken = time.perf_counter() - started
+                if found.groups[0].hits != (count if case == "its own blocks" else 0):
+                    raise RuntimeError(f"{case}: {found.groups[0].hits} hits")
+                if number >= 0:
+                    seconds[case].append(taken)
     return {case: np.array(taken) for case, taken in seconds.items()}
 
 

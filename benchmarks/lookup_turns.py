@@ -13,28 +13,27 @@ first and the last tenth. ``--busy``: four ranks of each keep jobs of 32 blocks 
 from __future__ import annotations
 
 import argparse
-import json
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
 
 import grpc
 
+from benchmarks.turns import Script, ratio, turns
+from kvsidecar.bench.processes import private_daemon
 from kvsidecar.client import Namespace
 from kvsidecar.protocol.framing import frame
 from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.support.units import MiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 COUNTS = (64, 512)
-SECONDS = 60.0
 NAMESPACE = ("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
 
 CHILD = """
@@ -105,58 +104,29 @@ for line in sys.stdin:
 """
 
 
-class Child:
-    """A process of one version that has stored 512 blocks, and does what it is told."""
-
-    def __init__(self, python: str, address: str, role: str, number: int) -> None:
-        command = [python, "-P", "-c", CHILD, address, role, str(number)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.said = self.answer()
-
-    def tell(self, *what: object) -> None:
-        assert self.process.stdin is not None
-        print(json.dumps(what), file=self.process.stdin, flush=True)
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def call(self, *what: object) -> Any:
-        self.tell(*what)
-        return self.answer()
-
-
 class Side:
     """One version: its daemon, and who asks it."""
 
     def __init__(self, python: str, directory: Path, stack: ExitStack, *, workers: int) -> None:
         directory.mkdir()
-        self.address = str(directory / "kvs.sock")
-        flags = ("--device", "host", "--http-port", "0", "--pool-size", "64MiB", "--memory-check", "off")
-        command = [python, "-P", "-m", "kvsidecar", "serve", "--socket", self.address, "--log-level", "error", *flags]
-        self.daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        stack.callback(_end, self.daemon)
-        deadline = time.monotonic() + SECONDS
-        while not Path(self.address + ".attach").exists():
-            if self.daemon.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the daemon of {python} did not start")
-            time.sleep(0.05)
-        self.asker = self._child(python, stack, "asker", 0)
-        self.workers = [self._child(python, stack, "worker", number) for number in range(1, workers + 1)]
-        self.hashes = b"".join(map(bytes.fromhex, self.asker.said["hashes"]))
+        started = (python, "-P")
+        flags = ("--memory-check", "off")
+        self._daemon = stack.enter_context(private_daemon(directory, "host", 64 * MiB, flags, python=started))
+        address = self._daemon.socket
+        self.asker = Script(stack, started, CHILD, address, "asker", 0)
+        said = self.asker.answer()
+        self.workers = [Script(stack, started, CHILD, address, "worker", number) for number in range(1, workers + 1)]
+        for worker in self.workers:
+            worker.answer()
+        self.hashes = b"".join(map(bytes.fromhex, said["hashes"]))
         self._local = socket.socket(socket.AF_UNIX)
         stack.callback(self._local.close)
-        self._local.connect(self.address + ".attach")
-        self._send(pb.Hello(protocol=self.asker.said["protocol"]).SerializeToString())
+        self._local.connect(f"{address}.attach")
+        self._send(pb.Hello(protocol=said["protocol"]).SerializeToString())
         if not pb.Welcome.FromString(self._receive()).local_protocol:
             raise SystemExit(f"the daemon of {python} has no local protocol")
-        channel = stack.enter_context(grpc.insecure_channel(f"unix:{self.address}"))
+        channel = stack.enter_context(grpc.insecure_channel(f"unix:{address}"))
         self._grpc = pb_grpc.SidecarStub(channel)
-
-    def _child(self, python: str, stack: ExitStack, role: str, number: int) -> Child:
-        child = Child(python, self.address, role, number)
-        stack.callback(_end, child.process)
-        return child
 
     def _send(self, message: bytes) -> None:
         self._local.sendall(frame(message))
@@ -199,26 +169,21 @@ class Side:
     def measure(self, who: str, way: str, count: int, lookups: int, pause: float) -> float:
         if who == "daemon":
             return self.of_the_daemon(way, count, lookups, pause)
-        return float(self.asker.call("ask", way, count, lookups, pause))
+        return float(self.asker.ask("ask", way, count, lookups, pause))
 
     @contextmanager
     def at_work(self, jobs: list[float]) -> Iterator[None]:
         """Its workers' jobs a second within the block are appended."""
-        self.asker.call("hold")
+        self.asker.ask("hold")
         began = time.monotonic()
         for worker in self.workers:
-            worker.call("work")
+            worker.ask("work")
         yield
         for worker in self.workers:
             worker.tell("rest")
         done = sum(worker.answer() for worker in self.workers)
         if self.workers:
             jobs.append(done / (time.monotonic() - began))
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    process.kill()
-    process.wait()
 
 
 def main() -> None:
@@ -239,8 +204,7 @@ def main() -> None:
             Side(python, Path(directory) / name, stack, workers=workers)
             for name, python in (("old", options.old), ("new", options.new))
         ]
-        for number in range(-1, options.rounds):  # the first one warms up
-            order = (0, 1) if number % 2 else (1, 0)
+        for counts, order in turns(options.rounds, (0, 1)):
             seconds: dict[tuple[str, str, int], list[float]] = {way: [0.0, 0.0] for way in ways}
             if options.busy:
                 for side in order:
@@ -251,16 +215,14 @@ def main() -> None:
                 for way in ways:
                     for side in order:
                         seconds[way][side] = sides[side].measure(*way, options.lookups, options.pause)
-            if number >= 0:
+            if counts:
                 for way, (old, new) in seconds.items():
                     taken[way].append((old, new))
     print(f"{'time of':8} {'protocol':8} {'hashes':>6} {'old us':>8} {'new us':>8}  new / old (tenths)")
     for (who, protocol, count), pairs in taken.items():
-        ratios = [new / old for old, new in pairs]
-        tenths = quantiles(ratios, n=10)
-        old, new = (1e6 * median(each) for each in zip(*pairs, strict=True))
-        share = f"{median(ratios):.2f} ({tenths[0]:.2f} to {tenths[-1]:.2f})"
-        print(f"{who:8} {protocol:8} {count:6} {old:8.1f} {new:8.1f}  {share}")
+        before, after = zip(*pairs, strict=True)
+        medians = f"{1e6 * median(before):8.1f} {1e6 * median(after):8.1f}"
+        print(f"{who:8} {protocol:8} {count:6} {medians}  {ratio(before, after)}")
     if options.busy:
         old, new = (median(each[1:]) for each in jobs)
         print(f"jobs of 32 blocks a second meanwhile: {old:.0f} old, {new:.0f} new")

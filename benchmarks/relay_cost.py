@@ -16,67 +16,54 @@ import argparse
 import hashlib
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import grpc
+import numpy as np
 import trustme
 
-from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, Namespace, Region
+from benchmarks.turns import python_of, ratio, turns
+from kvsidecar.bench.engine import attached
+from kvsidecar.bench.layouts import TINY
+from kvsidecar.bench.processes import PrivateDaemon, private_daemon
+from kvsidecar.client import Blocks
 from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.support.units import MiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 COUNTS = (64, 512)
-SECONDS = 60.0
-ROW = 4096
-NAMESPACE = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
+LAYOUT, RUN = replace(TINY, num_blocks=max(COUNTS)), "relay"
 HASHES = [hashlib.sha256(b"%d" % each).digest() for each in range(max(COUNTS))]
 CLIENT = "asker.example"
 POLICY = f"[{{certificates=['{CLIENT}'], namespaces=['*']}}, {{uids=[{os.getuid()}], namespaces=['*']}}]"
 Ask = Callable[[pb.LookupRequest], pb.LookupReply]
 
 
-class Daemon:
-    """Of one version of the code; it has stored all blocks."""
-
-    def __init__(self, root: Path, directory: Path, stack: ExitStack, *flags: str) -> None:
-        directory.mkdir()
-        self.socket = str(directory / "kvs.sock")
-        command = [sys.executable, "-m", "kvsidecar", "serve", "--socket", self.socket, "--log-level", "error"]
-        command += ["--device", "host", "--http-port", "0", "--pool-size", "64MiB", "--memory-check", "off", *flags]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=root)
-        stack.callback(_end, self.process)
-        deadline = time.monotonic() + SECONDS
-        while not Path(self.socket + ".attach").exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the daemon of {root} did not start")
-            time.sleep(0.05)
-        buffer = HostBuffer(len(HASHES) * ROW)
-        client = stack.enter_context(Client(self.socket, timeout=SECONDS, step_budget=SECONDS))
-        groups = [GroupLayout(0, len(HASHES), 0, 1, (Region(0, 0, 0, ROW, ROW, 1),))]
-        client.attach(instance="asker", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=groups)
-        client.wait_ready(SECONDS)
-        job = client.store([Blocks(0, HASHES, list(range(len(HASHES))))])
-        assert client.wait([job], SECONDS)[job].copied_blocks == len(HASHES)
-
-    def inner(self) -> str:
-        """The address of gRPC's own server."""
-        for fd in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            if ".inner" in os.readlink(fd):
-                return f"unix:{fd}"
-        raise SystemExit("the daemon has no socket behind its relay")
+@contextmanager
+def started(root: Path, directory: Path, *flags: str) -> Iterator[PrivateDaemon]:
+    """A daemon of one version of the code; it has stored all blocks."""
+    more = ("--memory-check", "off", *flags)
+    with (
+        private_daemon(directory, "host", 64 * MiB, more, python=python_of(root)) as daemon,
+        attached(daemon.socket, LAYOUT, None, run=RUN, rng=np.random.default_rng(0)) as engine,
+    ):
+        engine.finish(engine.client.store([Blocks(0, HASHES, list(range(len(HASHES))))]))
+        yield daemon
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+def inner(daemon: PrivateDaemon) -> str:
+    """The address of gRPC's own server."""
+    for fd in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        if ".inner" in os.readlink(fd):
+            return f"unix:{fd}"
+    raise SystemExit("the daemon has no socket behind its relay")
 
 
 class Certificates:
@@ -99,7 +86,7 @@ class Certificates:
 
 
 def median_seconds(ask: Ask, count: int, lookups: int) -> float:
-    request = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
+    request = pb.LookupRequest(namespace=namespace_to_wire(LAYOUT.namespace(RUN)), mode=pb.LookupRequest.MODE_PREFIX)
     request.groups.add(group=0, hashes=b"".join(HASHES[:count]))
     taken = []
     for _ in range(lookups):
@@ -114,16 +101,13 @@ def compare(what: str, ways: dict[str, Ask], options: argparse.Namespace) -> Non
     first, second = ways
     for count in COUNTS:
         rounds = []
-        for number in range(-1, options.rounds):  # the first one warms up
-            order = (first, second) if number % 2 else (second, first)
+        for counts, order in turns(options.rounds, (first, second)):
             taken = {way: median_seconds(ways[way], count, options.lookups) for way in order}
-            if number >= 0:
+            if counts:
                 rounds.append((taken[first], taken[second]))
-        ratios = [after / before for before, after in rounds]
-        tenths = quantiles(ratios, n=10)
-        before, after = (1e6 * median(each) for each in zip(*rounds, strict=True))
-        share = f"{median(ratios):.2f} ({tenths[0]:.2f} to {tenths[-1]:.2f})"
-        print(f"{what:5} {count:6} hashes  {first} {before:7.1f} us  {second} {after:7.1f} us  {share}", flush=True)
+        before, after = zip(*rounds, strict=True)
+        times = f"{first} {1e6 * median(before):7.1f} us  {second} {1e6 * median(after):7.1f} us"
+        print(f"{what:5} {count:6} hashes  {times}  {ratio(before, after)}", flush=True)
 
 
 def main() -> None:
@@ -140,15 +124,15 @@ def main() -> None:
             lookup: Ask = pb_grpc.SidecarStub(stack.enter_context(channel)).Lookup
             return lookup
 
-        daemon = Daemon(here, directory / "unix", stack)
-        straight, relayed = (grpc.insecure_channel(each) for each in (daemon.inner(), f"unix:{daemon.socket}"))
+        daemon = stack.enter_context(started(here, directory))
+        straight, relayed = (grpc.insecure_channel(each) for each in (inner(daemon), f"unix:{daemon.socket}"))
         compare("Unix", {"straight": stub(straight), "relayed": stub(relayed)}, options)
         if options.old is None:
             return
         certificates, ways = Certificates(directory), {}
         for name, root in (("old", options.old.resolve()), ("new", here)):
             port = free_port()
-            Daemon(root, directory / name, stack, *certificates.flags(port))
+            stack.enter_context(started(root, directory, *certificates.flags(port)))
             ways[name] = stub(grpc.secure_channel(f"localhost:{port}", certificates.credentials))
         compare("TLS", ways, options)
 

@@ -12,12 +12,12 @@ times are of the processor. Printed are the medians over the rounds, and the rat
 from __future__ import annotations
 
 import argparse
-import json
 import resource
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+
+from benchmarks.turns import Script, python_of
 
 JOBS = {"1": 1, "32": 32, "512": 512}
 """Blocks per job."""
@@ -76,9 +76,9 @@ if variant == "many":
 for _ in range(BLOCKS // 512):
     store(spaces[0], fresh(512))
     pass_time()
-print("ready", flush=True)
+print("null", flush=True)
 for line in sys.stdin:
-    size, rounds = map(int, line.split())
+    size, rounds = json.loads(line)
     space, jobs = spaces[0], [fresh(size) for _ in range(rounds)]
     took = {}
     pass_time()
@@ -113,26 +113,8 @@ for line in sys.stdin:
 """
 
 
-def start(variant: str, tree: Path, namespaces: int) -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, variant, str(namespaces)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tree, env={"PYTHONPATH": str(tree)},
-    )  # fmt: skip
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    return child
-
-
-def ask(child: subprocess.Popen[str], size: int) -> dict[str, float]:
-    assert child.stdin is not None
-    assert child.stdout is not None
-    print(size, max(20, 8192 // size // 4), file=child.stdin, flush=True)
-    answer: dict[str, float] = json.loads(child.stdout.readline())
-    return answer
-
-
-def resident(child: subprocess.Popen[str]) -> int:
-    fields = Path(f"/proc/{child.pid}/statm").read_text().split()
+def resident(child: Script) -> int:
+    fields = Path(f"/proc/{child.process.pid}/statm").read_text().split()
     return int(fields[1]) * resource.getpagesize()
 
 
@@ -146,23 +128,28 @@ def main() -> None:
     variants = {"off": here, "rhythm": here, "waiting": here, "two": here, "many": here}
     if given.old:
         variants = {"old": given.old.resolve(), **variants}
-    children = {variant: start(variant, tree, given.namespaces) for variant, tree in variants.items()}
     base = next(iter(variants))
-    print(f"{'':14}" + "".join(f"{variant:>18}" for variant in variants))
-    for label, size in JOBS.items():
-        rounds = [{variant: ask(child, size) for variant, child in children.items()} for _ in range(given.rounds)]
-        for step in rounds[0][base]:
-            row = f"{step + ' ' + label:14}"
-            for variant in variants:
-                time = median([each[variant][step] for each in rounds])
-                ratio = median([each[variant][step] / each[base][step] for each in rounds])
-                row += f"{time:10.1f} us {ratio:4.2f}"
-            print(row, flush=True)
-    print(f"{'resident':14}" + "".join(f"{resident(child) >> 20:15} MiB" for child in children.values()))
-    for child in children.values():
-        assert child.stdin is not None
-        child.stdin.close()
-        child.wait()
+    with ExitStack() as stack:
+        children = {
+            variant: Script(stack, python_of(tree), CHILD, variant, given.namespaces)
+            for variant, tree in variants.items()
+        }
+        for child in children.values():
+            child.answer()  # it is ready
+        print(f"{'':14}" + "".join(f"{variant:>18}" for variant in variants))
+        for label, size in JOBS.items():
+            count = max(20, 8192 // size // 4)
+            rounds = [
+                {variant: child.ask(size, count) for variant, child in children.items()} for _ in range(given.rounds)
+            ]
+            for step in rounds[0][base]:
+                row = f"{step + ' ' + label:14}"
+                for variant in variants:
+                    time = median([each[variant][step] for each in rounds])
+                    share = median([each[variant][step] / each[base][step] for each in rounds])
+                    row += f"{time:10.1f} us {share:4.2f}"
+                print(row, flush=True)
+        print(f"{'resident':14}" + "".join(f"{resident(child) >> 20:15} MiB" for child in children.values()))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median
+
+from benchmarks.turns import Script, python_of, ratio, turns
 
 POOL = 1 << 30
 SCENARIOS = {
@@ -67,7 +67,8 @@ while name != "fresh" and count * min(sizes) < 3 * pool:
 for line in sys.stdin:
     if name == "fresh":
         begin()
-    times = [store() for _ in range(int(line))]
+    (stores,) = json.loads(line)
+    times = [store() for _ in range(stores)]
     gc.collect()
     print(json.dumps(times), flush=True)
 """
@@ -81,47 +82,24 @@ def main() -> None:
     parser.add_argument("--only", choices=SCENARIOS)
     args = parser.parse_args()
     for name in [args.only] if args.only else SCENARIOS:
-        sides = {"old": _start(args.old, name), "new": _start(Path.cwd(), name)}
         times: dict[str, list[float]] = {"old": [], "new": []}
-        ratios = []
-        for number in range(args.rounds):
-            means = {}
-            for side in ("old", "new") if number % 2 else ("new", "old"):
-                took = _ask(sides[side], args.stores)
-                times[side] += took
-                means[side] = sum(took) / len(took)
-            ratios.append(means["new"] / means["old"])
-        for process in sides.values():
-            process.communicate()
-        tenths = quantiles(ratios, n=10)
+        means: dict[str, list[float]] = {"old": [], "new": []}
+        with ExitStack() as stack:
+            sizes = json.dumps([-(-size // 4096) * 4096 for size in SCENARIOS[name]])
+            sides = {
+                side: Script(stack, python_of(tree), CHILD, name, POOL, sizes)
+                for side, tree in (("old", args.old), ("new", Path.cwd()))
+            }
+            for counts, order in turns(args.rounds, ("old", "new")):
+                for side in order:
+                    took = sides[side].ask(args.stores)
+                    if counts:
+                        times[side] += took
+                        means[side].append(mean(took))
         print(f"{name:13}", end="")
         for side, took in times.items():
             print(f" {side} {1000 * median(took):.3f} ms, longest {1000 * max(took):.1f};", end="")
-        print(f" new / old {median(ratios):.3f} ({tenths[0]:.3f} to {tenths[-1]:.3f})", flush=True)
-
-
-def _start(root: Path, name: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-c",
-        CHILD,
-        name,
-        str(POOL),
-        json.dumps([-(-s // 4096) * 4096 for s in SCENARIOS[name]]),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(root.resolve())}
-    return subprocess.Popen(
-        command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def _ask(process: subprocess.Popen[str], stores: int) -> list[float]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(f"{stores}\n")
-    process.stdin.flush()
-    answer: list[float] = json.loads(process.stdout.readline())
-    return answer
+        print(f" new / old {ratio(*means.values())}", flush=True)
 
 
 if __name__ == "__main__":

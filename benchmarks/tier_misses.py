@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.turns import turns
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.core.hashes import PackedHashes
@@ -91,13 +92,12 @@ def main() -> None:
 def in_turns(calls: list[Callable[[], None]], options: argparse.Namespace) -> list[list[float]]:
     """Seconds of one call in each round, by call."""
     taken: list[list[float]] = [[] for _ in calls]
-    for number in range(-1, options.rounds):  # the first one warms up
-        order = list(range(len(calls)))
-        for which in order if number % 2 else reversed(order):
+    for counts, order in turns(options.rounds, range(len(calls))):
+        for which in order:
             began = time.perf_counter()
             for _ in range(options.lookups):
                 calls[which]()
-            if number >= 0:
+            if counts:
                 taken[which].append((time.perf_counter() - began) / options.lookups)
     return taken
 

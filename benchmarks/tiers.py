@@ -38,7 +38,8 @@ from rich.table import Table
 
 from kvsidecar.bench.engine import Engine, attached, throughput
 from kvsidecar.bench.layouts import CONTIGUOUS, STACKED, Layout
-from kvsidecar.bench.processes import PrivateDaemon
+from kvsidecar.bench.machine import children_of
+from kvsidecar.bench.processes import PrivateDaemon, private_daemon
 from kvsidecar.core.tier_fetches import CHUNK_BYTES
 from kvsidecar.support.failpoints import VARIABLE
 from kvsidecar.support.units import GiB, MiB
@@ -80,12 +81,9 @@ def metric(daemon: PrivateDaemon, name: str) -> float:
 
 
 def tier_pids(daemon: PrivateDaemon) -> list[int]:
-    pids = []
-    for task in Path(f"/proc/{daemon.pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):
-            pids += [int(pid) for pid in (task / "children").read_text().split()]
     found = []
-    for pid in pids:
+    assert daemon.pid is not None
+    for pid in children_of(daemon.pid):
         with suppress(FileNotFoundError, ProcessLookupError):
             if TIER in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
@@ -104,16 +102,12 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 def started(
     name: str, directory: Path, flags: Sequence[str], failpoints: str = "", layout: Layout = LAYOUT
 ) -> Iterator[Side]:
-    daemon = PrivateDaemon(directory, "host", POOL_BYTES, flags, None)
-    daemon._command[:0] = ["env", f"{VARIABLE}={failpoints}"]  # a bench's daemon has none of this process's
-    daemon.start()
-    try:
-        daemon.wait_ready()
-        rng = np.random.default_rng(1)
-        with attached(daemon.socket, layout, None, run=name, rng=rng) as engine:
-            yield Side(name, daemon, engine)
-    finally:
-        daemon.stop()
+    python = ("env", f"{VARIABLE}={failpoints}", sys.executable)  # a bench's daemon has none of this process's
+    with (
+        private_daemon(directory, "host", POOL_BYTES, flags, python=python) as daemon,
+        attached(daemon.socket, layout, None, run=name, rng=np.random.default_rng(1)) as engine,
+    ):
+        yield Side(name, daemon, engine)
 
 
 def disk(directory: Path, name: str) -> list[str]:

@@ -12,62 +12,48 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
+from kvsidecar.bench.engine import Engine, attached
+from kvsidecar.bench.layouts import Form, Layout
 from kvsidecar.bench.processes import private_daemon
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
-from kvsidecar.client import Blocks, Client, HostBuffer
 from kvsidecar.core.zeroing import SLICE_BYTES
 from kvsidecar.support import host_memory
-from kvsidecar.support.units import parse_size
-from kvsidecar.types import GroupLayout, Namespace, Region
+from kvsidecar.support.units import KiB, parse_size
+from kvsidecar.types import Namespace
 
 NAMESPACE = Namespace("zero-cost", "bf16", "l", 16, 1, 1, "sha256")
-BLOCK, JOB, JOBS = 256 << 10, 32, 4
-"""Bytes of a block, blocks of a job, jobs at a time."""
+JOB, JOBS = 32, 4
+"""Blocks of a job, jobs at a time."""
+LAYOUT = Layout("zero-cost", Form.CONTIGUOUS, 1, 256 * KiB, "whole blocks", num_blocks=JOB * JOBS)
 SECONDS = 1.0
 """Of a round."""
 SIZES = (1, 32, 512)
 
 
-class Engine:
-    """Stores new blocks all the time."""
+def store(engine: Engine, seconds: float) -> float:
+    """GB/s of new blocks, one job after another."""
+    stored, began = 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < seconds:
+        stored += sum(job.nbytes for job in engine.run(engine.stores(JOB, JOBS), JOBS))
+    return stored / took / 1e9
 
-    def __init__(self, socket: str) -> None:
-        self.client = Client(socket)
-        self.buffer = HostBuffer(BLOCK * JOB * JOBS)
-        region = Region(0, 0, BLOCK, BLOCK, BLOCK, 1)
-        group = GroupLayout(0, JOB * JOBS, 0, 1, (region,))
-        self.client.attach(instance="bench", namespace=NAMESPACE, buffers=self.buffer.kv_buffers(), groups=[group])
-        self.serial = 0
 
-    def store(self, seconds: float) -> float:
-        """GB/s."""
-        stored, began = 0, time.perf_counter()
-        while (took := time.perf_counter() - began) < seconds:
-            jobs = []
-            for job in range(JOBS):
-                names = range(self.serial, self.serial + JOB)
-                self.serial += JOB
-                hashes = [hashlib.sha256(b"%d" % name).digest() for name in names]
-                jobs.append(self.client.store([Blocks(0, hashes, list(range(job * JOB, (job + 1) * JOB)))]))
-            ended = self.client.wait(jobs, 60)
-            stored += sum(done.copied_blocks for done in ended.values()) * BLOCK
-        return stored / took / 1e9
-
-    def clear(self) -> tuple[int, float]:
-        """Bytes, and seconds until they are zeroed."""
-        used, began = self.client.status().pool.used_bytes, time.perf_counter()
-        self.client.clear(NAMESPACE)
-        while self.client.status().pool.unzeroed_bytes:
-            time.sleep(0.001)
-        return used, time.perf_counter() - began
+def clear(engine: Engine) -> tuple[int, float]:
+    """Bytes, and seconds until they are zeroed."""
+    used, began = engine.client.status().pool.used_bytes, time.perf_counter()
+    engine.clear()
+    while engine.client.status().pool.unzeroed_bytes:
+        time.sleep(0.001)
+    return used, time.perf_counter() - began
 
 
 def zeroing() -> float:
@@ -115,23 +101,21 @@ def main() -> None:
         took = [(off(size), on(size)) for _ in range(200)]
         print(f"store of {size} blocks, the cache alone: {median(each[0] for each in took):.0f} us off, "
               f"{median(each[1] for each in took):.0f} us on")  # fmt: skip
-    with (
-        tempfile.TemporaryDirectory() as one,
-        tempfile.TemporaryDirectory() as two,
-        private_daemon(Path(one), "host", options.pool, []) as plain,
-        private_daemon(Path(two), "host", options.pool, ["--zero-freed", "on"]) as zeroed,
-    ):
-        engines = {"off": Engine(plain.socket), "on": Engine(zeroed.socket)}
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        engines = {}
+        for name in ("off", "on"):
+            flags = ["--zero-freed", name]
+            daemon = stack.enter_context(private_daemon(Path(directory), "host", options.pool, flags))
+            rng = np.random.default_rng(0)
+            engines[name] = stack.enter_context(attached(daemon.socket, LAYOUT, None, run=name, rng=rng))
         for engine in engines.values():
-            engine.store(2 * SECONDS)
-        rates = [{name: engine.store(SECONDS) for name, engine in engines.items()} for _ in range(options.rounds)]
+            store(engine, 2 * SECONDS)
+        rates = [{name: store(engine, SECONDS) for name, engine in engines.items()} for _ in range(options.rounds)]
         for name in engines:
             print(f"stores into a full pool, {name}: {median(each[name] for each in rates):.2f} GB/s")
         print(f"on / off of the same round: {median(each['on'] / each['off'] for each in rates):.3f}")
-        cleared = [engines["on"].clear() for _ in range(5) if engines["on"].store(SECONDS)]
+        cleared = [clear(engines["on"]) for _ in range(5) if store(engines["on"], SECONDS)]
         print(f"cleared: {cleared[0][0] >> 20} MiB, zeroed after {median(each[1] for each in cleared):.2f} s")
-        for engine in engines.values():
-            engine.client.close()
 
 
 if __name__ == "__main__":

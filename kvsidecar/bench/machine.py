@@ -72,5 +72,8 @@ def cpu_seconds(pid: int) -> float:
 
 def children_of(pid: int) -> list[int]:
     """The processes that its threads have started and that still run."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found

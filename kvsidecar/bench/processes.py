@@ -72,6 +72,7 @@ class PrivateDaemon:
         device: ``cuda`` or ``host``.
         flags: further options of serve.
         cores: the cores that it may run on; None for all.
+        python: how Python is started.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class PrivateDaemon:
         device: str,
         pool_bytes: int,
         flags: Sequence[str],
-        cores: frozenset[int] | None,
+        cores: frozenset[int] | None = None,
+        python: Sequence[str] = (sys.executable,),
     ) -> None:
         number = len(list(directory.glob("daemon-*.log")))
         self.socket = str(directory / f"daemon-{number}.sock")
         self.pool_bytes = pool_bytes
         self._log = directory / f"daemon-{number}.log"
-        self._command = [sys.executable, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
+        self._command = [*python, "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
         self._command += ["--http-port", "0", "--pool-size", str(pool_bytes), "--log-format", "json", *flags]
         self._cores = cores
         self._process: subprocess.Popen[bytes] | None = None
@@ -157,10 +159,10 @@ class PrivateDaemon:
 
 @contextmanager
 def private_daemon(
-    directory: Path, device: str, pool_bytes: int, flags: Sequence[str], *, cores: frozenset[int] | None = None
+    directory: Path, device: str, pool_bytes: int, flags: Sequence[str], **how: Any
 ) -> Iterator[PrivateDaemon]:
-    """A daemon that is ready, until the end of the block."""
-    daemon = PrivateDaemon(directory, device, pool_bytes, flags, cores)
+    """A daemon that is ready, until the end of the block. Arguments as of `PrivateDaemon`."""
+    daemon = PrivateDaemon(directory, device, pool_bytes, flags, **how)
     try:
         daemon.start()
         daemon.wait_ready()
