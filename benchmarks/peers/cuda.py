@@ -1,7 +1,7 @@
-"""A little of the CUDA driver API by ctypes: what the copies of this benchmark need, and no package but the driver.
+"""The copies of the driver that are compared here, on `kvsidecar.bench.driver`. It needs no package but the driver.
 
-It works in the GPU's primary context, so it can be used beside torch. Source: CUDA Driver API; the batched copies are
-asked for in the form that CUDA 12.8 brought, which every later driver keeps.
+It works in the GPU's primary context, so it can be used beside torch. The batched copies are asked for in the form that
+CUDA 12.8 brought, which every later driver keeps.
 """
 
 from __future__ import annotations
@@ -10,153 +10,68 @@ import ctypes
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.shapes import GIB, Direction
+from kvsidecar.bench.driver import Cuda
+from kvsidecar.bench.errors import CudaFailed
+from kvsidecar.errors import DriverUnusable
+from kvsidecar.support import cuda_driver
 
-_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: not ordered behind the legacy stream, which torch uses
 _NO_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
 
 _P, _N, _I, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
-_ADDRESS = ctypes.c_uint64
-_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
-    "cuInit": (_U,),
-    "cuGetErrorName": (_I, _P),
-    "cuDriverGetVersion": (_P,),
-    "cuDeviceGet": (_P, _I),
-    "cuDeviceGetName": (_P, _I, _I),
-    "cuDevicePrimaryCtxRetain": (_P, _I),
-    "cuDevicePrimaryCtxRelease_v2": (_I,),
-    "cuCtxSetCurrent": (_P,),
-    "cuCtxSynchronize": (),
-    "cuMemAlloc_v2": (_P, _N),
-    "cuMemFree_v2": (_ADDRESS,),
-    "cuMemAllocHost_v2": (_P, _N),
-    "cuMemFreeHost": (_P,),
-    "cuMemsetD8_v2": (_ADDRESS, ctypes.c_ubyte, _N),
-    "cuMemcpyHtoD_v2": (_ADDRESS, _P, _N),
-    "cuMemcpyDtoH_v2": (_P, _ADDRESS, _N),
-    "cuMemcpyHtoDAsync_v2": (_ADDRESS, _P, _N, _P),
-    "cuMemcpyDtoHAsync_v2": (_P, _ADDRESS, _N, _P),
-    "cuMemcpy2DAsync_v2": (_P, _P),
-    "cuStreamCreate": (_P, _U),
-    "cuStreamDestroy_v2": (_P,),
-    "cuStreamSynchronize": (_P,),
+_CALLS: Final[dict[str, tuple[Any, ...]]] = {
+    "cuMemcpy2DAsync": (_P, _P),
+    "cuMemcpyBatchAsync": (_P, _P, _P, _N, _P, _P, _N, _P, _P),
+    "cuMemcpy3DBatchAsync": (_N, _P, _P, ctypes.c_ulonglong, _P),
     "cuEventCreate": (_P, _U),
     "cuEventRecord": (_P, _P),
     "cuEventSynchronize": (_P,),
-    "cuEventDestroy_v2": (_P,),
-    "cuGetProcAddress_v2": (ctypes.c_char_p, _P, _I, ctypes.c_uint64, _P),
+    "cuEventDestroy": (_P,),
 }
-_BATCH: Final = ctypes.CFUNCTYPE(_I, _P, _P, _P, _N, _P, _P, _N, _P, _P)
-_BATCH_3D: Final = ctypes.CFUNCTYPE(_I, _N, _P, _P, ctypes.c_ulonglong, _P)
+CUDA_ERRORS: Final = (CudaFailed, DriverUnusable)
+"""The driver refused a call, or there is no driver."""
 
 
-class CudaError(RuntimeError):
-    """The driver refused a call, or there is no driver."""
-
-
-class Gpu:
-    """The primary context of the first visible GPU, one stream, and memory in it. For one thread."""
+class Gpu(Cuda):
+    """The first visible GPU, and one stream. For one thread, in which its context stays current."""
 
     def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise CudaError(f"no CUDA driver: {error}") from error
-        for name, arguments in _SIGNATURES.items():
-            try:
-                function = getattr(self._library, name)
-            except AttributeError as error:
-                raise CudaError(f"the CUDA driver has no {name}: 12.8 or newer is needed") from error
-            function.argtypes, function.restype = arguments, _I
-        self.call("cuInit", 0)
-        device, context, stream = ctypes.c_int(), _P(), _P()
-        self.call("cuDeviceGet", ctypes.byref(device), 0)
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device.value)
-        self._device = device.value
-        self.call("cuCtxSetCurrent", context)
-        self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
-        self._stream = stream
-        self._batch = _BATCH(self._entry("cuMemcpyBatchAsync"))
-        self._batch_3d = _BATCH_3D(self._entry("cuMemcpy3DBatchAsync"))
+        super().__init__()
+        self.bind()
+        self.work = self.stream()
+        self._stream = self.work._handle
+        self._functions = {name: ctypes.CFUNCTYPE(_I, *kinds)(_entry(name)) for name, kinds in _CALLS.items()}
         self._zero, self._failed = _N(0), _N(0)
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """One call of the driver.
-
-        Raises:
-            CudaError: it did not succeed.
-        """
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            raise CudaError(f"{name}: {self._error(status)}")
-
-    @property
-    def name(self) -> str:
-        text = ctypes.create_string_buffer(128)
-        self.call("cuDeviceGetName", text, len(text), self._device)
-        return text.value.decode()
-
-    @property
-    def driver_cuda(self) -> str:
-        """The newest CUDA that the driver knows, e.g. ``13.0``."""
-        version = ctypes.c_int()
-        self.call("cuDriverGetVersion", ctypes.byref(version))
-        return f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-    # -- memory ------------------------------------------------------------------------------------------------------
-
-    def alloc(self, nbytes: int) -> int:
-        address = ctypes.c_uint64()
-        self.call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
-        return address.value
-
-    def free(self, address: int) -> None:
-        self.call("cuMemFree_v2", address)
-
-    def alloc_host(self, nbytes: int) -> int:
-        """Address of pinned host memory."""
-        address = _P()
-        self.call("cuMemAllocHost_v2", ctypes.byref(address), nbytes)
-        if not address.value:
-            raise CudaError("cuMemAllocHost_v2 returned no address")
-        return address.value
-
-    def free_host(self, address: int) -> None:
-        self.call("cuMemFreeHost", address)
-
-    def fill(self, address: int, value: int, nbytes: int) -> None:
-        self.call("cuMemsetD8_v2", address, value, nbytes)
-        self.call("cuCtxSynchronize")
-
-    def write(self, address: int, data: NDArray[Any]) -> None:
-        """Copy a contiguous array to the GPU; returns when it is over."""
-        self.call("cuMemcpyHtoD_v2", address, data.ctypes.data, data.nbytes)
-        self.call("cuCtxSynchronize")
+    def _do(self, name: str, *arguments: Any, what: str = "") -> None:
+        if status := self._functions[name](*arguments):
+            raise CudaFailed(f"{name}{what}: {cuda_driver.error_text(status)}")
 
     def read(self, address: int, nbytes: int) -> NDArray[np.uint8]:
         out = np.empty(nbytes, np.uint8)
-        self.call("cuMemcpyDtoH_v2", out.ctypes.data, address, nbytes)
+        self.copy_from_device(out, address)
         return out
 
     # -- copies on the stream ------------------------------------------------------------------------------------------
 
     def copy(self, direction: Direction, device: int, host: int, nbytes: int) -> None:
         if direction == "store":
-            self.call("cuMemcpyDtoHAsync_v2", host, device, nbytes, self._stream)
+            self.work.to_host(host, device, nbytes)
         else:
-            self.call("cuMemcpyHtoDAsync_v2", device, host, nbytes, self._stream)
+            self.work.to_device(device, host, nbytes)
 
     def batch(
         self, targets: NDArray[Any], sources: NDArray[Any], sizes: NDArray[Any], attributes: NDArray[Any]
     ) -> None:
         """One ``cuMemcpyBatchAsync`` of 1D copies; the arrays are of 64-bit words."""
-        status = self._batch(
+        self._do(
+            "cuMemcpyBatchAsync",
             targets.ctypes.data,
             sources.ctypes.data,
             sizes.ctypes.data,
@@ -166,81 +81,72 @@ class Gpu:
             1,
             ctypes.addressof(self._failed),
             self._stream,
+            what=f" of {len(sizes)}",
         )
-        if status:
-            raise CudaError(f"cuMemcpyBatchAsync of {len(sizes)}: {self._error(status)}, piece {self._failed.value}")
 
     def batch_3d(self, copies: NDArray[Any]) -> None:
         """One ``cuMemcpy3DBatchAsync``."""
-        status = self._batch_3d(len(copies), copies.ctypes.data, ctypes.addressof(self._failed), 0, self._stream)
-        if status:
-            raise CudaError(f"cuMemcpy3DBatchAsync of {len(copies)}: {self._error(status)}, copy {self._failed.value}")
+        arguments = len(copies), copies.ctypes.data, ctypes.addressof(self._failed), 0, self._stream
+        self._do("cuMemcpy3DBatchAsync", *arguments, what=f" of {len(copies)}")
 
     def each_2d(self, copies: NDArray[Any]) -> None:
         """One ``cuMemcpy2DAsync`` per element."""
-        function, stream = self._library.cuMemcpy2DAsync_v2, self._stream
+        function, stream = self._functions["cuMemcpy2DAsync"], self._stream
         address, step = copies.ctypes.data, copies.itemsize
         for index in range(len(copies)):
             status = function(address + index * step, stream)
             if status:
-                raise CudaError(f"cuMemcpy2DAsync {index} of {len(copies)}: {self._error(status)}")
+                raise CudaFailed(f"cuMemcpy2DAsync {index} of {len(copies)}: {cuda_driver.error_text(status)}")
 
     def event(self) -> Any:
         event = _P()
-        self.call("cuEventCreate", ctypes.byref(event), _NO_TIMING)
+        self._do("cuEventCreate", ctypes.byref(event), _NO_TIMING)
         return event
 
     def record(self, event: Any) -> None:
-        self.call("cuEventRecord", event, self._stream)
+        self._do("cuEventRecord", event, self._stream)
 
     def wait(self, event: Any) -> None:
-        self.call("cuEventSynchronize", event)
+        self._do("cuEventSynchronize", event)
 
     def destroy(self, event: Any) -> None:
-        self.call("cuEventDestroy_v2", event)
-
-    def drain(self) -> None:
-        self.call("cuStreamSynchronize", self._stream)
+        self._do("cuEventDestroy", event)
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def bulk_gbps(self, direction: Direction, nbytes: int = GIB, repeat: int = 7) -> float:
         """The limit: GB/s of one pinned copy, median of ``repeat`` after a warm-up."""
-        device, host = self.alloc(nbytes), self.alloc_host(nbytes)
+        device, host = self.alloc(nbytes), self.pinned(nbytes)
         try:
             times = []
             for _ in range(repeat + 1):
                 started = time.perf_counter()
-                self.copy(direction, device, host, nbytes)
-                self.drain()
+                self.copy(direction, device, host.address, nbytes)
+                self.work.synchronize()
                 times.append(time.perf_counter() - started)
             return nbytes / statistics.median(times[1:]) / 1e9
         finally:
-            self.drain()
+            self.work.synchronize()
             self.free(device)
-            self.free_host(host)
+            host.close()
 
     def close(self) -> None:
-        self.call("cuStreamDestroy_v2", self._stream)
-        self.call("cuDevicePrimaryCtxRelease_v2", self._device)
+        self.work.close()
+        super().close()
 
-    def _entry(self, name: str) -> int:
-        address, found = _P(), ctypes.c_int()
-        self.call("cuGetProcAddress_v2", name.encode(), ctypes.byref(address), 12080, 0, ctypes.byref(found))
-        if not address.value:
-            raise CudaError(f"the CUDA driver has no {name}: 12.8 or newer is needed")
-        return address.value
 
-    def _error(self, status: int) -> str:
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorName(status, ctypes.byref(text))
-        return text.value.decode() if text.value else f"error {status}"
+def _entry(name: str) -> int:
+    """Address of a function in the form of CUDA 12.8."""
+    address, found = _P(), ctypes.c_int()
+    cuda_driver.call(
+        "cuGetProcAddress_v2", name.encode(), ctypes.byref(address), 12080, 0, ctypes.byref(found), error=CudaFailed
+    )
+    if not address.value:
+        raise CudaFailed(f"the CUDA driver has no {name}: 12.8 or newer is needed")
+    return address.value
 
 
 @contextmanager
 def opened_gpu() -> Iterator[Gpu]:
-    gpu = Gpu()
-    try:
+    with closing(Gpu()) as gpu:
         yield gpu
-    finally:
-        gpu.close()

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.peers import copies
 from benchmarks.peers.copies import Addresses
-from benchmarks.peers.cuda import CudaError, Gpu, opened_gpu
+from benchmarks.peers.cuda import CUDA_ERRORS, Gpu, opened_gpu
 from benchmarks.peers.report import Transfer
 from benchmarks.peers.shapes import BLOCKS, BOTH, DEPTH, Direction, Order, Shape
 from benchmarks.peers.timing import Timing, measure
@@ -51,9 +51,9 @@ class Memory:
             return address
 
         def host(nbytes: int) -> int:
-            address = gpu.alloc_host(nbytes)
-            self._held.callback(gpu.free_host, address)
-            return address
+            pinned = gpu.pinned(nbytes)
+            self._held.callback(pinned.close)
+            return pinned.address
 
         def rows(bases: list[int]) -> Addresses:
             return np.array([base + index * plane for base in bases for index in range(shape.planes)], np.uint64)
@@ -66,7 +66,7 @@ class Memory:
                 self.device_rows = rows([base + index * layer for index in range(shape.layers)])
             self.host = 0 if per_layer else host(plane * shape.rows)
             self.host_rows = rows([host(layer) for _ in range(shape.layers)]) if per_layer else np.empty(0, np.uint64)
-        except CudaError:
+        except CUDA_ERRORS:
             self._held.close()
             raise
 
@@ -172,13 +172,13 @@ def verified(method: Method, order: Order, rng: np.random.Generator) -> bool:
         return np.arange(words, dtype=np.uint64) + np.uint64(salt + row * words)
 
     for row, address in enumerate(rows.tolist()):
-        gpu.write(address, content(row))
+        gpu.copy_to_device(address, content(row))
     method.prepare("store", ids, slots)()
-    gpu.drain()
+    gpu.work.synchronize()
     for address in rows.tolist():
-        gpu.fill(address, POISON, words * 8)
+        gpu.memset(address, POISON, words * 8)
     method.prepare("load", ids, slots)()
-    gpu.drain()
+    gpu.work.synchronize()
     for row, address in enumerate(rows.tolist()):
         expected = np.full((WATCHED, shape.row_bytes), POISON, np.uint8)
         expected[ids] = content(row).view(np.uint8).reshape(WATCHED, -1)[ids]
@@ -197,7 +197,7 @@ def timed(
         return method.prepare(direction, choose(rng, order, blocks, BLOCKS), choose(rng, order, blocks, BLOCKS))
 
     prepared()()
-    gpu.drain()
+    gpu.work.synchronize()
     issue = [prepared() for _ in range(jobs)]
     events = [gpu.event() for _ in range(depth)]
 
@@ -246,7 +246,7 @@ def measure_layout(gpu: Gpu, system: str, shape: Shape, settings: Settings, rows
                 try:
                     for row in rows_of(kind(gpu, shape, memory), settings, order):
                         rows.add(row)
-                except CudaError as error:
+                except CUDA_ERRORS as error:
                     rows.refuse(f"{system} {kind.variant}".strip(), f"{shape.name}, {order} ids: {error}")
 
 
@@ -257,7 +257,7 @@ def main(system: str, settings: Settings) -> None:
                 rows.add_limits(system, gpu.bulk_gbps)
                 for shape in settings.shapes:
                     measure_layout(gpu, system, shape, settings, rows)
-        except CudaError as error:
+        except CUDA_ERRORS as error:
             rows.refuse(system, error)
 
 
