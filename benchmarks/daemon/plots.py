@@ -50,7 +50,6 @@ def write_plots(report: Report, peers: Sequence[Row], directory: Path) -> list[P
         "bandwidth.png": bandwidth,
         "systems.png": systems,
         "token-latency.png": token_latency,
-        "lookup.png": lookup,
         "scaling.png": scaling,
     }
     written = []
@@ -223,7 +222,7 @@ def scaling(report: Report, _: Sequence[Row] = ()) -> Figure | None:
     return figure
 
 
-# -- latencies ---------------------------------------------------------------------------------------------------
+# -- latency ----------------------------------------------------------------------------------------------------
 
 
 def token_latency(report: Report, _: Sequence[Row] = ()) -> Figure | None:
@@ -267,46 +266,3 @@ def token_latency(report: Report, _: Sequence[Row] = ()) -> Figure | None:
 
 
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-
-
-def lookup(report: Report, peers: Sequence[Row] = ()) -> Figure | None:
-    """Lookup latency by number of hashes: lines where all of them hit, a mark where none does."""
-    own = [*report.rows("lookup", lease=True), *report.rows("lookup", hits=0, mode="prefix")]
-    if not own:
-        return None
-    peers = [row for row in peers if "hashes" in row]
-    figure, (axis,) = _figure(report, "Lookup of a prompt's blocks, as a scheduler asks (lease included)", 9.0, 5.6)
-    places = {count: place for place, count in enumerate(sorted({row["hashes"] for row in (*own, *peers)}))}
-    names = list(dict.fromkeys(row["system"] for row in peers))
-    of_system = {SYSTEM: own, **{name: [row for row in peers if row["system"] == name] for name in names}}
-    for (name, rows), color in zip(of_system.items(), SYSTEM_COLORS, strict=False):
-        _lookup_line(axis, places, rows, color, band=name == SYSTEM)
-    handles: list[Any] = [
-        Line2D([], [], color=color, marker="o", linewidth=1.8, label=f"{name} p50")
-        for name, color in zip(of_system, SYSTEM_COLORS, strict=False)
-    ]
-    handles.append(Patch(color=SYSTEM_COLORS[0], alpha=0.18, label="up to p99"))
-    handles.append(Line2D([], [], linestyle="", label="all misses", color="#666666", **_MISS))
-    axis.set_xticks(list(places.values()), [str(count) for count in places])
-    axis.set_xlim(-0.3, len(places) - 0.7)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("block hashes in the lookup")
-    axis.set_ylabel("µs")
-    _legend(figure, handles)
-    return figure
-
-
-_MISS: dict[str, Any] = {"marker": "D", "markersize": 8, "markerfacecolor": "white"}
-
-
-def _lookup_line(axis: Any, places: dict[int, int], rows: Sequence[Row], color: str, *, band: bool) -> None:
-    by_hashes = sorted(rows, key=lambda row: int(row["hashes"]))
-    hits = [row for row in by_hashes if row["hits"]]
-    x, p50 = [places[row["hashes"]] for row in hits], [row["p50_us"] for row in hits]
-    axis.plot(x, p50, color=color, marker="o", linewidth=1.8)
-    if band:
-        axis.fill_between(x, p50, [row["p99_us"] for row in hits], color=color, alpha=0.18, linewidth=0)
-    for row in by_hashes:
-        if not row["hits"]:
-            above = [[0], [max(0.0, row.get("p99_us", row["p50_us"]) - row["p50_us"])]]
-            axis.errorbar(places[row["hashes"]], row["p50_us"], yerr=above, capsize=4, color=color, **_MISS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.errors import BadOption
-from kvsidecar.bench.report import SCHEMA, SYSTEM, Measurement, Report, Row
+from kvsidecar.bench.report import SCHEMA, Measurement, Report, Row
 
 
 def read(files: Sequence[Path]) -> Report:
@@ -65,12 +65,12 @@ _LOOKUP: dict[str, Any] = {"system": str, "hashes": int, "hit": bool, "us_p50": 
 
 
 def load_peers(file: Path) -> list[Row]:
-    """Figures of other systems, or of another run of this one, for ``--compare``.
+    """Figures of other systems for ``--compare``.
 
-    Either ``{"rows": [...], "lookups": [...]}``: a row is ``{"system", "layout", "blocks", "in_flight", "direction",
+    ``{"rows": [...], "lookups": [...]}``: a row is ``{"system", "layout", "blocks", "in_flight", "direction",
     "gbps"}``, and may have ``variant`` (part of the system's name), ``ids`` (``random`` or ``consecutive``),
     ``of_limit`` (share of the limit of its own run) and ``valid`` (false: it is left out); a lookup is ``{"system",
-    "hashes", "hit", "us_p50"}``. Or what ``--json`` wrote: the system is then ``kvsidecar VERSION (DATE)``.
+    "hashes", "hit", "us_p50"}``.
 
     Returns:
         Rows with ``gbps``, and rows with ``hashes``, of each system.
@@ -80,30 +80,10 @@ def load_peers(file: Path) -> list[Row]:
     """
     content = _content(file)
     try:
-        if "schema" in content:
-            return _own_rows(content)
         rows = [_transfer(row) for row in content["rows"] if row.get("valid", True)]
         return [*rows, *(_lookup(row) for row in content.get("lookups", []))]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _no_result(file, error) from error
-
-
-def _own_rows(content: dict[str, Any]) -> list[Row]:
-    _check_schema(content)
-    system = f"{SYSTEM} {content['version']} ({content['date'][:10]})"
-    rows: dict[str, list[Row]] = {name: each["rows"] for name, each in content["measurements"].items()}
-    limits = {row["direction"]: row["gbps"] for row in rows.get("limit", [])}
-    bandwidth = [
-        {**row, "system": system, "of_limit": row["gbps"] / limits[row["direction"]]}
-        for row in rows.get("bandwidth", [])
-        if row["mode"] == "unpaced" and row["direction"] in ("store", "load") and row["direction"] in limits
-    ]
-    lookups = [
-        {**row, "system": system}
-        for row in rows.get("lookup", [])
-        if row["lease"] or (not row["hits"] and row["mode"] == "prefix")
-    ]
-    return [*bandwidth, *lookups]
 
 
 def _transfer(row: Row) -> Row:

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--targets", action="store_true", help="the targets for an H200, and whether each is met")
     parser.add_argument(
         "--compare", action="append", default=[], type=Path, metavar="FILE",
-        help="of other systems, or an earlier --json, beside these",
+        help="of other systems, beside these",
     )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write plots as PNG files; needs matplotlib")
     arguments = parser.parse_args()
