@@ -3,7 +3,6 @@
     python -m benchmarks.fleet [--quick] [--json FILE] [--plot FILE.svg]
     python -m benchmarks.fleet --trace conversation_trace.jsonl --nodes 8 --fleet 8
     python -m benchmarks.fleet --only fleet --fleet 1000 --fleet-hours 0.1 --gpu 96GiB --pool 128GiB --admissions all
-    python -m benchmarks.fleet --fit [--trace conversation_trace.jsonl]
     python -m benchmarks.fleet --agentic FILE --sessions N --pool-tokens M --policy NAME[,NAME...]
     python -m benchmarks.fleet --log FILE --pool-tokens M --policy NAME[,NAME...]
     python -m benchmarks.fleet --show FILE [--plot FILE.svg]
@@ -32,7 +31,7 @@ from typing import Any
 
 from benchmarks.fleet import report
 from benchmarks.fleet.cases import ADMISSIONS, HOURS, MODELS, SECTIONS, load, mix_of, plan, run
-from benchmarks.fleet.fit import fit, statistics
+from benchmarks.fleet.fit import statistics
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Log, Prefill, Source, Task, load_uses, run_policy
 from benchmarks.fleet.trace import BLOCK_TOKENS
 from kvsidecar.cli.size.agentic import WARM_SECONDS, Sessions
@@ -94,7 +93,6 @@ def arguments() -> argparse.ArgumentParser:
         default=0,
         help="of --pool-tokens: store what a prompt misses in such pieces, as an engine",
     )
-    parser.add_argument("--fit", action="store_true", help="only compare generated requests with what they follow")
     parser.add_argument("--only", choices=SECTIONS, help="one section")
     parser.add_argument("--admissions", type=lambda text: text.split(","), default=",".join(ADMISSIONS))
     parser.add_argument("--model", choices=MODELS, default="70b", help="bytes of a block, KV cache, prefill rate")
@@ -139,7 +137,7 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
     traces = {}
     for source in () if options.only else dict.fromkeys(task.source for task in tasks):
         name = source.name if isinstance(source, Path) else f"generated, {json.dumps(dataclasses.asdict(source))}"
-        traces[name] = statistics(load(source), curve=False)
+        traces[name] = statistics(load(source))
     return {"schema": 1, "model": options.model, "traces": traces, "rows": rows}
 
 
@@ -155,8 +153,8 @@ def refuse_mixtures(parser: argparse.ArgumentParser, options: argparse.Namespace
         parser.error("--hints needs --agentic")
     if options.pool_tokens is None:
         return
-    if options.plot or options.fit or options.only:
-        parser.error("--pool-tokens goes with none of --plot, --fit and --only")
+    if options.plot or options.only:
+        parser.error("--pool-tokens goes with neither --plot nor --only")
     if options.agentic and options.sessions < 1:
         parser.error("--sessions must be at least 1")
     if options.agentic and options.hours is not None and options.hours * 60 <= options.uncounted:
@@ -219,7 +217,7 @@ def main() -> None:
         elif options.pool_tokens is not None:
             result = compare(options)
         else:
-            result = {"schema": 1, "fit": fit(options.trace), "rows": []} if options.fit else simulate(options)
+            result = simulate(options)
     except BadFile as error:
         parser.error(str(error))
     to_stdout = options.json == Path("-")

@@ -61,15 +61,6 @@ def show(result: dict[str, Any], file: TextIO | None = None) -> None:
         console.print(_policies(result))
         console.print(EXPLAINED_POLICIES, highlight=False)
         return
-    for name, columns in result.get("fit", {}).items():
-        table = Table(title=name, title_justify="left")
-        for column in ("", *columns):
-            table.add_column(column, justify="right" if column else "left")
-        for key in next(iter(columns.values())):
-            table.add_row(
-                key, *[f"{found[key]:.3g}" if found[key] < 1 else f"{found[key]:.0f}" for found in columns.values()]
-            )
-        console.print(table)
     for name, found in result.get("traces", {}).items():
         facts = (
             f"{found['requests']} requests in {found['hours']:.1f} h, mean prompt {found['input_mean']:.0f} tokens",
@@ -79,8 +70,7 @@ def show(result: dict[str, Any], file: TextIO | None = None) -> None:
         console.print(f"{name}: {', '.join(facts)}", highlight=False)
     for section in dict.fromkeys(row["section"] for row in result["rows"]):
         console.print(_table(section, [row for row in result["rows"] if row["section"] == section]))
-    if result["rows"]:
-        console.print(EXPLAINED, highlight=False)
+    console.print(EXPLAINED, highlight=False)
 
 
 def _policies(result: dict[str, Any]) -> Table:
