@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from kvsidecar.client import BreakerState, Client, LeaseRenewal, LookupMode, LookupResult, Namespace, PendingLookup
+from kvsidecar.client import BreakerState, Client, LeaseRenewal, LookupResult, Namespace, PendingLookup
 from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.integrations.weights_version import WeightsVersion
 
@@ -37,56 +37,17 @@ class SchedulerClient:
         """Connect before the first request. Waits at most ``timeout`` seconds."""
         self._client.renew(0, 1.0, timeout=timeout)
 
-    def lookup(
-        self,
-        groups: Mapping[int, bytes],
-        *,
-        mode: LookupMode,
-        lease_seconds: float,
-        timeout: float,
-        wanted: Mapping[int, Sequence[bool]] | None = None,
-        fetch_tokens: int = 0,
-        lease: int | None = None,
-    ) -> LookupResult:
+    def lookup(self, groups: Mapping[int, bytes], **arguments: Any) -> LookupResult:
+        """See `Client.lookup`."""
         if self.namespace is None:
             return LookupResult(False, reason=NO_ANSWER)
-        keys = self._keys(groups)
-        return self._client.lookup(
-            self.namespace,
-            keys,
-            mode=mode,
-            lease_seconds=lease_seconds,
-            timeout=timeout,
-            wanted=wanted,
-            fetch_tokens=fetch_tokens,
-            lease=lease,
-            **self._fetch,
-        )
+        return self._client.lookup(self.namespace, self._keys(groups), **arguments, **self._fetch)
 
-    def begin_lookup(
-        self,
-        groups: Mapping[int, bytes],
-        *,
-        mode: LookupMode,
-        lease_seconds: float,
-        wanted: Mapping[int, Sequence[bool]] | None = None,
-        fetch_tokens: int = 0,
-        lease: int | None = None,
-    ) -> PendingLookup | None:
-        """Send a lookup. None: it cannot be sent."""
+    def begin_lookup(self, groups: Mapping[int, bytes], **arguments: Any) -> PendingLookup | None:
+        """See `Client.begin_lookup`. None: it cannot be sent."""
         if self.namespace is None:
             return None
-        keys = self._keys(groups)
-        return self._client.begin_lookup(
-            self.namespace,
-            keys,
-            mode=mode,
-            lease_seconds=lease_seconds,
-            wanted=wanted,
-            fetch_tokens=fetch_tokens,
-            lease=lease,
-            **self._fetch,
-        )
+        return self._client.begin_lookup(self.namespace, self._keys(groups), **arguments, **self._fetch)
 
     def touch_nowait(self, groups: Mapping[int, bytes], pause: float | None) -> bool:
         """See `Client.touch_nowait`."""
