@@ -9,13 +9,12 @@ which waits for their requests, so that the content of a request's adapter does 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from kvsidecar.integrations import content_digest, wrapping
+from kvsidecar.integrations.callers import callers
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -28,13 +27,9 @@ NO_CONTENT = ("base_model_name_or_path", "revision", "auto_mapping")
 def manager_of_caller() -> Any:
     """The ``LoRAManager`` of the scheduler that is being constructed by a caller of this function; None: there is none.
     SGLang gives a linker no way to it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        worker = getattr(frame.f_locals.get("self"), "tp_worker", None)
-        if worker is not None:
-            return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
-        frame = frame.f_back
-    return None
+    workers = (getattr(each, "tp_worker", None) for each in callers())
+    worker = next((each for each in workers if each is not None), None)
+    return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
 
 
 def digest_of(adapter: Any) -> str:

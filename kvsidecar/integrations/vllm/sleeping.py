@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, Final
 
 import torch
 
+from kvsidecar.integrations.callers import callers
 from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -73,13 +72,9 @@ class Weights:
     @classmethod
     def of_caller(cls) -> Weights | None:
         """Of the model runner that calls this function, directly or not; None if no caller has a model."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            model = getattr(frame.f_locals.get("self"), "model", None)
-            if isinstance(model, torch.nn.Module):
-                return cls(model)
-            frame = frame.f_back
-        return None
+        found = (getattr(each, "model", None) for each in callers())
+        model = next((each for each in found if isinstance(each, torch.nn.Module)), None)
+        return None if model is None else cls(model)
 
     def unchanged(self) -> bool:
         """Whether they have the content that they had at the start. False if that cannot be found out."""

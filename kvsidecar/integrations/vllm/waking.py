@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final
+
+from kvsidecar.integrations.callers import callers
 
 
 def waker() -> Callable[[], object]:
@@ -22,13 +22,9 @@ def waker() -> Callable[[], object]:
         nothing_to_do = (EngineCoreRequestType.WAKEUP, None)
     except (ImportError, AttributeError):
         return _nobody
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        queue: Any = getattr(frame.f_locals.get("self"), "input_queue", None)
-        if hasattr(queue, "put_nowait"):
-            return lambda: queue.put_nowait(nothing_to_do)
-        frame = frame.f_back
-    return _nobody
+    queues = (getattr(each, "input_queue", None) for each in callers())
+    queue: Any = next((each for each in queues if hasattr(each, "put_nowait")), None)
+    return _nobody if queue is None else lambda: queue.put_nowait(nothing_to_do)
 
 
 MARGIN_SECONDS: Final = 0.01
