@@ -6,7 +6,6 @@ others through SGLang's own views for linkers. What neither knows is refused: a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,10 +16,9 @@ import torch
 from kvsidecar.client import GroupLayout
 from kvsidecar.client.torch import TorchEventRing, TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
+from kvsidecar.integrations.device_order import DeviceOrder
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, Groups
-
-_log = logging.getLogger("kvsidecar.sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,24 +234,20 @@ def share_on_cpu(kvcache: Any, params: Any) -> None:
             tensor.set_(shared)
 
 
-class Order:
-    """Orders the copies of a CUDA rank behind its kernels: those of the current stream, on which SGLang has chosen the
-    pages, and those of the forward stream, which may still write them.
+class Order(DeviceOrder):
+    """Orders copies behind the kernels of the current stream, on which SGLang has chosen the pages, and those of the
+    forward stream, which may still write them.
 
     Args:
-        device: of the KV cache.
         forward_stream: None if the current stream is the only one that writes KV.
     """
 
     def __init__(self, device: torch.device, forward_stream: Any) -> None:
         self._forward = forward_stream
-        self._device = device
-        self.ring: ForwardRing | None = None
-        """None if the driver cannot share events: stores wait for `mark` on the host."""
-        try:
-            self.ring = ForwardRing(self, device)
-        except RuntimeError as error:
-            _log.warning("kvsidecar: stores wait for the GPU on the host, not on the device: %s", error)
+        super().__init__(device)
+
+    def _new_ring(self) -> TorchEventRing:
+        return ForwardRing(self, self._device)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -268,10 +262,8 @@ class Order:
             yield
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
         with self.joined():
-            event.record(torch.cuda.current_stream(self._device))
-        return event
+            return super().mark()
 
 
 class ForwardRing(TorchEventRing):

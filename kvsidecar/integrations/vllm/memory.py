@@ -8,7 +8,6 @@ refused: a guess could copy wrong KV.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvsidecar.client.torch import TorchEventRing, TorchExporter, shared_empty
+from kvsidecar.client.torch import TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
+from kvsidecar.integrations.device_order import DeviceOrder
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.types import GroupLayout
-
-_log = logging.getLogger("kvsidecar.vllm")
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By layer: a tensor, or several (K and V, or the states of a Mamba layer)."""
@@ -220,30 +218,6 @@ class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]
             if len(shape) == 1 and shape[0] > 0:
                 return shared_empty(shape, torch.int8)
         return func(*args, **kwargs)
-
-
-class DeviceOrder:
-    """Orders the copies of a CUDA rank after its kernels. Not needed on the CPU, where kernels are synchronous.
-
-    Args:
-        device: of the KV cache.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.ring: TorchEventRing | None = None
-        """None if the driver cannot share events: stores wait for `mark` on the host."""
-        try:
-            # Not in another thread: such calls would invalidate a CUDA graph that the engine captures.
-            self.ring = TorchEventRing(device=device)
-        except RuntimeError as error:
-            _log.warning("kvsidecar: stores wait for the GPU on the host, not on the device: %s", error)
-
-    def mark(self) -> torch.cuda.Event:
-        """Record an event on the engine's current stream."""
-        event = torch.cuda.Event(enable_timing=False)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def device_order_of(groups: Mapping[int, GroupViews]) -> DeviceOrder | None:

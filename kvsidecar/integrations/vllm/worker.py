@@ -41,7 +41,7 @@ class Mark(Completion, Protocol):
 
 
 class Order(Protocol):
-    """The interface of `kvsidecar.integrations.vllm.memory.DeviceOrder`, which needs torch."""
+    """The interface of `kvsidecar.integrations.device_order.DeviceOrder`, which needs torch."""
 
     @property
     def ring(self) -> EventRing | None: ...
