@@ -27,6 +27,7 @@ from kvsidecar.integrations.residency.kv_events import KVEvents
 from kvsidecar.integrations.residency.note_format import NAME_BYTES, TOKEN_BYTES
 from kvsidecar.integrations.residency.residents import Residents, Watch, media
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
+from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -86,21 +87,14 @@ class Events:
         Returns:
             A function that ends this.
         """
-        original = tree_class.take_events
 
-        def take_events(tree: Any) -> list[Any]:
+        def take_events(original: Callable[[Any], list[Any]], tree: Any) -> list[Any]:
             if not is_mine(tree):
                 return list(original(tree))
             self._tree, self._take = weakref.ref(tree), original
             return self.take(list(original(tree)))
 
-        tree_class.take_events = take_events
-
-        def end() -> None:
-            if tree_class.take_events is take_events:  # else somebody has wrapped it again
-                tree_class.take_events = original
-
-        return end
+        return wrap(tree_class, "take_events", take_events)
 
     def take(self, own: Sequence[Any]) -> list[Any]:
         """SGLang's own events and those of the daemon's pages, of which each call makes some. Never raises: an error

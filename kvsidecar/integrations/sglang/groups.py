@@ -48,10 +48,6 @@ class Groups:
     def of(self, pool: str) -> Group | None:
         return self._by_pool.get(pool)
 
-    @property
-    def pools(self) -> tuple[str, ...]:
-        return tuple(self._by_pool)
-
     def chunk_of(self, layer: int) -> int:
         return chunk_of(layer, self.num_layers, self.num_chunks)
 

@@ -37,11 +37,6 @@ def chooses(groups: Sequence[Group]) -> bool:
     return any(group.kind is not Kind.FULL for group in groups)
 
 
-def packed(hashes: Mapping[int, Sequence[bytes]]) -> dict[int, bytes]:
-    """Join the hashes of each group."""
-    return {index: b"".join(each) for index, each in hashes.items()}
-
-
 def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], local: int, most: int) -> int:
     """Tokens of the longest hit, a multiple of the alignment; 0 for none.
 
