@@ -73,6 +73,8 @@ class SpaceBlocks:
 
     def __init__(self, space: Space, number: int, capacity: int, seed: int, rhythm: Rhythm | None = None) -> None:
         self.space, self.number, self.capacity, self._seed, self.rhythm = space, number, capacity, seed, rhythm
+        self.salt = number * 0x9E3779B1 & 0xFFFFFFFF
+        """Makes what `kvsidecar.cache.prompts` knows of one hash differ between tables."""
         self.cleared = False
         """Whether all blocks are detached. `BlockTable.sweep` frees those without a reference."""
         self.swept = 0
@@ -191,24 +193,20 @@ class SpaceBlocks:
             return
         if not len(rows):
             return
-        if len(rows) == 1 <= FEW:
-            self._insert_class(rows, priority, CLASS_OF[self.gaps.item(rows.item(0))])
+        gap = self.gaps.item(rows.item()) if len(rows) == 1 <= FEW else only_value(self.gaps[rows])
+        if gap is not None:  # as nearly always
+            self._insert_class(rows, CLASS_OF[gap] << PRIORITY_BITS | priority)
             return
-        gaps = self.gaps[rows]
-        if (gap := only_value(gaps)) is not None:  # as nearly always
-            self._insert_class(rows, priority, CLASS_OF[gap])
-            return
-        classes = class_of(gaps)
+        classes = class_of(self.gaps[rows])
         for number in np.unique(classes).tolist():
-            self._insert_class(rows[classes == number], priority, number)
+            self._insert_class(rows[classes == number], number << PRIORITY_BITS | priority)
 
-    def _insert_class(self, rows: Ints, priority: Priority, number: int) -> None:
-        assert self.rhythm is not None
-        queue = number << PRIORITY_BITS | priority
+    def _insert_class(self, rows: Ints, queue: int) -> None:
         self.queues.insert(rows, queue)
-        used = self.last_used.item(rows.item(0))
-        self._oldest.setdefault(queue, used)
-        self.space.share.orders[priority].add(self, (min(used, self.rhythm.horizons.item(number)), used))
+        if queue not in self._oldest:  # else none of these goes before the oldest one there
+            row = rows.item(0)
+            used = self._oldest[queue] = self.last_used.item(row)
+            self.space.share.orders[Priority(queue & PRIORITY_MASK)].add(self, (self.rank(row), used))
 
     def remove(self, rows: Ints) -> None:
         """Remove blocks from the eviction order."""

@@ -47,7 +47,7 @@ class BlockTable:
         self.slots = allocator
         self.seed = seed
         self.times = UseTimes()
-        self.rhythm = Rhythm(self.times) if eviction is Eviction.RHYTHM else None
+        self.rhythm = Rhythm(self.times, self._look_again) if eviction is Eviction.RHYTHM else None
         self.shares = Shares()
         """Every change of a slot that a block has is accounted for here, too."""
         self.records: Records | None = None
@@ -101,6 +101,12 @@ class BlockTable:
             share.idle_tick = idle_ticks.get(share.name, 0)
         self.shares = shares
         shares.move(self.tables.values())
+
+    def _look_again(self) -> None:
+        """The policy has another order from now on."""
+        for share in self.shares:
+            for order in share.orders.values():
+                order.look_again()
 
     def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
         if not 0 <= shard < num_shards:

@@ -26,7 +26,7 @@ is declined is lost, as it would have been there when it came back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf, log2
 
@@ -99,10 +99,11 @@ class Rhythm:
 
     Args:
         times: when ticks were.
+        on_switch: called when `on` has changed, and with it the order of the blocks.
     """
 
-    def __init__(self, times: UseTimes) -> None:
-        self._times = times
+    def __init__(self, times: UseTimes, on_switch: Callable[[], None] = lambda: None) -> None:
+        self._times, self._on_switch = times, on_switch
         self._now = 0.0
         self._hit = self._lru_hit = 1.0
         """Of what was known of late prompts, the share that was hit, and the share that LRU would have hit."""
@@ -147,6 +148,7 @@ class Rhythm:
             self.on, self._hit = True, self._lru_hit  # what other orders hit says nothing of this one
         if self.on != was_on:
             self.set_time(self._now)
+            self._on_switch()
 
     def ranks(self, gaps: Bytes, last_used: Ints) -> Ints:
         """Blocks with the lowest rank go first; a rank is a tick.
@@ -215,18 +217,19 @@ def in_order(streams: Iterable[Stream], last_used: npt.NDArray[np.int64]) -> Ite
     while heads:
         _, _, number, rows, stream, horizon = heappop(heads)
         if rows is None:
-            rest = next(stream, None)
-        else:
-            if not heads:
-                yield rows
-                yield from stream
-                return
+            rows = next(stream, None)
+        elif heads:
             count = _before(last_used[rows], horizon, number, heads[0][:3])
             yield rows[:count]
-            rest = rows[count:] if count < len(rows) else next(stream, None)
-        if rest is not None:
-            used = last_used.item(rest.item(0))
-            heappush(heads, (min(used, horizon), used, number, rest, stream, horizon))
+            rows = rows[count:] if count < len(rows) else next(stream, None)
+        while rows is not None:
+            last = last_used.item(rows.item(-1))
+            if heads and (min(last, horizon), last, number) > heads[0]:
+                used = last_used.item(rows.item(0))
+                heappush(heads, (min(used, horizon), used, number, rows, stream, horizon))
+                break
+            yield rows
+            rows = next(stream, None)
 
 
 def _before(used: Ints, horizon: int, number: int, other: tuple[int, int, int]) -> int:

@@ -28,9 +28,8 @@ LIVES = 300.0
 ENDED, ASKED, STORED = range(3)
 """Of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
 _NO_PLACES: tuple[Tags, Ints, Bools] = (np.zeros(0, np.uint32), NO_INTS, np.zeros(0, np.bool_))
-_FACTOR = 0x9E3779B1
-"""Makes the entries of one hash differ between tables."""
-_MASK = (1 << 32) - 1
+_ENTRY, _RECORD, _NUMBER = ENTRIES - 1, PROMPTS - 1, (1 << 32) - 1
+"""Masks of the place of a block, of the record of a prompt, and of its number."""
 
 Numbers = npt.NDArray[np.uint32]
 
@@ -91,7 +90,7 @@ class Prompts:
         """
         if not len(keys):
             return
-        mixed = blocks.number * _FACTOR & _MASK
+        salt = blocks.salt
         first_miss = there = len(hits)
         record, (tags, at, known) = -1, _NO_PLACES
         if not all_true(hits):
@@ -101,9 +100,9 @@ class Prompts:
             known = self._tags[at] == tags
             record = self._deepest(tags, at, known)
         if record < 0 and first_miss:
-            record = self._record_of(keys.tags.item(first_miss - 1) ^ mixed)
+            record = self._record_of(keys.tags.item(first_miss - 1) ^ salt)
         added = len(keys)
-        if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ mixed)):
+        if record < 0 or not any_true(keys.tags == np.uint32(self._ends.item(record) ^ salt)):
             if record >= 0:
                 head = first_miss + (len(known) if all_true(known) else int(known.argmin()))
                 if self._count_hits(blocks, record, first_miss, head):
@@ -119,7 +118,7 @@ class Prompts:
             if there:
                 self._gaps[record] = blocks.gaps.item(rows.item(there - 1))
         self._used[record], self._states[record], self._declined[record] = now, ASKED, 0
-        self._ends[record] = keys.tags.item(-1) ^ mixed
+        self._ends[record] = keys.tags.item(-1) ^ salt
         self._sizes[record] = len(keys)
         self._use_in_lru(record, added * blocks.space.block_bytes)
         if len(tags):
@@ -139,7 +138,7 @@ class Prompts:
     def _use_in_lru(self, record: int, nbytes: int) -> None:
         """With LRU, this prompt would be the last used one now, and have so many bytes for itself."""
         self._turn += 1
-        self._order[self._turn & PROMPTS - 1], self._turns[record] = record, self._turn
+        self._order[self._turn & _RECORD], self._turns[record] = record, self._turn
         self._lru_bytes += nbytes - self._in_lru.item(record)
         self._in_lru[record] = nbytes
         while self._lru_bytes > self._pool_bytes or self._turn - self._oldest >= PROMPTS:
@@ -207,14 +206,15 @@ class Prompts:
         What is not known, as an answer, has the gap of the block before it in the same store, else of the first one. If
         the first and the last of these blocks are of the same prompt, or unknown, all count as that.
         """
-        blocks, rows = part.blocks, part.chain_rows
-        if not len(part.created):
+        blocks, rows, count = part.blocks, part.chain_rows, len(part.created)
+        if not count:
             return False
-        all_new = len(part.created) == len(rows)
+        all_new = count == len(rows)
         if all_new:
-            mixed = blocks.number * _FACTOR & _MASK
-            first = self._record_of(part.chain.tags.item(0) ^ mixed)
-            last = first if len(rows) == 1 else self._record_of(part.chain.tags.item(-1) ^ mixed)
+            tags = part.chain.tags
+            first = last = self._record_of(tags.item(0) ^ blocks.salt)
+            if count > 1:
+                last = self._record_of(tags.item(-1) ^ blocks.salt)
             if first == last < 0:
                 return False  # they have `FIRST_GAP`
             if first == last and not self._declined.item(first):  # nearly always a store is of one prompt
@@ -241,7 +241,7 @@ class Prompts:
             return False
         again = records[declined == tags[known_new]]
         self._declined[again] = 0
-        return not len(again) and len(records) == len(part.created) and all_true(declined > 0)
+        return not len(again) and len(records) == count and all_true(declined > 0)
 
     def decline(self, part: StorePart) -> None:
         """What this store creates is declined: what their prompts have behind it will be, too."""
@@ -253,23 +253,23 @@ class Prompts:
     def _records(self, tags: Tags, at: Ints) -> Ints:
         """Of the prompt of each of these blocks; -1: it is not known."""
         numbers = self._prompts[at]
-        records = (numbers & np.uint32(PROMPTS - 1)).astype(np.int64)
+        records = (numbers & np.uint32(_RECORD)).astype(np.int64)
         known = (self._tags[at] == tags) & (self._numbers[records] == numbers)
         return np.where(known, records, -1)
 
     def _lives(self, numbers: Numbers, record: int, now: float) -> Bools:
         """Which of these numbers are of other prompts that were used of late."""
-        records = numbers & np.uint32(PROMPTS - 1)
+        records = numbers & np.uint32(_RECORD)
         lives: Bools = (self._numbers[records] == numbers) & (now - self._used[records] < LIVES) & (records != record)
         return lives & (numbers > 0)
 
     def _record_of(self, tag: int) -> int:
         """Of the prompt of one block; -1: it is not known."""
-        at = tag & ENTRIES - 1
+        at = tag & _ENTRY
         if self._tags.item(at) != tag:
             return -1
         number = self._prompts.item(at)
-        record = number & PROMPTS - 1
+        record = number & _RECORD
         return record if self._numbers.item(record) == number else -1
 
     def _deepest(self, tags: Tags, at: Ints, known: Bools) -> int:
@@ -299,8 +299,8 @@ class Prompts:
         self._prompts[at] = number
 
     def _new(self) -> int:
-        self._count = self._count % _MASK + 1
-        record = self._count & PROMPTS - 1
+        self._count = self._count % _NUMBER + 1
+        record = self._count & _RECORD
         self._numbers[record] = self._count
         self._gaps[record], self._declined[record] = FIRST_GAP, 0
         self._lru_bytes -= self._in_lru.item(record)
@@ -310,5 +310,5 @@ class Prompts:
     @staticmethod
     def _places(blocks: SpaceBlocks, keys: Keys, first: int = 0) -> tuple[Tags, Ints]:
         """The tags of these blocks from the ``first`` on, and their places in the table."""
-        tags: Tags = keys.tags[first:] ^ np.uint32(blocks.number * _FACTOR & _MASK)
-        return tags, (tags & np.uint32(ENTRIES - 1)).astype(np.int64)
+        tags: Tags = keys.tags[first:] ^ np.uint32(blocks.salt)
+        return tags, (tags & np.uint32(_ENTRY)).astype(np.int64)

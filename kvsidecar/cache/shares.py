@@ -101,6 +101,11 @@ class TableOrder:
         elif age is not None and age < listed:
             self._push((age, blocks.number, self.priority, blocks))
 
+    def look_again(self) -> None:
+        """The oldest of a table may be older than they were."""
+        self._heap = [(NO_AGE, *entry[1:]) for entry in self._heap if self._listed.get(entry[1]) == entry[0]]
+        self._listed = dict.fromkeys(self._listed, NO_AGE)
+
     def _push(self, entry: tuple[Age, int, Priority, Any]) -> None:
         self._listed[entry[1]] = entry[0]
         heappush(self._heap, entry)
@@ -123,12 +128,15 @@ class TableOrder:
                 if oldest is None:
                     heappop(heap)
                     del self._listed[number]
-                elif oldest > age:
-                    heapreplace(heap, (oldest, number, priority, blocks))
+                    continue
+                if oldest > age:
+                    entry = (oldest, number, priority, blocks)
+                    heapreplace(heap, entry)
                     self._listed[number] = oldest
-                else:
-                    seen[number] = heappop(heap)
-                    yield seen[number]
+                    if heap[0] is not entry:
+                        continue
+                seen[number] = heappop(heap)
+                yield seen[number]
         finally:
             for entry in seen.values():
                 heappush(heap, entry)

@@ -807,6 +807,26 @@ def test_when_the_pool_suffices_again_the_order_is_that_of_lru() -> None:
     assert len(names_readable(cache, space, *[f"new {number}" for number in range(12)])) == 8
 
 
+def test_the_rhythm_counts_across_namespaces_from_the_switch_on() -> None:
+    cache, fast, rhythm = undecided(3)
+    slow = open_space(cache, "slow")
+    store_at(cache, slow, 0.0, "slow")
+    store_at(cache, fast, 0.0, 1)
+    for now in range(10, 1610, 10):
+        use(cache, fast, float(now), 1)
+        if now % 160 == 0:
+            use(cache, slow, float(now), "slow")
+    store_at(cache, fast, 1600.0, 2)
+    use(cache, slow, 1601.0, "slow")
+    store_at(cache, fast, 1602.0, 3)
+    assert names_readable(cache, slow, "slow") == ["slow"], "it was used later"
+    rhythm.count(0, 0, 1, LATE_POOLS)
+    assert rhythm.on
+    store_at(cache, fast, 1603.0, 4)
+    assert names_readable(cache, slow, "slow") == []
+    check_integrity(cache)
+
+
 def test_where_lru_would_have_hit_clearly_more_it_is_the_order_for_a_while() -> None:
     rhythm = Rhythm(UseTimes())
     rhythm.count(0, 0, 100, LATE_POOLS)
