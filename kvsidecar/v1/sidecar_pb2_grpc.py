@@ -140,14 +140,14 @@ class SidecarServicer(object):
 
     def Pin(self, request, context):
         """For admins: keeps blocks in the pool until Unpin, or their expiry, within the limit of the daemon's option
-        pin_max. A pin of the same name is replaced.
+        pin_max. A hold of the same name is replaced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """For admins: ends a pin.
+        """For admins: ends a hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
