@@ -1,4 +1,4 @@
-"""A browser for all tests of a module."""
+"""One browser for all tests of the page: it takes seconds to start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.page.browser import BROWSER, DRIVER, Browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if BROWSER is None or DRIVER is None:
         pytest.skip("no browser is installed (Debian: apt install chromium chromium-driver)")

@@ -17,6 +17,7 @@ from kvsidecar.protocol.as_json import message_json
 from kvsidecar.server.http import PAGE, SHARED
 from kvsidecar.support.units import GiB, MiB, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.harness import eventually
 from tests.page.browser import Browser
 
 GPU = "GPU-1a2b3c4d-0000-1111-2222-333344445555"
@@ -72,6 +73,8 @@ class Page:
         self._browser = browser
         browser.show_as(1280, 800)
         browser.open((PAGE / "index.html").as_uri())
+        eventually(self.asked, "its script runs")
+        browser.complaints()  # of the page of an earlier test, whose daemon has ended
 
     def show(self, *replies: pb.StatusReply) -> Page:
         for each in replies:
