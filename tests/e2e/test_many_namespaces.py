@@ -122,7 +122,7 @@ def test_status_as_json_has_every_namespace_and_every_rank_once(daemon: DaemonPr
     assert ranks == [longest(f"engine-{number:03}") for number in range(RANKS)]
     blocks = NAMESPACES + LARGE
     totals = {"namespaces": NAMESPACES, "blocks": blocks, "bytes": blocks * SHARD_BYTES, "ranks": RANKS}
-    assert reply["totals"] == {**totals, "jobs_running": 0}
+    assert reply["totals"] == {**totals, "jobs_running": 0, "attached_ranks": RANKS}
     assert not reply["more"]
 
 
