@@ -19,6 +19,7 @@ from kvsidecar.server import (
     attach_protocol,
     attach_socket,
     attach_stream,
+    attachment,
     local_protocol,
     partial_messages,
     service,
@@ -64,6 +65,7 @@ LIMITS = (
     (lookups, "MAX_LEASED_BLOCKS"),
     (service, "FIRST_MESSAGE_SECONDS"),
     (service, "MAX_UNREAD"),
+    (attachment, "MAX_UNREAD_BYTES"),
     (arrivals, "MAX_CONNECTIONS"),
     (arrivals, "MAX_SHARED_FDS"),
     (attach_socket, "MAX_HELLO_BYTES"),
@@ -73,7 +75,6 @@ LIMITS = (
     (partial_messages, "MAX_PARTIAL_BYTES"),
     (partial_messages, "MESSAGE_SECONDS"),
     (attach_protocol, "MAX_EARLY_BYTES"),
-    (local_protocol, "MAX_UNREAD_BYTES"),
     (local_protocol, "LINGER_SECONDS"),
 )
 """Module and name of each."""
@@ -108,7 +109,7 @@ WHAT = {
     "MAX_PARTIAL_BYTES": "bytes of one user's incomplete messages (local protocol)",
     "MESSAGE_SECONDS": "seconds from the first byte of a message to its last (local protocol)",
     "MAX_EARLY_BYTES": "bytes of messages queued behind an unanswered registration (local protocol)",
-    "MAX_UNREAD_BYTES": "bytes of replies queued for a client that does not read (local protocol)",
+    "MAX_UNREAD_BYTES": "bytes of replies queued for a client that does not read them, before its stream is ended",
     "LINGER_SECONDS": "seconds that a refused client has to read the error (local protocol)",
 }
 

@@ -15,6 +15,9 @@ from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
+MAX_UNREAD_BYTES = 1024 * 1024
+"""Limit of replies that wait for a client that does not read: about ten thousand."""
+
 _caused = log.limited("rpc")
 
 

@@ -18,15 +18,13 @@ from kvsidecar.core.peer import Peer
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unavailable
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.attach_protocol import State as Attach
-from kvsidecar.server.attachment import Attachment
+from kvsidecar.server.attachment import MAX_UNREAD_BYTES, Attachment
 from kvsidecar.server.handler import INTERNAL, Handler
 from kvsidecar.server.partial_messages import PartialMessage, PartialMessages
 from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
-MAX_UNREAD_BYTES = 1024 * 1024
-"""Limit of buffered replies for a client that does not read: about ten thousand."""
 FRAMES_PER_ITERATION = 64
 """Frames of one connection to handle per iteration of the event loop: about a millisecond."""
 MAX_HELD_BYTES = 64 * 1024

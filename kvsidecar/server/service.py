@@ -11,7 +11,7 @@ import grpc
 
 from kvsidecar.core.access import Caller
 from kvsidecar.errors import KVSidecarError, LimitExceeded, UnknownPeer
-from kvsidecar.server.attachment import Attachment
+from kvsidecar.server.attachment import MAX_UNREAD_BYTES, Attachment
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
@@ -37,7 +37,8 @@ FIRST_MESSAGE_SECONDS = 5.0
 LINGER_SECONDS = 5.0
 """Time for a client whose attach connection has ended to read its outstanding replies."""
 MAX_UNREAD = 8192
-"""Limit of queued replies for a client that does not read its stream; each has about 100 bytes."""
+"""Limit of queued replies for a client that does not read its stream, beside that of their bytes: a small one takes
+more memory than its bytes."""
 
 
 async def abort(context: Context, error: KVSidecarError) -> NoReturn:
@@ -159,8 +160,10 @@ class _Attached(Attachment):
             self.lose(LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once"))
             return
         while message is not grpc.aio.EOF:
-            if self._unread.qsize() >= MAX_UNREAD:
-                text = f"{MAX_UNREAD} replies wait for this client to read them"
+            many = self._unread.qsize() >= MAX_UNREAD
+            if many or self._unread_bytes >= MAX_UNREAD_BYTES:
+                what = f"{MAX_UNREAD} replies" if many else f"{MAX_UNREAD_BYTES} bytes of replies"
+                text = f"{what} wait for this client to read them"
                 self.lose(LimitExceeded(f"{text}: read the Attach stream while jobs are sent"))
                 return
             self.receive(message)

@@ -26,6 +26,7 @@ SAID = (
     (PROTO, "size limit of gRPC messages, {}.", "protocol.framing.MAX_MESSAGE_BYTES"),
     ("docs/wire.md", "Hello is not complete within {},", "server.attach_socket.HELLO_SECONDS"),
     ("docs/wire.md", "a stream with {} unread replies", "server.service.MAX_UNREAD"),
+    ("docs/wire.md", "unread replies, or {} of them, is ended", "server.attachment.MAX_UNREAD_BYTES"),
     ("docs/wire.md", "Changes are collected for {}.", "core.residency.INTERVAL"),
     ("docs/wire.md", "A watcher with {} unread is sent nothing", "server.watch_stream.MAX_UNREAD_BYTES"),
     ("docs/wire.md", "as after more than {} of changes at once", "cache.change_log.MAX_LOG_BYTES"),
@@ -123,6 +124,7 @@ SAID = (
     ("docs/security.md", "a TLS handshake | {}, counted as", "server.handshakes.HANDSHAKE_SECONDS"),
     ("docs/security.md", "counted as unfinished; {} | | a TLS client", "server.tls_front.MAX_HANDSHAKE_BYTES"),
     ("docs/faults.md", "is ended when {} replies are queued", "server.service.MAX_UNREAD"),
+    ("docs/faults.md", "replies are queued, or {} of them; other", "server.attachment.MAX_UNREAD_BYTES"),
     ("docs/faults.md", "silent connections are closed after {} |", "server.attach_socket.HELLO_SECONDS"),
     ("docs/runbook.md", "The daemon tries again every {}, so", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
 )
