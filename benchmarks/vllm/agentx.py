@@ -13,7 +13,6 @@ cache would hit.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,16 @@ from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50, p90
 from benchmarks.vllm.throughput import refusals
 
-SHAPE = {"seconds": 150, "warm_seconds": 50, "speed": 10, "block_tokens": 16, "max_output_tokens": 128}
-TINY_SHAPE = {"seconds": 20, "warm_seconds": 4, "speed": 400, "block_tokens": 1, "max_output_tokens": 4}
-MAX_TOKENS, TINY_MAX_TOKENS = 65_536, 4_096
-GPU_TOKENS, TINY_GPU_TOKENS = 262_144, 8_192
+SHAPE = {
+    "seconds": (150, 20),
+    "warm_seconds": (50, 4),
+    "speed": (10, 400),
+    "block_tokens": (16, 1),
+    "max_output_tokens": (128, 4),
+    "max_tokens": (65_536, 4_096),
+}
+GPU = {"gpu_tokens": (262_144, 8_192)}
+"""Of KV on the GPU."""
 POOL_TOKENS, TINY_POOL_TOKENS = 524_288, 16_384
 CONCURRENCY, TINY_CONCURRENCY = "8,16,32", "4"
 
@@ -37,7 +42,7 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> l
     flags = ["--eviction", policy] if policy else []
     llm = runs.llm_options(options, max_model_len=options.max_tokens)
     shape = {name: getattr(options, name) for name in SHAPE}
-    shape |= {"path": str(options.trace.resolve()), "max_tokens": options.max_tokens, "seed": options.seed}
+    shape |= {"path": str(options.trace.resolve()), "seed": options.seed}
     found = []
     with (
         runs.daemon(options, directory, pool, flags) if system == "kvsidecar" else nullcontext() as daemon,
@@ -89,28 +94,20 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
 
 def main() -> None:
     parser = runs.arguments(__doc__)
-    runs.add_shape(parser, SHAPE, TINY_SHAPE)
     parser.add_argument(
         "--trace", type=Path, required=True, help="sessions, as kvsidecar.cli.size.agentic describes them"
     )
     parser.add_argument("--concurrency", default="", help=f"agents at once, comma-separated; {CONCURRENCY}")
-    parser.add_argument("--max-tokens", type=int, default=0, help="longest prompt with its answer")
-    parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU, in tokens")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory for the engine")
     parser.add_argument("--seed", type=int, default=0, help="of the order of sessions")
-    options = parser.parse_args()
-    runs.fill_shape(options, SHAPE, TINY_SHAPE)
-    options.max_tokens = options.max_tokens or (TINY_MAX_TOKENS if options.tiny else MAX_TOKENS)
-    options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
+    options = runs.parsed(parser, SHAPE, GPU)
     given = options.concurrency or (TINY_CONCURRENCY if options.tiny else CONCURRENCY)
     options.concurrency = [int(each) for each in given.split(",")]
     chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
     pool_tokens = TINY_POOL_TOKENS if options.tiny else POOL_TOKENS
     pool = runs.pool_bytes(options, pool_tokens * kv_bytes_per_token(options.tiny))
     results: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
-        directory = options.logs or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
+    with runs.folder(options) as directory:
         for mode in chosen:
             console.print(f"{mode} ...")
             results[mode] = run(mode, options, directory, pool)

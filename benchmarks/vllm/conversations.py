@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +17,39 @@ class _Talk:
 
 
 @dataclass
-class _Timing:
-    turn: int
+class Timing:
+    """Of one request; seconds."""
+
     prompt: int
+    """Its tokens."""
     sent: float = 0.0
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
+    """Of its answer so far."""
     cached: int = 0
+    """Of its prompt's tokens, those that were not computed."""
+    turn: int = 0
+    known: int = 0
+    """Tokens at its start that were in an earlier prompt of its session: the most that can hit."""
+
+    def answered(self, tokens: int, now: float) -> None:
+        """So many tokens have come until now."""
+        if tokens and not self.tokens:
+            self.first = now
+        self.tokens, self.last = tokens, now
+
+
+def counted(timings: Sequence[Timing]) -> dict[str, Any]:
+    """Of all of these; times in milliseconds, one of each request."""
+    return {
+        "requests": len(timings),
+        "prompt_tokens": sum(each.prompt for each in timings),
+        "cached_tokens": sum(each.cached for each in timings),
+        "output_tokens": sum(each.tokens for each in timings),
+        "ttft_ms": [(each.first - each.sent) * 1e3 for each in timings],
+        "tpot_ms": [(each.last - each.first) * 1e3 / (each.tokens - 1) for each in timings if each.tokens > 1],
+    }
 
 
 class Conversations:
@@ -56,7 +82,7 @@ class Conversations:
         seed: int = 0,
     ) -> None:
         self.output_tokens = output_tokens
-        self._turns, self._turn_tokens = turns, turn_tokens
+        self._turns = turns
         self._numbers = random.Random(seed)
         self._vocabulary = vocabulary
         system = self._some(system_tokens, exactly=True)
@@ -65,7 +91,7 @@ class Conversations:
         self._said = [[self._some(turn_tokens) for _ in range(turns)] for _ in range(count)]
         self._waiting = deque(range(count))
         self._free = concurrency
-        self._timings: dict[str, _Timing] = {}
+        self._timings: dict[str, Timing] = {}
         self._running = 0
 
     def _some(self, mean: int, *, exactly: bool = False) -> list[int]:
@@ -88,7 +114,7 @@ class Conversations:
             number = self._waiting.popleft()
             talk = self._talks[number]
             name = f"{number}-{talk.turn}"
-            self._timings[name] = _Timing(talk.turn, len(talk.history))
+            self._timings[name] = Timing(len(talk.history), turn=talk.turn)
             self._free -= 1
             self._running += 1
             found.append((name, talk.history))
@@ -102,9 +128,7 @@ class Conversations:
         # vLLM may append to the name it was given.
         name = "-".join(name.split("-")[:2])
         timing = self._timings[name]
-        if tokens and not timing.tokens:
-            timing.first = now
-        timing.tokens, timing.last = len(tokens), now
+        timing.answered(len(tokens), now)
         if not finished:
             return
         timing.cached = cached
@@ -122,12 +146,7 @@ class Conversations:
         timings = list(self._timings.values())
         later = [each for each in timings if each.turn]
         return {
-            "requests": len(timings),
-            "prompt_tokens": sum(each.prompt for each in timings),
-            "cached_tokens": sum(each.cached for each in timings),
-            "output_tokens": sum(each.tokens for each in timings),
+            **counted(timings),
             "working_set_tokens": self.tokens,
-            "ttft_ms": [(each.first - each.sent) * 1e3 for each in timings],
             "later_ttft_ms": [(each.first - each.sent) * 1e3 for each in later],
-            "tpot_ms": [(each.last - each.first) * 1e3 / (each.tokens - 1) for each in timings if each.tokens > 1],
         }

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import tempfile
 import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -30,6 +29,8 @@ from kvsidecar.bench.processes import Child, PrivateDaemon
 from kvsidecar.client import Client
 from kvsidecar.support.units import format_size
 
+PROMPTS = {"tokens": (8192, 512), "prompts": (20, 4)}
+"""Tokens of a prompt, and prompts that are counted."""
 WARM, CHECKED, SHARED = 500_000, 700_000, 800_000
 """Names of prompts that are not counted, that are compared, and that two engines give each other."""
 QUIET_SECONDS = 2.0
@@ -283,8 +284,6 @@ def _apart(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
 
 def main() -> None:
     parser = runs.arguments(__doc__)
-    parser.add_argument("--tokens", type=int, default=0, help="of a prompt (8192; tiny: 512)")
-    parser.add_argument("--prompts", type=int, default=0, help="that are counted (20; tiny: 4)")
     parser.add_argument("--checked", type=int, default=3, help="prompts whose tokens are compared")
     parser.add_argument(
         "--memory", type=float, default=0.7, help="share of the GPU's memory for an engine; half for each of two"
@@ -296,9 +295,7 @@ def main() -> None:
     parser.add_argument("--tier", default="", help="flags of kvsidecar serve that add a disk or a cluster")
     parser.add_argument("--fill", default="", help="further flags of the daemon that fills it")
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs instead of eager mode")
-    options = parser.parse_args()
-    options.tokens = options.tokens or (512 if options.tiny else 8192)
-    options.prompts = options.prompts or (4 if options.tiny else 20)
+    options = runs.parsed(parser, PROMPTS)
     chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else runs.MODES)
     # Room for all that is ever stored: the prompts twice, and some.
     per_prompt = kv_bytes_per_token(options.tiny) * options.tokens
@@ -309,8 +306,7 @@ def main() -> None:
     with ExitStack() as stack:
         if options.pool_dir is not None and not options.pool_dir.exists():
             stack.callback(shutil.rmtree, options.pool_dir, ignore_errors=True)  # it would hold the pool's memory
-        directory = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = stack.enter_context(runs.folder(options))
         for mode in chosen:
             console.print(f"{mode} ...")
             results[mode] = run(mode, options, directory, pool)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from typing import Any
 from benchmarks.vllm import runs
 from benchmarks.vllm.runs import ask, console, p50, p99
 
-SHAPE = {"count": 64, "concurrency": 32, "first_tokens": 1024, "output_tokens": 256}
-TINY_SHAPE = {"count": 6, "concurrency": 3, "first_tokens": 100, "output_tokens": 8}
-GPU_TOKENS, TINY_GPU_TOKENS = 65_536, 1_024
+SHAPE = {"count": (64, 6), "concurrency": (32, 3), "first_tokens": (1024, 100), "output_tokens": (256, 8)}
+GPU = {"gpu_tokens": (65_536, 1_024)}
+"""Of KV on the GPU of each engine."""
 MODES = ("none", "kvsidecar")
 
 
@@ -89,21 +88,15 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
 
 def main() -> None:
     parser = runs.arguments(__doc__)
-    runs.add_shape(parser, SHAPE, TINY_SHAPE)
-    parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU of each engine, in tokens")
     parser.add_argument("--memory", type=float, default=0.3, help="share of the GPU's memory for each engine")
     parser.add_argument("--hooks", action="store_true", help="time the hooks, which costs some microseconds a step")
     parser.add_argument("--rounds", type=int, default=8, help="of each engine, in turn")
-    options = parser.parse_args()
-    runs.fill_shape(options, SHAPE, TINY_SHAPE)
-    options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
+    options = runs.parsed(parser, SHAPE, GPU)
     if options.rounds < 2:
         raise SystemExit("--rounds: two at least, to see what they differ by")
     modes = runs.modes(options.modes, MODES)
     pool = runs.pool_bytes(options, 6 << 20 if options.tiny else 16 << 30)
-    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
-        directory = options.logs or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
+    with runs.folder(options) as directory:
         results = measure(options, modes, directory, pool)
     runs.save(options, {"modes": results})
     show(results)

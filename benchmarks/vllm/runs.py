@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ from kvsidecar.support.units import parse_size
 MODES = ("none", "empty", "simple", "offload", "kvsidecar")
 START_SECONDS = 600.0
 """An engine that compiles its graphs takes minutes."""
+
+Shape = Mapping[str, tuple[int, int]]
+"""By option: its default, and that with ``--tiny``."""
 
 console = Console()
 if not console.is_terminal:
@@ -40,16 +44,25 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_shape(parser: argparse.ArgumentParser, shape: Mapping[str, int], tiny: Mapping[str, int]) -> None:
-    """An option for each number of a shape; `fill_shape` gives those that were not set their defaults."""
-    for name, value in shape.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {tiny[name]}")
-
-
-def fill_shape(options: argparse.Namespace, shape: Mapping[str, int], tiny: Mapping[str, int]) -> None:
-    for name, value in (tiny if options.tiny else shape).items():
+def parsed(parser: argparse.ArgumentParser, *shapes: Shape) -> argparse.Namespace:
+    """The command line, which also has an option for each number of a shape."""
+    numbers = {name: both for shape in shapes for name, both in shape.items()}
+    for name, (value, tiny) in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help=f"{value}; tiny: {tiny}")
+    options = parser.parse_args()
+    for name, (value, tiny) in numbers.items():
         if getattr(options, name) is None:
-            setattr(options, name, value)
+            setattr(options, name, tiny if options.tiny else value)
+    return options
+
+
+@contextmanager
+def folder(options: argparse.Namespace) -> Iterator[Path]:
+    """That of ``--logs``, or one that is removed again."""
+    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
+        found: Path = options.logs or Path(temporary)
+        found.mkdir(parents=True, exist_ok=True)
+        yield found
 
 
 def llm_options(options: argparse.Namespace, *, max_model_len: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.vllm.conversations import Timing, counted
 from kvsidecar.cli.size.agentic import MAX_THINK, Request, read_sessions
 
 Ints = npt.NDArray[np.int64]
@@ -22,18 +23,6 @@ class Asked(NamedTuple):
     name: str
     tokens: list[int]
     output_tokens: int
-
-
-@dataclass
-class _Timing:
-    prompt: int
-    known: int
-    """Tokens at its start that were in an earlier prompt of its session: the most that can hit."""
-    sent: float
-    first: float = 0.0
-    last: float = 0.0
-    tokens: int = 0
-    cached: int = 0
 
 
 @dataclass
@@ -85,17 +74,13 @@ class Sessions:
         self._max_tokens, self._max_output_tokens = max_tokens, max_output_tokens
         self._numbers = random.Random(seed)
         self._order: deque[int] = deque()
-        self._timings: dict[str, _Timing] = {}
+        self._timings: dict[str, Timing] = {}
         self._agents = [_Agent() for _ in range(concurrency)]
         for agent in self._agents:
             self._begin(agent)
             requests = self._requests(agent)
             agent.request = self._numbers.randrange(requests)
             agent.due = self._numbers.random() * MAX_THINK / speed / 4
-
-    @property
-    def num_agents(self) -> int:
-        return len(self._agents)
 
     def over(self, now: float) -> bool:
         return now >= self._seconds and all(agent.due is not None for agent in self._agents)
@@ -119,9 +104,7 @@ class Sessions:
         """Of an answer so far: its tokens, and how many of its prompt's were not computed."""
         name = "-".join(name.split("-")[:3])  # vLLM may append to the name it was given
         timing = self._timings[name]
-        if tokens and not timing.tokens:
-            timing.first = now
-        timing.tokens, timing.last = tokens, now
+        timing.answered(tokens, now)
         if not finished:
             return
         timing.cached = cached
@@ -135,14 +118,9 @@ class Sessions:
         """Of what was sent after the warm-up. Times in milliseconds, one of each request."""
         timings = [each for each in self._timings.values() if each.sent >= self._warm_seconds and each.last]
         return {
-            "requests": len(timings),
-            "prompt_tokens": sum(each.prompt for each in timings),
+            **counted(timings),
             "known_tokens": sum(each.known for each in timings),
-            "cached_tokens": sum(each.cached for each in timings),
-            "output_tokens": sum(each.tokens for each in timings),
             "counted_seconds": max((each.last for each in timings), default=0.0) - self._warm_seconds,
-            "ttft_ms": [(each.first - each.sent) * 1e3 for each in timings],
-            "tpot_ms": [(each.last - each.first) * 1e3 / (each.tokens - 1) for each in timings if each.tokens > 1],
         }
 
     def _begin(self, agent: _Agent) -> None:
@@ -173,7 +151,7 @@ class Sessions:
         known = next((at for at, block in enumerate(blocks.tolist()) if block not in agent.seen), len(blocks))
         agent.seen.update(blocks.tolist())
         tokens = self._tokens((len(self._agents) * 1_003 + number) * 1_000_003 + agent.started, blocks)
-        self._timings[name] = _Timing(len(tokens), min(known * self._block_tokens, len(tokens)), now)
+        self._timings[name] = Timing(len(tokens), now, known=min(known * self._block_tokens, len(tokens)))
         return Asked(name, tokens, max(1, min(request.output_tokens, self._max_output_tokens)))
 
     def _tokens(self, session: int, blocks: Ints) -> list[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from benchmarks.vllm import runs
 from benchmarks.vllm.runs import ask, console, p50
-from benchmarks.vllm.throughput import GPU_TOKENS, SHAPE, TINY_GPU_TOKENS, TINY_SHAPE, conversations_bytes
+from benchmarks.vllm.throughput import GPU, SHAPE, conversations_bytes
 from kvsidecar.bench.processes import Child
 from kvsidecar.support import cuda_driver
 
@@ -97,20 +96,14 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = runs.arguments(__doc__)
-    runs.add_shape(parser, SHAPE, TINY_SHAPE)
     parser.add_argument("--engines", type=int, default=0, help="default: as many as GPUs; tiny: 2")
-    parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on each GPU, in tokens")
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
-    options = parser.parse_args()
-    runs.fill_shape(options, SHAPE, TINY_SHAPE)
+    options = runs.parsed(parser, SHAPE, GPU)
     options.engines = options.engines or (2 if options.tiny else cuda_driver.device_count())
-    options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
     need = conversations_bytes(options) * (options.engines + 1)
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 16 << 20)
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
-        directory = options.logs or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
+    with runs.folder(options) as directory:
         for mode in runs.modes(options.modes, ("kvsidecar", "none")):
             console.print(f"{mode} ...")
             results[mode] = run(mode, options, directory, pool)

@@ -11,7 +11,6 @@ pool is empty, then it is full of the first ones, which the second ones evict. W
 from __future__ import annotations
 
 import argparse
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,15 @@ from benchmarks.vllm.runs import ask, console, p50, p99
 from kvsidecar.client import Client
 
 SHAPE = {
-    "count": 40,
-    "turns": 6,
-    "concurrency": 16,
-    "first_tokens": 4096,
-    "turn_tokens": 512,
-    "output_tokens": 128,
-    "system_tokens": 512,
+    "count": (40, 10),
+    "turns": (6, 3),
+    "concurrency": (16, 3),
+    "first_tokens": (4096, 200),
+    "turn_tokens": (512, 40),
+    "output_tokens": (128, 8),
+    "system_tokens": (512, 64),
 }
-TINY_SHAPE = {
-    "count": 10,
-    "turns": 3,
-    "concurrency": 3,
-    "first_tokens": 200,
-    "turn_tokens": 40,
-    "output_tokens": 8,
-    "system_tokens": 64,
-}
-GPU_TOKENS, TINY_GPU_TOKENS = 131_072, 1_024
+GPU = {"gpu_tokens": (131_072, 1_024)}
 """Of KV on the GPU: about a third of the working set."""
 
 
@@ -119,21 +109,15 @@ def conversations_bytes(options: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = runs.arguments(__doc__)
-    runs.add_shape(parser, SHAPE, TINY_SHAPE)
-    parser.add_argument("--gpu-tokens", type=int, default=0, help="KV on the GPU, in tokens")
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--repeat", type=int, default=1, help="runs of every mode, in turn")
-    options = parser.parse_args()
-    runs.fill_shape(options, SHAPE, TINY_SHAPE)
-    options.gpu_tokens = options.gpu_tokens or (TINY_GPU_TOKENS if options.tiny else GPU_TOKENS)
+    options = runs.parsed(parser, SHAPE, GPU)
     chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
     need = conversations_bytes(options)
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 6 << 20)
     results: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
-        directory = options.logs or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
+    with runs.folder(options) as directory:
         for _ in range(options.repeat):
             for mode in chosen:
                 console.print(f"{mode} ...")
