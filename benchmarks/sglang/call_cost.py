@@ -22,9 +22,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region, Residency, ResidencyChange
+from benchmarks.sglang.load_layers import OneRank, host_memory
+from kvsidecar.client import Namespace, Residency, ResidencyChange
 from kvsidecar.integrations.namespace_facts import Identity
-from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import Events
 from kvsidecar.integrations.sglang.groups import KV, groups_of
@@ -39,30 +39,11 @@ SIZES = (8, 64, 512, 2048)
 """Pages of one call."""
 
 
-class OneRank:
-    rank, size = 0, 1
-
-    def agree(self, yes: bool) -> bool:
-        return yes
-
-
 class Bench:
     def __init__(self, socket: str, layers: int, page: int, chunks: int) -> None:
         pages = 2 * max(SIZES)
         self.page, self.pages = page, pages
-        self.buffer = HostBuffer(layers * pages * ROW)
         groups = groups_of([(KV, range(layers), False)], layers, chunks)
-        layouts = tuple(
-            GroupLayout(
-                each.index,
-                pages,
-                0,
-                1,
-                tuple(Region(0, own[0] * pages * ROW, pages * ROW, ROW, ROW, len(own)) for own in each.slices.values()),
-                (1,) * len(each.slices) if len(each.slices) > 1 else (),
-            )
-            for each in groups.all
-        )
         self.clock = time.monotonic
         options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "load_chunks": chunks})
         self.side = RankSide(
@@ -71,7 +52,7 @@ class Bench:
                 Identity(Namespace("bench", "bf16", "sglang pages by layer", page, 1, 1, "sglang sha256"), {}),
                 "bench",
                 groups,
-                RankMemory(self.buffer.kv_buffers(), layouts),
+                host_memory(groups, ROW, pages),
                 page,
             ),
             OneRank(),
