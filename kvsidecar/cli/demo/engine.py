@@ -13,51 +13,15 @@ import time
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvsidecar.bench.driver import Cuda
+from kvsidecar.bench.memory import EngineMemory, engine_memory
 from kvsidecar.cli.demo.shape import TP_SIZE, Shape
-from kvsidecar.client import Allocation, Blocks, Client, HostBuffer, JobDone, KVBuffers, Outcome
+from kvsidecar.client import Blocks, Client, JobDone, Outcome
 
 JOB_BLOCKS = 64
 """Blocks per job: a prompt of a thousand tokens."""
 TIMEOUT = 60.0
-
-
-class HostMemory:
-    def __init__(self, nbytes: int) -> None:
-        self._buffer = HostBuffer(nbytes)
-        self._bytes = np.frombuffer(self._buffer.memory, np.uint8)
-
-    def kv_buffers(self) -> KVBuffers:
-        return self._buffer.kv_buffers()
-
-    def write(self, content: npt.NDArray[np.uint8]) -> None:
-        self._bytes[:] = content.reshape(-1)
-
-    def read(self) -> npt.NDArray[np.uint8]:
-        return self._bytes
-
-
-class CudaMemory:
-    def __init__(self, nbytes: int) -> None:
-        from kvsidecar.support.cuda_driver import CudaContext, ipc_handle
-
-        self._context = CudaContext(0)
-        self._nbytes = nbytes
-        self._address = self._context.alloc(nbytes)
-        self._handle = ipc_handle(self._address)
-
-    def kv_buffers(self) -> KVBuffers:
-        return KVBuffers(self._context.uuid, (Allocation(self._nbytes, cuda_ipc_handle=self._handle),))
-
-    def write(self, content: npt.NDArray[np.uint8]) -> None:
-        self._context.copy_to_device(self._address, content.reshape(-1))
-        self._context.synchronize()
-
-    def read(self) -> npt.NDArray[np.uint8]:
-        content = np.empty(self._nbytes, np.uint8)
-        self._context.copy_from_device(content, self._address)
-        return content
 
 
 def say(**fields: Any) -> None:
@@ -77,10 +41,11 @@ class Engine:
         self.hashes = shape.hashes()
         self.block_ids = list(range(shape.num_blocks))
         random.Random(seed).shuffle(self.block_ids)
-        self.memories: list[HostMemory | CudaMemory] = []
+        self.memories: list[EngineMemory] = []
         self.clients: list[Client] = []
+        gpu = Cuda() if cuda else None
         for rank in range(TP_SIZE):
-            memory = CudaMemory(shape.rank_bytes) if cuda else HostMemory(shape.rank_bytes)
+            memory = engine_memory(shape.memory(), gpu)
             client = Client(socket, name=f"{name} rank {rank}")
             client.attach(
                 instance=name,
@@ -119,27 +84,36 @@ class Engine:
     def store(self) -> None:
         """Fill the buffers with a pattern and store everything."""
         for rank, memory in enumerate(self.memories):
-            memory.write(self.shape.content(rank, self.hashes, self.block_ids))
+            for block_hash, block_id in zip(self.hashes, self.block_ids, strict=True):
+                content = self.shape.content(rank, block_hash)
+                memory.write(block_id, content)
+                memory.settle()
         for rank, client in enumerate(self.clients):
             started = time.perf_counter()
             done = finish(client, [client.store([blocks]) for blocks in self.jobs()])
             say(rank=rank, hits=self.hits()[0], **summary(done, time.perf_counter() - started))
 
     def load(self) -> None:
-        """Load everything into other block ids and compare every byte."""
+        """Load everything into other block ids of empty memory, and compare every byte."""
         hits, lease = self.hits(lease_seconds=30)
         for rank, (client, memory) in enumerate(zip(self.clients, self.memories, strict=True)):
-            memory.write(np.zeros(self.shape.rank_bytes, np.uint8))
             started = time.perf_counter()
             done = finish(client, [client.load([blocks], lease=lease) for blocks in self.jobs()])
             seconds = time.perf_counter() - started
-            expected = self.shape.content(rank, self.hashes, self.block_ids).reshape(-1)
-            wrong = int(np.count_nonzero(memory.read() != expected))
+            wrong = sum(
+                self._wrong_bytes(rank, memory, *each) for each in zip(self.hashes, self.block_ids, strict=True)
+            )
             say(rank=rank, hits=hits, wrong_bytes=wrong, **summary(done, seconds))
         if lease is not None:
             self.clients[0].release(lease)
         for client in self.clients:
             client.close()
+
+    def _wrong_bytes(self, rank: int, memory: EngineMemory, block_hash: bytes, block_id: int) -> int:
+        loaded = np.empty(self.shape.shard_bytes, np.uint8)
+        memory.read(block_id, loaded)
+        memory.settle()
+        return int(np.count_nonzero(loaded != self.shape.content(rank, block_hash)))
 
 
 def finish(client: Client, jobs: list[int]) -> list[JobDone]:

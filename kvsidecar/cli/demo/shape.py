@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.types import GroupLayout, Namespace, Region
+from kvsidecar.bench.layouts import Form, Layout
+from kvsidecar.types import GroupLayout, Namespace
 
 TP_SIZE = 2
 BLOCK_TOKENS = 16
@@ -48,16 +49,12 @@ class Shape:
             extra=str(asdict(self)),
         )
 
+    def memory(self) -> Layout:
+        """Where the bytes lie."""
+        return Layout("demo", Form.STACKED, self.layers, self.row_bytes, "layer-stacked", num_blocks=self.num_blocks)
+
     def layout(self, rank: int) -> GroupLayout:
-        region = Region(
-            allocation=0,
-            offset=0,
-            row_stride=self.num_blocks * self.row_bytes,
-            block_stride=self.row_bytes,
-            row_bytes=self.row_bytes,
-            num_rows=self.layers,
-        )
-        return GroupLayout(group=0, num_blocks=self.num_blocks, shard=rank, num_shards=TP_SIZE, regions=(region,))
+        return replace(self.memory().group(), shard=rank, num_shards=TP_SIZE)
 
     def hashes(self) -> list[bytes]:
         """Chained block hashes of one long prompt."""
@@ -66,14 +63,10 @@ class Shape:
             hashes.append(hashlib.sha256(hashes[-1]).digest())
         return hashes
 
-    def content(self, rank: int, hashes: list[bytes], block_ids: list[int]) -> npt.NDArray[np.uint8]:
-        """The content of this rank's buffer when block ``block_ids[i]`` has the content of ``hashes[i]``."""
-        buffer = np.empty((self.layers, self.num_blocks, self.row_bytes), np.uint8)
-        for block_hash, block_id in zip(hashes, block_ids, strict=True):
-            seed = int.from_bytes(block_hash[:8], "little") + rank
-            pattern = np.random.default_rng(seed).bytes(self.shard_bytes)
-            buffer[:, block_id] = np.frombuffer(pattern, np.uint8).reshape(self.layers, self.row_bytes)
-        return buffer
+    def content(self, rank: int, block_hash: bytes) -> npt.NDArray[np.uint8]:
+        """The rows of this rank's shard of a block, one after another."""
+        seed = int.from_bytes(block_hash[:8], "little") + rank
+        return np.frombuffer(np.random.default_rng(seed).bytes(self.shard_bytes), np.uint8)
 
 
 def choose(*, blocks: int, cuda: bool, lockable_bytes: int | None) -> Shape:
