@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import grpc
 import numpy as np
 import trustme
 
-from benchmarks.turns import python_of, ratio, turns
+from benchmarks.turns import free_port, python_of, ratio, turns
 from kvsidecar.bench.engine import attached
 from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.processes import PrivateDaemon, private_daemon
@@ -135,12 +134,6 @@ def main() -> None:
             stack.enter_context(started(root, directory, *certificates.flags(port)))
             ways[name] = stub(grpc.secure_channel(f"localhost:{port}", certificates.credentials))
         compare("TLS", ways, options)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 if __name__ == "__main__":

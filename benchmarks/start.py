@@ -20,6 +20,8 @@ import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from benchmarks.turns import free_port
+
 HERE = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.002
 LIMIT_SECONDS = 120.0
@@ -43,12 +45,6 @@ NAMES = ("CPU to /health", "wall to /health", "CPU to ready", "wall to ready", "
 def cpu_seconds(pid: int) -> float:
     """User and system time of all threads of a process, those that have ended too: clock_getcpuclockid(3)."""
     return time.clock_gettime(~pid << 3 | 2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def healthy(port: int) -> bool:

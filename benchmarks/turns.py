@@ -1,8 +1,9 @@
-"""What benchmarks share that ask two daemons, or two versions of the code, in turns."""
+"""What benchmarks share that start daemons, ask two of them, or compare two versions of the code, in turns."""
 
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,13 @@ _Side = TypeVar("_Side")
 def python_of(tree: Path) -> list[str]:
     """This interpreter and its packages, with the code of a checkout."""
     return ["env", f"PYTHONPATH={tree.resolve()}", sys.executable, "-P"]
+
+
+def free_port() -> int:
+    """A port of localhost that nobody listens on. Another program could take it before the server does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Script:

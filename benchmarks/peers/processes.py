@@ -123,13 +123,6 @@ def _ending(status: int) -> str:
     return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
 
-def free_port() -> int:
-    """A port of localhost that nobody listens on. Another program could take it before the server does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()

@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from benchmarks.peers.processes import Child, PeerFailedError, answers, free_port, library_path, listens
+from benchmarks.peers.processes import Child, PeerFailedError, answers, library_path, listens
 from benchmarks.peers.report import Problem, Report, Row, Transfer, from_line
 from benchmarks.peers.shapes import DEPTH, SHAPES, pool_gib, shape_named
 from benchmarks.peers.worker import QUICK_REPEAT, Settings, arguments_of
+from benchmarks.turns import free_port
 
 START_SECONDS: Final = 180.0
 """For a server to pin its pool and listen."""
