@@ -6,8 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.fleet.node import Kept, pack
+from benchmarks.fleet.node import Kept
 from benchmarks.fleet.trace import Mix, Trace
+from kvsidecar.cli.size.hits import packed
 from kvsidecar.types import LookupMode
 
 FITTED: Final = {"conversation": Mix(1, 12031 / 3600, agents=0.0), "agent": Mix(1, 23608 / 3600, agents=1.0)}
@@ -32,7 +33,7 @@ def lru_hits(trace: Trace, blocks: int) -> float:
     """The share of the blocks of all prompts that one cache of this size hits."""
     kept, hits, asked = Kept(blocks), 0, 0
     for request in trace.requests:
-        hashes = pack(request.blocks)
+        hashes = packed(request.blocks)
         hits += kept.find(hashes, LookupMode.PREFIX).count(True)
         asked += len(request.blocks)
         if (grant := kept.reserve(hashes)) is not None:

@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Final, cast
-
-import numpy as np
+from typing import Final, cast
 
 from benchmarks.fleet.trace import BLOCK_TOKENS, Request
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import Lease, LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
+from kvsidecar.cli.size.hits import HASH_BYTES, LEASE_SECONDS, packed
 from kvsidecar.core import tier_writes
 from kvsidecar.core.tier_fetches import Fetches
 from kvsidecar.core.tier_writes import Writes
@@ -34,14 +33,12 @@ from kvsidecar.types import LookupMode, Namespace
 
 UNIT: Final = SLOT_ALIGN
 """Bytes of a block here."""
-HASH_BYTES: Final = 16
 NAMESPACE: Final = Namespace("fleet", "bf16", "layout", BLOCK_TOKENS, 1, 1, "number", HASH_BYTES)
 SLAB_BLOCKS: Final = 64
 FIND_SECONDS: Final = 0.0005
 AGAIN_SECONDS: Final = 0.02
 """Between lookups of a request that waits."""
 LATE_SECONDS: Final = 2.0
-LEASE_SECONDS: Final = 60.0
 STORE_BLOCKS: Final = 16
 """Of one store: an engine computes a long prompt in pieces."""
 
@@ -91,28 +88,16 @@ class Loop:
             call()
 
 
-def pack(blocks: Ints) -> bytes:
-    """The hashes of these blocks, joined."""
-    words = np.empty((len(blocks), 2), np.uint64)
-    words[:, 0] = blocks
-    words[:, 1] = blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return words.tobytes()
-
-
 def split(hashes: bytes) -> list[bytes]:
     return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
 
 class Kept:
-    """One level: a cache and its only space. None of its bytes exist.
+    """One level: a cache and its only space, of whose slabs each has few blocks, so that they decide nothing. None of
+    its bytes exist."""
 
-    Args:
-        slab_blocks: of one size, so that slabs decide nothing: larger ones are faster with large stores.
-        options: of the cache.
-    """
-
-    def __init__(self, blocks: int, slab_blocks: int = SLAB_BLOCKS, **options: Any) -> None:
-        self.cache = BlockCache(SlotAllocator(blocks * UNIT, min(blocks, slab_blocks) * UNIT), **options)
+    def __init__(self, blocks: int) -> None:
+        self.cache = BlockCache(SlotAllocator(blocks * UNIT, min(blocks, SLAB_BLOCKS) * UNIT))
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, UNIT)
 
     def find(self, hashes: Sequence[bytes] | bytes, mode: LookupMode) -> list[bool]:
@@ -174,7 +159,7 @@ class SimulatedTier:
         names = split(hashes)
         hits = self.kept.find(names, LookupMode.BITMAP)
         grant = self.kept.begin_load([name for name, hit in zip(names, hits, strict=True) if hit])
-        assert grant is not None, "what has just been found cannot be loaded"
+        assert grant is not None, "what has just been found cannot be pinned"
         over = False
 
         def ended() -> None:
@@ -297,14 +282,14 @@ class Node:
 
     def arrive(self, request: Request) -> None:
         """A prompt: what the GPU has is used, the rest is looked up in the pool and behind it."""
-        packed = pack(request.blocks)
-        hits = self.gpu.find(packed, LookupMode.PREFIX).count(True)
-        if hits and (grant := self.gpu.begin_load(packed[: hits * HASH_BYTES])) is not None:
+        hashes = packed(request.blocks)
+        hits = self.gpu.find(hashes, LookupMode.PREFIX).count(True)
+        if hits and (grant := self.gpu.begin_load(hashes[: hits * HASH_BYTES])) is not None:
             self.gpu.cache.end_load(grant)
         self._count("requests", 1)
         self._count("blocks", len(request.blocks))
         self._count("gpu hits", hits)
-        self._look_up(_Waiting(request, packed[hits * HASH_BYTES :]))
+        self._look_up(_Waiting(request, hashes[hits * HASH_BYTES :]))
 
     def _look_up(self, waiting: _Waiting) -> None:
         now, cache = self._loop.now, self.pool.cache
@@ -374,7 +359,7 @@ class Node:
         pieces = [rest[at : at + STORE_BLOCKS * HASH_BYTES] for at in range(0, len(rest), STORE_BLOCKS * HASH_BYTES)]
         for number, piece in enumerate(pieces, 1):
             self._loop.at(self._loop.now + seconds * number / len(pieces), partial(self._store, piece))
-        self._loop.at(self._loop.now + seconds, partial(self._keep_in_gpu, pack(blocks)))
+        self._loop.at(self._loop.now + seconds, partial(self._keep_in_gpu, packed(blocks)))
 
     def _keep_in_gpu(self, hashes: bytes) -> None:
         if (grant := self.gpu.reserve(hashes)) is None:

@@ -7,8 +7,6 @@ the time that loads and stores take, and blocks that are in use meanwhile.
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,23 +15,21 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.fleet.cases import WARM_SHARE, load
-from benchmarks.fleet.node import HASH_BYTES, LEASE_SECONDS, Kept, pack
 from benchmarks.fleet.trace import Mix, uses_of
 from kvsidecar.cache.arrays import Bools, Ints, first_of_each
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cli.size.agentic import Sessions, schedule
+from kvsidecar.cli.size.hits import HASH_BYTES, Pool
 from kvsidecar.cli.size.log import read_log
+from kvsidecar.cli.size.progress import Progress
 from kvsidecar.cli.size.uses import Use, Uses
-from kvsidecar.types import Eviction, LookupMode
+from kvsidecar.types import Eviction
 
 POLICIES: Final[tuple[str, ...]] = tuple(map(str, Eviction))
 CLAIRVOYANT: Final = "clairvoyant"
-SLAB_BLOCKS: Final = 8192
-STEP_TOKENS: Final = 8192
-"""Of a step of the engine."""
 NEVER: Final = 1 << 40
 DEPTH_BITS: Final = 22
 """Blocks of the longest prompt that ranks tell apart: more than the tokens of any."""
-REPORT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,8 @@ class Tally:
         return {"hits": self.hit_tokens / self.tokens if self.tokens else 0.0, **counted}
 
 
-class CachePool:
-    """The daemon's cache with one of its policies.
+class CachePool(Pool):
+    """The daemon's cache with one of its policies, and what it does with blocks, counted.
 
     Args:
         store_tokens: store what a prompt misses so many tokens at a time, and touch the whole prompt then; 0: store it
@@ -91,59 +87,38 @@ class CachePool:
     """
 
     def __init__(self, policy: str, blocks: int, block_tokens: int, store_tokens: int = 0) -> None:
-        self._kept = Kept(blocks, SLAB_BLOCKS, eviction=Eviction(policy))
-        self._store_bytes = -(-store_tokens // block_tokens) * HASH_BYTES
-        self._step_bytes = -(-STEP_TOKENS // block_tokens) * HASH_BYTES
-        self._most_bytes = blocks * HASH_BYTES
+        super().__init__(blocks, block_tokens, Eviction(policy))
+        self._piece_bytes = -(-store_tokens // block_tokens) * HASH_BYTES
         self._evicted = 0
+        self.tally: Tally
+        """Of now."""
 
-    def prompt(self, use: Use, tally: Tally) -> int:
-        """Blocks that are hit. What is missed is stored."""
-        cache, packed = self._kept.cache, pack(use.runs.numbers())
-        cache.expire(use.at)
-        lease, (found,) = cache.lookup_and_lease(
-            [(self._kept.space, packed)], LookupMode.PREFIX, use.at, LEASE_SECONDS, None
-        )
-        hits = found.count(True)
-        if lease is not None:
-            grant = self._kept.begin_load(packed[: hits * HASH_BYTES], lease.id, use.at)
-            assert grant is not None, "leased blocks cannot be loaded"
-            cache.release(lease.id)
-            cache.end_load(grant)
-        self._store(packed, hits * HASH_BYTES, tally)
-        return hits
-
-    def answer(self, use: Use, tally: Tally) -> None:
-        self._kept.cache.expire(use.at)
-        self._store(pack(use.runs.numbers()), 0, tally, pack(use.prompt.numbers()), use.pause)
-
-    def _store(self, packed: bytes, hit_bytes: int, tally: Tally, prompt: bytes = b"", pause: float = 0.0) -> None:
-        whole = packed[: self._most_bytes]  # the tail of a longer prompt would take the place of its head
-        if self._store_bytes:
-            for at in range(hit_bytes, len(packed), self._store_bytes):
-                piece = packed[at : at + self._store_bytes]
-                tally.refused_blocks += 0 if self._put(piece, tally) else len(piece) // HASH_BYTES
-            self._kept.cache.touch([(self._kept.space, prompt + packed)], pause)  # as vLLM's connector does
-        elif self._put(whole, tally):
-            tally.refused_blocks += (len(packed) - len(whole)) // HASH_BYTES
+    def store(self, hashes: bytes, start: int) -> None:
+        tally = self.tally
+        whole = hashes[: self.most_bytes]  # the tail of a longer prompt would take the place of its head
+        if self._piece_bytes:
+            for at in range(start, len(hashes), self._piece_bytes):
+                piece = hashes[at : at + self._piece_bytes]
+                tally.refused_blocks += 0 if self.put(piece) else len(piece) // HASH_BYTES
+        elif self.put(whole):
+            tally.refused_blocks += (len(hashes) - len(whole)) // HASH_BYTES
         else:  # the policy declines it as a whole, but maybe not its head
-            at = hit_bytes
-            while at < len(whole) and self._put(whole[at : at + self._step_bytes], tally):
-                at += self._step_bytes
-            tally.refused_blocks += max(0, len(packed) - at) // HASH_BYTES
-        if pause and not self._store_bytes:
-            self._kept.cache.touch([(self._kept.space, prompt + packed)], pause)
-        evicted = self._kept.cache.stats().evicted_blocks
+            at = start
+            while at < len(whole) and self.put(whole[at : at + self.step_bytes]):
+                at += self.step_bytes
+            tally.refused_blocks += max(0, len(hashes) - at) // HASH_BYTES
+        evicted = self.cache.stats().evicted_blocks
         tally.evicted_blocks += evicted - self._evicted
         self._evicted = evicted
 
-    def _put(self, hashes: bytes, tally: Tally) -> bool:
-        """Whether the cache takes these blocks."""
-        if (grant := self._kept.reserve(hashes)) is None:
-            return False
-        tally.stored_blocks += len(grant.parts[0].index)
-        self._kept.cache.seal_all(grant)
-        return True
+    def put(self, hashes: bytes) -> StoreGrant | None:
+        if (grant := super().put(hashes)) is not None:
+            self.tally.stored_blocks += len(grant.parts[0].index)
+        return grant
+
+    def touch(self, hashes: bytes, pause: float) -> None:
+        if self._piece_bytes or pause:
+            super().touch(hashes, pause)
 
 
 class ClairvoyantPool:
@@ -163,17 +138,20 @@ class ClairvoyantPool:
         """By block: its next use, and its depth."""
         self._all: Ints = np.zeros(0, np.int64)
         """The blocks that are held."""
+        self.tally: Tally
+        """Of now."""
 
-    def prompt(self, use: Use, tally: Tally) -> int:
+    def prompt(self, use: Use) -> int:
         numbers = use.runs.numbers()
         missed = np.flatnonzero(~self._held[numbers])
-        self._take(numbers, use.depth, tally)
+        self._take(numbers, use.depth)
         return int(missed[0]) if len(missed) else len(numbers)
 
-    def answer(self, use: Use, tally: Tally) -> None:
-        self._take(use.runs.numbers(), use.depth, tally)
+    def answer(self, use: Use) -> None:
+        self._take(use.runs.numbers(), use.depth)
 
-    def _take(self, numbers: Ints, depth: int, tally: Tally) -> None:
+    def _take(self, numbers: Ints, depth: int) -> None:
+        tally = self.tally
         values, counts = self._next[self._at]
         self._at += 1
         depths = np.arange(depth, depth + len(numbers))
@@ -260,17 +238,13 @@ def replay(uses: Uses, task: Task) -> dict[str, Any]:
         if task.policy == CLAIRVOYANT
         else CachePool(task.policy, blocks, uses.block_tokens, task.store_tokens)
     )
-    before, tally = Tally(task.prefill), Tally(task.prefill)
-    began = reported = time.monotonic()
+    before, tally, progress = Tally(task.prefill), Tally(task.prefill), Progress()
     for number, use in enumerate(uses.uses):
-        counts = tally if use.at >= uses.warm else before
+        pool.tally = counts = tally if use.at >= uses.warm else before
         if use.tokens:
-            hits = pool.prompt(use, counts)
+            hits = pool.prompt(use)
             counts.prompt(use.tokens, min(hits * uses.block_tokens, use.tokens))
         else:
-            pool.answer(use, counts)
-        if (now := time.monotonic()) >= reported + REPORT_SECONDS:
-            reported = now
-            share = number / len(uses.uses)
-            print(f"{now - began:.0f} s: {task.policy}, {share:.0%} replayed", file=sys.stderr, flush=True)
+            pool.answer(use)
+        progress.replayed(task.policy, number, len(uses.uses))
     return tally.row()

@@ -16,13 +16,14 @@ import pytest
 from benchmarks.fleet import __main__ as command
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
-from benchmarks.fleet.node import Hardware, Kept
+from benchmarks.fleet.node import Hardware
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill
 from benchmarks.fleet.policies import Task as PoolTask
 from benchmarks.fleet.policies import replay as replay_pool
 from benchmarks.fleet.replay import Case, Router, replay
 from benchmarks.fleet.trace import Mix, Request, Trace, generate, read, uses_of
 from kvsidecar.cli.size.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, read_sessions, schedule
+from kvsidecar.cli.size.hits import Pool
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.cli.size.log import read_log
 from kvsidecar.cli.size.uses import Uses, runs_of
@@ -179,13 +180,13 @@ def test_what_is_stored_in_pieces_and_touched_loses_its_tail_first() -> None:
 
 def test_of_a_prompt_that_is_declined_as_a_whole_the_head_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that takes a step of the engine, 16 blocks, at most, and nothing from block 32 on."""
-    reserve = Kept.reserve
+    put = Pool.put
 
-    def reserve_some(kept: Kept, hashes: bytes) -> Any:
+    def put_some(pool: Pool, hashes: bytes) -> Any:
         declined = len(hashes) > 16 * 16 or int.from_bytes(hashes[:8], "little") >= 32
-        return None if declined else reserve(kept, hashes)
+        return None if declined else put(pool, hashes)
 
-    monkeypatch.setattr(Kept, "reserve", reserve_some)
+    monkeypatch.setattr(Pool, "put", put_some)
     uses = uses_of(trace_of(tuple(range(40)), tuple(range(40))), 0.0)
     assert shares(uses, 64 * 512)["lru"] == 32 / 80
 

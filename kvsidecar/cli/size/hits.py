@@ -14,6 +14,7 @@ import numpy as np
 
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
 from kvsidecar.cli.size.agentic import Sessions, schedule
 from kvsidecar.cli.size.json_lines import parse_line, read_lines, read_text
@@ -76,50 +77,63 @@ def _read_mooncake(path: Path, progress: Progress | None) -> Uses:
     return Uses(path.name, MOONCAKE_TOKENS, len(known), 0.0, found)
 
 
-class _Pool:
+class Pool:
     """The daemon's cache, without bytes."""
 
     def __init__(self, blocks: int, block_tokens: int, eviction: Eviction) -> None:
         slots = SlotAllocator(blocks * SLOT_ALIGN, min(blocks, SLAB_BLOCKS) * SLOT_ALIGN)
-        self._cache = BlockCache(slots, eviction=eviction)
+        self.cache = BlockCache(slots, eviction=eviction)
         namespace = Namespace("size", "bf16", "layout", block_tokens, 1, 1, "number", HASH_BYTES)
-        self._space = self._cache.open_space(namespace, 0, 1, 0, SLOT_ALIGN)
-        self._most_bytes = blocks * HASH_BYTES
-        self._step_bytes = -(-STEP_TOKENS // block_tokens) * HASH_BYTES
+        self._space = self.cache.open_space(namespace, 0, 1, 0, SLOT_ALIGN)
+        self.most_bytes = blocks * HASH_BYTES
+        """Of the hashes of all blocks that it can hold."""
+        self.step_bytes = -(-STEP_TOKENS // block_tokens) * HASH_BYTES
+        """The same of what an engine computes at once."""
 
     def prompt(self, use: Use) -> int:
-        """Blocks that are hit."""
-        cache, packed = self._cache, _packed(use.runs.numbers())
+        """Blocks that are hit. What is missed is stored."""
+        cache, hashes = self.cache, packed(use.runs.numbers())
         cache.expire(use.at)
-        parts = [(self._space, packed)]
-        lease, (found,) = cache.lookup_and_lease(parts, LookupMode.PREFIX, use.at, LEASE_SECONDS, None)
+        lease, (found,) = cache.lookup_and_lease(
+            [(self._space, hashes)], LookupMode.PREFIX, use.at, LEASE_SECONDS, None
+        )
         hits = found.count(True)
         if lease is not None:
-            loaded = cache.begin_load([(self._space, 0, packed[: hits * HASH_BYTES])], lease.id, use.at)
+            loaded = cache.begin_load([(self._space, 0, hashes[: hits * HASH_BYTES])], lease.id, use.at)
             assert not isinstance(loaded, Refusal), "what is leased cannot be loaded"
             cache.release(lease.id)
             cache.end_load(loaded)
-        self._store(packed, hits * HASH_BYTES)
-        cache.touch(parts)
+        self.store(hashes, hits * HASH_BYTES)
+        self.touch(hashes, 0.0)
         return hits
 
     def answer(self, use: Use) -> None:
-        self._cache.expire(use.at)
-        packed = _packed(use.runs.numbers())
-        self._store(packed, 0)
-        self._cache.touch([(self._space, _packed(use.prompt.numbers()) + packed)])
+        self.cache.expire(use.at)
+        hashes = packed(use.runs.numbers())
+        self.store(hashes, 0)
+        self.touch(packed(use.prompt.numbers()) + hashes, use.pause)
 
-    def _store(self, packed: bytes, start: int) -> None:
-        end = min(len(packed), self._most_bytes)  # the head of a prompt that is larger than the pool
-        for at in range(start, end, self._step_bytes):
-            stored = self._cache.begin_store([(self._space, 0, packed[at : min(end, at + self._step_bytes)])])
-            if not isinstance(stored, Refusal):
-                self._cache.seal_all(stored)
+    def store(self, hashes: bytes, start: int) -> None:
+        """Store what follows the first ``start`` bytes of the hashes, as an engine computes it."""
+        end = min(len(hashes), self.most_bytes)  # the head of a prompt that is larger than the pool
+        for at in range(start, end, self.step_bytes):
+            self.put(hashes[at : min(end, at + self.step_bytes)])
+
+    def put(self, hashes: bytes) -> StoreGrant | None:
+        """Store these at once; None: the cache does not take them."""
+        grant = self.cache.begin_store([(self._space, 0, hashes)])
+        if isinstance(grant, Refusal):
+            return None
+        self.cache.seal_all(grant)
+        return grant
+
+    def touch(self, hashes: bytes, pause: float) -> None:
+        self.cache.touch([(self._space, hashes)], pause)
 
 
 def hit_rate(uses: Uses, tokens: int, eviction: Eviction = Eviction.LRU, progress: Progress | None = None) -> float:
     """Share of the prompts' tokens that a pool of so many tokens hits, from empty."""
-    pool = _Pool(max(1, tokens // uses.block_tokens), uses.block_tokens, eviction)
+    pool = Pool(max(1, tokens // uses.block_tokens), uses.block_tokens, eviction)
     asked = hits = 0
     for number, use in enumerate(uses.uses):
         if progress is not None:
@@ -148,7 +162,7 @@ def most_hits(uses: Uses) -> float:
     return hits / asked if asked else 0.0
 
 
-def _packed(numbers: Ints) -> bytes:
+def packed(numbers: Ints) -> bytes:
     """Hashes of blocks with these numbers, joined."""
     words = np.zeros((len(numbers), 2), np.uint64)
     words[:, 0] = numbers
