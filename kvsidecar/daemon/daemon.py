@@ -14,8 +14,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsidecar import __version__
@@ -30,7 +28,6 @@ from kvsidecar.core.holds import Holds
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances
@@ -39,21 +36,16 @@ from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
+from kvsidecar.daemon.listeners import Listeners
 from kvsidecar.daemon.pool_start import PoolStart
 from kvsidecar.daemon.reload import Reloader
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import DeviceError, KVSidecarError, PinFailed, PinStopped, PoolRefused
 from kvsidecar.pool.host_pool import HostPool
-from kvsidecar.server.attach_socket import AttachSocket
-from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.http import Sources
-from kvsidecar.server.local_protocol import LocalConnection
-from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.report import Report
-from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import group_id
-from kvsidecar.server.socket_watch import SocketWatch
 from kvsidecar.support import free_memory, log
 from kvsidecar.support.boot import boot_time
 from kvsidecar.support.cpu_sleep import SleepGuard
@@ -62,7 +54,6 @@ from kvsidecar.types import Verify
 
 if TYPE_CHECKING:
     from kvsidecar.daemon.tracing import Tracing
-    from kvsidecar.server.tcp import RemoteServer
 
 TICK_SECONDS = 0.25
 """How often leases are expired and the loop's lag is measured."""
@@ -202,7 +193,6 @@ class Daemon:
             holds=self._holds,
         )
         self._metrics.read_gauges_from(self._report.gauges)
-        endpoint = life.endpoint
         self._handler = Handler(
             epoch=self.epoch,
             instances=self._instances,
@@ -215,29 +205,7 @@ class Daemon:
             watches=self._watches,
             steps=copiers.steps,
         )
-        self._attach = AttachSocket(
-            endpoint,
-            epoch=self.epoch,
-            instances=self._instances,
-            on_gone=self._peer_gone,
-            local_connection=partial(LocalConnection, self._handler, PartialMessages())
-            if settings.local_protocol
-            else None,
-            refuse=self._metrics.refuse,
-            tasks=self._tasks,
-            turns=life.turns,
-            pidfds=copiers.pidfds,
-        )
-        self._rpc = RpcServer(
-            endpoint, Service(self._handler), self.readiness, self._tasks, self._metrics.refuse, life.turns
-        )
-        self._socket_watch = SocketWatch(
-            endpoint,
-            {endpoint.grpc_path: self._rpc.start_again, endpoint.attach_path: self._attach.start},
-            self.readiness,
-            self._tasks,
-        )
-        self._remote = self._remote_server(settings)
+        self._listeners = Listeners(settings, self._handler, life, copiers.pidfds)
         life.probes.answer_from(Sources(self._metrics, self._stuck, self._report.json, self._report.tiers))
 
     def _soon_or_later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -263,25 +231,6 @@ class Daemon:
             raise
         finally:
             await self._shut_down()
-
-    def _remote_server(self, settings: Settings) -> RemoteServer | None:
-        """None if TCP is off. Raises ConfigError for files that cannot be used."""
-        if settings.tcp_listen is None:
-            return None
-        from kvsidecar.server.tcp import RemoteServer
-        from kvsidecar.server.tls import Certificates, TlsFiles
-
-        paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-        files = TlsFiles(*(Path(path) for path in paths if path is not None))
-        return RemoteServer(
-            settings.tcp_listen,
-            Certificates(files),
-            self._handler,
-            self._rpc.health,
-            self._life.endpoint,
-            self._metrics.refuse,
-            self._life.turns,
-        )
 
     @staticmethod
     def _access(settings: Settings) -> Access:
@@ -309,9 +258,7 @@ class Daemon:
     async def _start(self) -> None:
         # First: a client that connects is sent the pidfds of all copiers.
         self._copiers.launch()
-        await self._rpc.start()
-        self._attach.start()
-        tcp_port = None if self._remote is None else await self._remote.start()
+        tcp_port = await self._listeners.start()
         _log.info(
             "listening",
             socket=str(self._life.endpoint.grpc_path),
@@ -322,7 +269,6 @@ class Daemon:
         )
         self._tasks.spawn(self._tick(), name="tick")
         self._tasks.spawn(self._sweep(), name="sweep")
-        self._socket_watch.start()
         self._tasks.spawn(self._life.notifier.watch(self._stuck), name="watchdog")
         if self._reloader is not None:
             self._tasks.spawn(self._reload_when_told(self._reloader), name="reload")
@@ -416,11 +362,6 @@ class Daemon:
         """Why this process cannot go on, or None."""
         return self._copiers.unkillable(COPIER_END_SECONDS) or None
 
-    def _peer_gone(self, peer: Peer) -> None:
-        self._handler.end_watches(peer)
-        for session in self._instances.remove_peer(peer):
-            self._tasks.spawn(self._handler.drop(session), name="end-session-of-gone-peer")
-
     def _copier_changed(self, copier: Copier) -> None:
         down = {each.uuid: each.down for each in self._copiers if each.down}
         self.readiness.devices_down(down, all_down=len(down) == len(self._copiers.hello.devices))
@@ -476,11 +417,7 @@ class Daemon:
             _, pending = await asyncio.wait(ends, timeout=max(0.0, deadline - time.monotonic()))
             if pending:
                 _log.error("sessions did not drain in time", sessions=len(pending))
-        if self._remote is not None:
-            await self._remote.stop(grace=0.2)
-        await self._socket_watch.stop()
-        await self._rpc.stop(grace=0.2)
-        await self._attach.stop()
+        await self._listeners.stop()
         await self._tasks.cancel()
         if self._tracing is not None:
             await self._tracing.close(max(0.0, deadline - time.monotonic()))

@@ -158,8 +158,13 @@ class Handler:
         readiness = readiness_to_wire(self.readiness.now)
         return pb.Registered(epoch=self.epoch, session=session, readiness=readiness, version=__version__)
 
+    def peer_gone(self, peer: Peer) -> None:
+        """The process of a client is gone: end its watches, and the sessions of its ranks."""
+        self.end_watches(peer)
+        for session in self.instances.remove_peer(peer):
+            self.tasks.spawn(self._drop(session), name="end-session-of-gone-peer")
+
     def end_watches(self, peer: Peer) -> None:
-        """The process of a client is gone."""
         for stream in tuple(self._watching):
             if stream.peer is peer:
                 stream.lost(UnknownPeer("the connection to the attach socket whose token this watch named has ended"))
@@ -180,7 +185,7 @@ class Handler:
             _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
         self._on_lost.pop(session.id, None)
 
-    async def drop(self, session: RankSession) -> None:
+    async def _drop(self, session: RankSession) -> None:
         """End the session of a rank whose process is gone, then the rest of its stream."""
         on_lost = self._on_lost.get(session.id)
         await self.end(session, gone=True)

@@ -106,7 +106,7 @@ class _Run:
         elif choice < 0.83 and self.news:
             self._tell(self.news.pop(rng.randrange(len(self.news))))
         elif choice < 0.835 and self.old:
-            self.world.peer_gone(self.old.pop(rng.randrange(len(self.old))))
+            self.world.handler.peer_gone(self.old.pop(rng.randrange(len(self.old))))
         elif choice < 0.84:
             self._pass_time()
         elif choice < 0.87 and self.world.wire:
@@ -145,7 +145,7 @@ class _Run:
         if kind == "stream":
             rank.task.cancel()
         else:
-            self.world.peer_gone(rank.peer)
+            self.world.handler.peer_gone(rank.peer)
 
     def _act(self) -> None:
         rng = self.rng
@@ -293,7 +293,7 @@ class _Run:
         if self.news and not (self.patient and choices):
             choices.append(lambda: self._tell(self.news.pop(self.rng.randrange(len(self.news)))))
         if self.old:
-            choices.append(lambda: self.world.peer_gone(self.old.pop(self.rng.randrange(len(self.old)))))
+            choices.append(lambda: self.world.handler.peer_gone(self.old.pop(self.rng.randrange(len(self.old)))))
         if choices:
             self.rng.choice(choices)()
         else:

@@ -26,7 +26,6 @@ from kvsidecar.core.checksums import Checksums
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import Instances
 from kvsidecar.server.handler import Handler
@@ -193,10 +192,6 @@ class World:
         return Kills(self.machine, SLAB, rng) if rng.random() < 0.3 else None
 
     # -- as in kvsidecar.daemon.daemon --------------------------------------------------------------------------------
-
-    def peer_gone(self, peer: Peer) -> None:
-        for session in self.instances.remove_peer(peer):
-            self.tasks.spawn(self.handler.drop(session), name="end-session-of-gone-peer")
 
     def end_all(self) -> None:
         """SIGTERM."""

@@ -1,0 +1,97 @@
+"""All that clients connect to: the gRPC socket, the attach socket beside it, and TCP for other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvsidecar.daemon.lifecycle import Lifecycle
+from kvsidecar.daemon.settings import Settings
+from kvsidecar.server.attach_socket import AttachSocket
+from kvsidecar.server.grpc_server import RpcServer
+from kvsidecar.server.handler import Handler
+from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.partial_messages import PartialMessages
+from kvsidecar.server.service import Service
+from kvsidecar.server.socket_watch import SocketWatch
+
+if TYPE_CHECKING:
+    from kvsidecar.server.tcp import RemoteServer
+
+GRACE_SECONDS = 0.2
+"""A call that is being answered at a stop has this long."""
+
+
+class Listeners:
+    """Started and stopped together. Sockets that somebody removes are made again.
+
+    Args:
+        pidfds: by process id, of the copiers: each client is sent them when it connects.
+
+    Raises:
+        ConfigError: the certificates for TCP cannot be used.
+    """
+
+    def __init__(
+        self, settings: Settings, handler: Handler, life: Lifecycle, pidfds: Callable[[], dict[int, int]]
+    ) -> None:
+        files, refuse = life.endpoint, handler.metrics.refuse
+        self._attach = AttachSocket(
+            files,
+            epoch=handler.epoch,
+            instances=handler.instances,
+            on_gone=handler.peer_gone,
+            local_connection=partial(LocalConnection, handler, PartialMessages()) if settings.local_protocol else None,
+            refuse=refuse,
+            tasks=handler.tasks,
+            turns=life.turns,
+            pidfds=pidfds,
+        )
+        self._rpc = RpcServer(files, Service(handler), handler.readiness, handler.tasks, refuse, life.turns)
+        self._watch = SocketWatch(
+            files,
+            {files.grpc_path: self._rpc.start_again, files.attach_path: self._attach.start},
+            handler.readiness,
+            handler.tasks,
+        )
+        self._remote = self._remote_server(settings, handler, life)
+
+    def _remote_server(self, settings: Settings, handler: Handler, life: Lifecycle) -> RemoteServer | None:
+        """None if TCP is off."""
+        if settings.tcp_listen is None:
+            return None
+        from kvsidecar.server.tcp import RemoteServer
+        from kvsidecar.server.tls import Certificates, TlsFiles
+
+        paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        certificates = Certificates(TlsFiles(*(Path(path) for path in paths if path is not None)))
+        return RemoteServer(
+            settings.tcp_listen,
+            certificates,
+            handler,
+            self._rpc.health,
+            life.endpoint,
+            handler.metrics.refuse,
+            life.turns,
+        )
+
+    async def start(self) -> int | None:
+        """Returns the TCP port; None if TCP is off.
+
+        Raises:
+            AddressUnavailable, ConfigError, SocketInUse: one of them cannot listen.
+        """
+        await self._rpc.start()
+        self._attach.start()
+        port = None if self._remote is None else await self._remote.start()
+        self._watch.start()
+        return port
+
+    async def stop(self) -> None:
+        if self._remote is not None:
+            await self._remote.stop(GRACE_SECONDS)
+        await self._watch.stop()
+        await self._rpc.stop(GRACE_SECONDS)
+        await self._attach.stop()
