@@ -80,15 +80,13 @@ class Client(OperatorCalls):
         self._dialling = Dialling(
             self.socket, name, local_protocol, timeout, step_budget, breaker or CircuitBreaker(), reconnect or Backoff()
         )
-        self._idle = False
         self._new_supervisor()
         self._closed = False
         self._inbox: Inbox | None = None
         self._operator = Operator(self.socket, timeout, name)
 
-    def _new_supervisor(self) -> None:
-        self._supervisor = Supervisor(self._dialling, self._ledger, self._monitor)
-        self._supervisor.idle = self._idle
+    def _new_supervisor(self, *, idle: bool = False) -> None:
+        self._supervisor = Supervisor(self._dialling, self._ledger, self._monitor, idle=idle)
         self._jobs = Jobs(self._supervisor, self._ledger, self._monitor, self._job_timeout)
         self._lookups = Lookups(self._supervisor, self._dialling)
 
@@ -145,7 +143,7 @@ class Client(OperatorCalls):
             raise ClientError("this client was closed while it attached")
         error = supervisor.error
         supervisor.close(0.0)
-        self._new_supervisor()
+        self._new_supervisor(idle=supervisor.idle)
         raise error or DaemonUnreachable(
             f"the daemon at {self.socket} did not answer the registration in {timeout:g} s"
         )
@@ -215,12 +213,7 @@ class Client(OperatorCalls):
     @property
     def device_order_refused(self) -> str:
         """Why ``after=DEVICE`` waits on the host; empty if it does not, and before the daemon has answered."""
-        session = self._supervisor.session
-        if session is None or session.device_order:
-            return ""
-        if self._jobs.events is None:
-            return "attach() was called without events=..."
-        return session.device_order_refused or "this daemon does not wait for events"
+        return self._jobs.device_order_refused
 
     @property
     def breaker_state(self) -> BreakerState:
@@ -259,8 +252,6 @@ class Client(OperatorCalls):
             idle_ttl: seconds after their last use after which these blocks are misses, rounded up; at most 4,194,303
                 (48 days). Else as ``ttl``.
         """
-        if after is Order.DEVICE and self._jobs.events is None:
-            raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
         job = self._jobs.new(Direction.STORE, blocks, timeout, traceparent)
         job.ttl_seconds = whole_seconds("ttl", ttl, MAX_TTL_SECONDS)
         job.idle_ttl_seconds = whole_seconds("idle_ttl", idle_ttl, MAX_IDLE_SECONDS)
@@ -337,14 +328,8 @@ class Client(OperatorCalls):
         Args:
             soon: send it with the next job, which costs no message of its own, or at the next `poll`.
         """
-        if idle == self._idle:
-            return
-        with self._changed:
-            self._idle = self._supervisor.idle = idle
-            if (session := self._supervisor.session) is not None:
-                session.set_idle(idle)
-                if not soon:
-                    session.send_unsent()
+        if idle != self._supervisor.idle:
+            self._supervisor.set_idle(idle, soon=soon)
 
     # -- what the pool holds ---------------------------------------------------------------------------------------
 

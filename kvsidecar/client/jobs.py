@@ -14,6 +14,7 @@ from kvsidecar.client.session import Session
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, Default, JobDone
 from kvsidecar.client.waiting import Monitor
+from kvsidecar.errors import ClientError
 from kvsidecar.types import Direction
 
 
@@ -45,7 +46,9 @@ class Jobs:
         return job
 
     def submit(self, job: Job, after: Completion | Order | None) -> int:
-        """Returns the job's number."""
+        """Returns the job's number. Raises ClientError if it comes after ``Order.DEVICE`` without a ring of events."""
+        if isinstance(after, Order) and self.events is None:
+            raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
         with self._monitor.lock:
             session = self._supervisor.session
             if session is None or self._closed or self._ledger.is_full:
@@ -71,6 +74,15 @@ class Jobs:
         else:
             self._host_order.add(session, job, after)
         return job.number
+
+    @property
+    def device_order_refused(self) -> str:
+        session = self._supervisor.session
+        if session is None or session.device_order:
+            return ""
+        if self.events is None:
+            return "attach() was called without events=..."
+        return session.device_order_refused or "this daemon does not wait for events"
 
     def _decline(self, number: int, session: Session | None) -> None:
         error = str(self._supervisor.error or "")

@@ -108,7 +108,7 @@ class Dialling:
 class Supervisor:
     """Runs in one thread, from `start` to `close`. The client's lock guards what it publishes."""
 
-    def __init__(self, dialling: Dialling, ledger: Ledger, monitor: Monitor) -> None:
+    def __init__(self, dialling: Dialling, ledger: Ledger, monitor: Monitor, *, idle: bool = False) -> None:
         self._dialling = dialling
         self._ledger = ledger
         self._changed = monitor.changed
@@ -128,7 +128,7 @@ class Supervisor:
         """Set while connected; may be read without the lock."""
         self.session: Session | None = None
         """Set while attached; may be read without the lock."""
-        self.idle = False
+        self.idle = idle
         """Whether the GPU is idle, for every session."""
         self.late_answers: set[object] = set()
         """Calls whose answers nobody waits for any more; the leases that they bring are released when they are read."""
@@ -196,6 +196,14 @@ class Supervisor:
                 self.error = DaemonUnreachable(reason)
             self._enter(Event.GIVE_UP)
         self._wake.set()
+
+    def set_idle(self, idle: bool, *, soon: bool) -> None:
+        with self._changed:
+            self.idle = idle
+            if self.session is not None:
+                self.session.set_idle(idle)
+                if not soon:
+                    self.session.send_unsent()
 
     def close(self, timeout: float) -> None:
         """End the session in order, or break it off after ``timeout`` seconds. Joins the thread. Cannot be undone."""
