@@ -116,7 +116,7 @@ class Verify(StrEnum):
 
 
 class Residency(Enum):
-    """What a watcher of a namespace is told about blocks."""
+    """A change to the blocks of a namespace, as its watchers receive it."""
 
     STORED = "stored"
     """They can be looked up."""
@@ -133,9 +133,9 @@ class Residency(Enum):
     TIER_CLEARED = "tier_cleared"
     """It has no block of the group any more, or is not used."""
     RESET = "reset"
-    """A snapshot begins: all that was told before may be wrong."""
+    """A snapshot begins: everything received before may be wrong."""
     COMPLETE = "complete"
-    """The snapshot ends: what was told since the reset is all there is."""
+    """The snapshot ends: the blocks received since the reset are all there are."""
     LOST = "lost"
     """The daemon is lost, and with it every block until the next reset."""
 

@@ -8,4 +8,4 @@ both_protocols = pytest.mark.parametrize("local", [True, False], ids=["local", "
 """Once with clients that use the local protocol, once with gRPC: every daemon and client of the test is given it."""
 
 lent_daemon = pytest.mark.lent_daemon
-"""The fixture ``daemon`` is one that other tests have had: empty, and with counters and a log that begin anew."""
+"""The fixture ``daemon`` is one that other tests have had: empty, and with counters and a log that start over."""

@@ -163,7 +163,7 @@ def check(options: argparse.Namespace, model: str, page: int) -> None:
         return
     (engine,) = started
     numbers = random.Random(1)
-    # Half a page more: a last page that is whole would be computed anew after a flush, among fewer tokens than before,
+    # Half a page more: a last page that is whole would be recomputed after a flush, among fewer tokens than before,
     # which rounds otherwise, and the answers would be of other KV than the cold ones.
     length = options.tokens + page // 2
     prompts = [[numbers.randrange(10, 32000) for _ in range(length)] for _ in range(5)]

@@ -5,7 +5,7 @@ python -m benchmarks.vllm.hits --tiny                      # on the CPU: shows t
 
 One prompt at a time, one token each; a prompt more than are counted runs before each phase. Then the tokens and the
 first log-probability of some prompts, cold, from the GPU's cache, and from the connector. With kvsidecar also an engine
-started anew against the same daemon, and two engines at once that hit what the other one stored; with ``--pool-dir``
+restarted against the same daemon, and two engines at once that hit what the other one stored; with ``--pool-dir``
 also an engine whose daemon is killed and started again meanwhile. With ``--tier``, flags of ``kvsidecar serve``, also
 an engine whose daemon has nothing in its pool: it reads what the first daemon wrote to its disk, once that one has
 ended, or what it put into the cluster, beside it. What is read slower than it is computed is a miss, unless
@@ -101,7 +101,7 @@ def restart_daemon(child: Child, daemon: PrivateDaemon, options: argparse.Namesp
 
 
 def hit_check(child: Child, options: argparse.Namespace) -> dict[str, Any]:
-    """What these prompts give that hit in the connector: what is computed anew differs by bf16's rounding."""
+    """What these prompts give that hit in the connector: what is recomputed differs by bf16's rounding."""
     checked = {"first": CHECKED, "count": options.checked, "length": options.tokens}
     ask(child, "check", **checked)
     reset(child)
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument(
         "--pool-dir", type=Path, help="a directory in memory, such as /dev/shm/NAME, that keeps the pool"
     )
-    parser.add_argument("--brief", action="store_true", help="no engine that starts anew, and no two at once")
+    parser.add_argument("--brief", action="store_true", help="no engine that restarts, and no two at once")
     parser.add_argument("--tier", default="", help="flags of kvsidecar serve that add a disk or a cluster")
     parser.add_argument("--fill", default="", help="further flags of the daemon that fills it")
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs instead of eager mode")

@@ -120,7 +120,7 @@ def engine(
     """An engine that starts; its `started` waits."""
     extra = json.loads(options.extra) if mode == "kvsidecar" else {}
     model = directory / "model"
-    if not model.exists():  # written anew it would be another checkpoint, whose KV is not shared
+    if not model.exists():  # rewritten it would be another checkpoint, whose KV is not shared
         model.mkdir()
         (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
     config = {

@@ -96,7 +96,7 @@ class BlockCache:
         return list(self._table.shares)
 
     def set_shares(self, limits: Sequence[ShareLimits]) -> None:
-        """Divide the pool anew. A share that is over its maximum then is brought down by `sweep`; what others have
+        """Divide the pool again. A share that is over its maximum then is brought down by `sweep`; what others have
         borrowed of a guarantee is evicted when its share stores."""
         self._table.set_shares(Shares(limits))
 

@@ -92,7 +92,7 @@ class BlockTable:
         self.set_shares(self.shares)
 
     def set_shares(self, shares: Shares) -> None:
-        """Divide the pool anew. What there is stays, until a store needs its slots."""
+        """Divide the pool again. What there is stays, until a store needs its slots."""
         evicted = {share.name: share.evicted for share in self.shares}
         idle_ticks = {share.name: share.idle_tick for share in self.shares.idling}
         for share in shares:

@@ -18,7 +18,7 @@ Outlet = Callable[[Residency, int, bytes], object]
 are lost (`Residency.REMOVED`), or that all readable ones are (`Residency.CLEARED`)."""
 
 MAX_LOG_BYTES: Final = 4 * 1024 * 1024
-"""Of one log, hashes and notes that wait to be sent. With more, everything is told anew."""
+"""Of one log, hashes and notes that wait to be sent. With more, everything is sent again."""
 CHANGE_BYTES: Final = 16
 """Of each change, besides."""
 

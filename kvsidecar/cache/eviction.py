@@ -3,7 +3,7 @@ store. Nothing here frees a slot.
 
 How a plan is made. `AllocationPlan` counts what could be allocated if the victims chosen so far were gone, and names
 the largest size class that still lacks slots. Two kinds of victims provide slots of that class: single blocks with a
-slot of it, and all blocks of a slab of another class, which can then be cut anew. The least recently used victim goes
+slot of it, and all blocks of a slab of another class, which can then be recut. The least recently used victim goes
 first; a slab counts as used when the newest of its blocks was. So blocks no newer than the oldest slab go first, then
 that slab, then the blocks up to the next slab, and so on. If slabs did not take part in this order, a second model on
 the node would never get more than its first slab.

@@ -48,8 +48,8 @@ class _Scan:
 
 
 class Expiry:
-    """What of a table has expired. Times are seconds on the cache's clock, which goes on when the daemon ends: where
-    its records outlive it, that is the time since the boot, the same for all of its processes."""
+    """Which blocks of a table have expired. Times are seconds on the cache's clock, which goes on when the daemon ends:
+    where its records outlive it, that is the time since the boot, the same for all of its processes."""
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table

@@ -30,7 +30,7 @@ class _Newcomers:
     priority: Priority
 
     def go_after(self, victims: Iterable[Chain], needs: Mapping[int, int]) -> bool:
-        """Whether the policy has these go first. Those of other sizes, of which a slab is cut anew, do in any case."""
+        """Whether the policy has these go first. Those of other sizes, of which a slab is recut, do in any case."""
         place = EVICTION_ORDER.index(self.priority)
         lower = EVICTION_ORDER[:place]
         for chain in victims:

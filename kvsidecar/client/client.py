@@ -334,8 +334,8 @@ class Client(OperatorCalls):
     # -- what the pool holds ---------------------------------------------------------------------------------------
 
     def watch(self, namespace: Namespace, on_news: Callable[[], object] = lambda: None) -> None:
-        """Be told which blocks of a namespace can be looked up, and what changes, by `take_residency`. Instead of
-        `attach`, and once. Returns at once; it is done in the background whenever a daemon answers.
+        """Follow which blocks of a namespace can be looked up: `take_residency` returns them, and every change. Call it
+        once, instead of `attach`. Returns at once; the client connects in the background whenever a daemon answers.
 
         Args:
             on_news: called in another thread when there is something to take, after there was nothing.
@@ -351,8 +351,8 @@ class Client(OperatorCalls):
         return bool(self._inbox)
 
     def take_residency(self, most_bytes: int = 1 << 20) -> list[ResidencyChange]:
-        """What was told since the last call, in order: of so many bytes, and at least one change if there is any. Never
-        waits. A watcher that takes nothing for long is told less, and everything again later."""
+        """The changes since the last call, in order: about ``most_bytes`` of them, and at least one if there is any.
+        Never waits. A watcher that takes nothing for long misses changes, and receives everything again later."""
         return [] if self._inbox is None else self._inbox.take(most_bytes)
 
     # -- lookups and leases ----------------------------------------------------------------------------------------

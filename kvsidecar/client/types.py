@@ -110,7 +110,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChange:
-    """What `Client.watch` was told, in order."""
+    """What a client that called `Client.watch` received, in order."""
 
     kind: Residency
     group: int = 0

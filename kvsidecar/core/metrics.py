@@ -99,8 +99,8 @@ class Metrics:
         self.copied_bytes = counter("kvsidecar_copied_bytes", "Bytes moved by successful copies.", ["direction"])
         self.loaded_tokens = counter(
             "kvsidecar_loaded_tokens",
-            "Tokens of prompts whose KV was loaded, which engines did not have to compute. Of all ranks of an engine, "
-            "those of the first one count.",
+            "Tokens of prompts whose KV was loaded, which engines did not have to compute. Only the "
+            "first rank of an engine is counted.",
         )
         self.copy_seconds = histogram(
             "kvsidecar_copy_seconds",
@@ -145,8 +145,8 @@ class Metrics:
         )
         self.register_seconds = gauge(
             "kvsidecar_pin_register_seconds",
-            "Part of the pinning time that was spent in the calls that pin. The rest was spent waiting for prefaulted "
-            "pages.",
+            "Part of the pinning time that was spent in the pinning calls themselves. The rest was spent waiting for "
+            "prefaulted pages.",
         )
         self.warm_start_blocks = gauge(
             "kvsidecar_warm_start_blocks",
@@ -176,14 +176,14 @@ class Metrics:
         )
         self.residency_dropped_notes = counter(
             "kvsidecar_residency_dropped_notes",
-            "Blocks whose notes were given up, because those of all users together took too much: the oldest of the "
-            "user who had most. Watchers to come do not learn the tokens of these blocks, and announce none of them to "
+            "Blocks whose notes were dropped because the notes of all users exceeded their limit: the oldest of the "
+            "user with the most. Future watchers do not learn the tokens of these blocks, and do not announce them to "
             "routers.",
         )
         self.residency_resets = counter(
             "kvsidecar_residency_resets",
-            "Snapshots that watchers were sent, by reason: new (it has begun to watch), unread (it did not read), "
-            "flood (more has changed at once than is kept to be sent).",
+            "Snapshots sent to watchers, by reason: new (the watcher has just started), unread (it did not read), "
+            "flood (more changed at once than is kept for sending).",
             ["reason"],
         )
         self.loop_lag_seconds = histogram(
@@ -192,7 +192,7 @@ class Metrics:
             buckets=(1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0),
         )
         self.models, self.devices = ModelCounts(), DeviceCounts()
-        # A series that appears with its first event cannot be alarmed on: create them all at zero.
+        # No alert can be set on a series that appears with its first event: create them all at zero.
         for reason in Refusal:
             self.refusals.labels(reason.value)
         for direction in Direction:

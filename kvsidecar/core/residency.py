@@ -87,7 +87,7 @@ class _Feed:
 
 
 class Slower(Protocol):
-    """What of `kvsidecar.core.tiering.Tiering` is needed."""
+    """The part of `kvsidecar.core.tiering.Tiering` that is needed."""
 
     def watch(self, space: Space, tell: Callable[[Residency, bytes], object]) -> ShardSpace | None: ...
 
@@ -268,10 +268,10 @@ class Watches:
                 if (feed := self._feeds.get(space.namespace)) is not None:
                     self._look_at(feed, space)
 
-    def _look_at(self, feed: _Feed, space: Space, *, anew: bool = False) -> None:
+    def _look_at(self, feed: _Feed, space: Space, *, again: bool = False) -> None:
         assert self._slower is not None
         on_disk = feed.on_disk.setdefault(space.group, _OnDisk(feed, space.group))
-        if on_disk.watched is None or anew:
+        if on_disk.watched is None or again:
             on_disk.listed = False
             on_disk.watched = self._slower.watch(space, on_disk.tell)
 
@@ -359,7 +359,7 @@ class Watches:
             return
         for space in self._cache.spaces:
             if space.namespace == namespace:
-                self._look_at(feed, space, anew=True)
+                self._look_at(feed, space, again=True)
         waits = LISTING_TURNS
         while waits > 0 and any(each.watched is not None and not each.listed for each in feed.on_disk.values()):
             waits -= 1

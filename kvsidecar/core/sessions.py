@@ -162,7 +162,7 @@ class Instances:
 
     @access.setter
     def access(self, access: Access) -> None:
-        """Decide anew for all connected clients. Their connections stay open: a client takes the end of its connection
+        """Decide again for all connected clients. Their connections stay open: a client takes the end of its connection
         for the end of the daemon, and would give up stores that still read its memory."""
         self._access = access
         for peer in self._peers.values():

@@ -1,4 +1,4 @@
-"""What of an engine's options is part of its namespace. Engine-independent.
+"""Which of an engine's options are part of its namespace. Engine-independent.
 
 An option counts by its value: a file by its content, a function by its code. Where the value cannot be told, the engine
 shares with no other, because a namespace that is too narrow costs hits, and one that is too wide gives wrong tokens.

@@ -1,6 +1,6 @@
 """Who holds the pool and its table while there is no daemon: systemd's descriptor store, or a directory in memory.
 
-Two files outlive the daemon: the pool, and the table that says what is in it. Here they are found again or made anew.
+Two files outlive the daemon: the pool, and the table that says what is in it. Here they are found again or made again.
 Whether their contents can be used is for others to say: the table's header, and whether the former owner has ended.
 """
 

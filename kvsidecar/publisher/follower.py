@@ -43,7 +43,7 @@ class Follower:
         """Groups of which something was told that nobody followed."""
         self._live = False
         self.needs_snapshot = False
-        """What the daemon tells is not enough: the publisher has to watch it anew, see `watch_anew`."""
+        """What the daemon tells is not enough: the publisher has to watch it again, see `watch_again`."""
 
     @property
     def pending(self) -> bool:
@@ -58,7 +58,7 @@ class Follower:
         for part in self._parts.values():
             part.step()
 
-    def watch_anew(self, watch: Watch) -> None:
+    def watch_again(self, watch: Watch) -> None:
         """The daemon's next words are a snapshot."""
         self._watch, self.needs_snapshot = watch, False
         self._missed.clear()

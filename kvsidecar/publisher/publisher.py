@@ -213,11 +213,11 @@ class Publisher:
                     break
 
     async def _attend(self, everything: list[_Followed]) -> None:
-        """Watch anew where that is needed, and forget what has ended."""
+        """Watch again where that is needed, and forget what has ended."""
         for each in everything:
             if each.follower.needs_snapshot:
                 old, each.client = each.client, self._watch(each.namespace)
-                each.follower.watch_anew(each.client)
+                each.follower.watch_again(each.client)
                 await asyncio.to_thread(old.close)
         for each in [each for each in self._ending if not each.follower.pending]:
             self._ending.remove(each)

@@ -156,7 +156,7 @@ class GrpcFront:
         self.poll_set.close()
 
     def admit(self, client: Client, make_end: MakeEnd) -> None:
-        """Serve a connection, or close it. Without a word: a gRPC client that has had the server's settings begins anew
+        """Serve a connection, or close it. Without a word: a gRPC client that has had the server's settings starts over
         at once, again and again, and its calls wait; one that has had none waits longer each time, and they fail."""
         try:
             self._connections_of.take(client.user)

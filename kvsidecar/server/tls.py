@@ -83,7 +83,7 @@ class Certificates:
 
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # Before 1.3, OpenSSL keeps 20,000 sessions with their certificates for clients that resume, and negotiates anew
+    # Before 1.3, OpenSSL keeps 20,000 sessions with their certificates for clients that resume, and negotiates again
     # whenever a client likes.
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0

@@ -2,7 +2,7 @@
 
 A Bloom filter with two bits for each block (Bloom, CACM 1970), in memory that the tier's process and the daemon share.
 The process sets bits, the daemon reads them. Blocks that have gone leave their bits behind until the process sets all
-bits anew; to believe them costs a question.
+bits again; to believe them costs a question.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KeyFilter:
                 np.bitwise_or.at(self._bytes, (bits >> np.uint64(3)).astype(np.int64), values)
 
     def replace(self, keys: Iterable[tuple[bytes, Words]] | None) -> None:
-        """Begin anew with these blocks, by shard space. None: it is not known which there are, so that there may be
+        """Start over with these blocks, by shard space. None: it is not known which there are, so that there may be
         any. A block that is added meanwhile may be denied until it is added again."""
         self._bytes[:] = 0 if keys is not None else 0xFF
         for digest, each in keys or ():

@@ -52,7 +52,7 @@ READS: Final = 8
 WRITES: Final = 4
 """Calls of the backend at a time."""
 FILTER_EVICTED: Final = 1024
-"""The filter is made anew when more blocks than this have gone, and more than half as many as there are."""
+"""The filter is rebuilt when more blocks than this have gone, and more than half as many as there are."""
 
 _log = log.get("tier")
 
@@ -158,7 +158,7 @@ class TierProcess:
         return bytes(ends)
 
     def fill_filter(self) -> None:
-        """Begin the filter anew, with what is there."""
+        """Start the filter over, with what is there."""
         self._filtered_evicted = self._backend.stats().evicted_blocks
         keys = self._backend.keys()
         if keys is None:

@@ -14,7 +14,7 @@ PATHS = cycle([b"/metrics", b"/status", b"/metrics", b"/status", b"/", b"/ready"
 KEPT = 64
 """Connections that ask again when they have an answer."""
 NEW = 36
-"""Clients that connect anew for each request."""
+"""Clients that connect again for each request."""
 
 
 async def scrape(port: int, did: Counter[str], *, keep: bool) -> None:

@@ -308,9 +308,9 @@ def test_no_policy_hits_more_than_one_that_knows_what_comes(pool_tokens: int) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "it is empty"),
-        (session([0, 64, 1, 0, 0, [0, 1]]) + "{", "line 2: it is no JSON"),
-        ("[]\n", "line 1: it is no object"),
+        ("", "is empty"),
+        (session([0, 64, 1, 0, 0, [0, 1]]) + "{", "line 2: it is not JSON"),
+        ("[]\n", "line 1: it is not a JSON object"),
         ('{"block": 64}\n', "line 1: there is no 'requests'"),
         ('{"block": 64, "requests": []}\n', "line 1: 'requests' must be a list of requests"),
         (session([0, 64, 1, 0, [0, 1]]), "line 1: a request is a list of 6"),
@@ -338,7 +338,7 @@ def test_a_file_that_is_wrong_is_refused_by_line(
 def test_a_trace_of_mooncake_that_is_wrong_is_refused_by_line(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": ["a"]}\n')
-    with pytest.raises(BadFile, match=r"trace\.jsonl, line 1: 'hash_ids' must be a list of whole numbers"):
+    with pytest.raises(BadFile, match=r"trace\.jsonl, line 1: 'hash_ids' must be a list of non-negative whole numbers"):
         read(file)
 
 

@@ -1,4 +1,4 @@
-"""Counts everything anew that the cache counts as it goes. Each check says what it found, and where."""
+"""Recounts everything that the cache counts as it goes. Each check says what it found, and where."""
 
 from __future__ import annotations
 

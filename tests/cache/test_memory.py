@@ -133,7 +133,7 @@ def test_a_store_that_is_refused_leaves_nothing() -> None:
 
 
 def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
-    """Evicted, or refused: a table with rows for many more blocks than there are is built anew."""
+    """Evicted, or refused: a table with rows for many more blocks than there are is rebuilt."""
     cache = new_cache(MANY)
     space = open_space(cache)
     store(cache, space, *range(10))

@@ -61,7 +61,7 @@ class Engine:
         self.pool[:] = OLD_POOL
 
     def reuse(self, value: int) -> int:
-        """Write anew what a copy of the dead copier could still write to: the slots of its stores, the blocks of its
+        """Rewrite what a copy of the dead copier could still write to: the slots of its stores, the blocks of its
         loads. Then wait, and return how many bytes are not as they were written."""
         half = POOL // 2
         self.context.memset(self.kv + half, value, half)

@@ -99,7 +99,7 @@ def test_calls_of_the_client_that_a_page_names_exist(page: str) -> None:
 
 @pytest.mark.parametrize(("page", "phrase", "name"), SAID)
 def test_a_number_that_a_text_says_is_the_constant(page: str, phrase: str, name: str) -> None:
-    """If the sentence was written anew: change its row of tests/docs/constants.py too."""
+    """If the sentence was rewritten: change its row of tests/docs/constants.py too."""
     assert said(page, phrase) == pytest.approx([constant(name)])
 
 

@@ -460,7 +460,7 @@ def test_eight_blocks_of_an_eighth_of_the_pool_fit_and_larger_ones_are_refused(
 
 
 def test_a_few_leased_blocks_of_another_size_are_named_as_what_keeps_a_store_out(short_dir: Path, local: bool) -> None:
-    """Each of them keeps a slab from being cut anew. When they are released, or have expired, it is."""
+    """Each of them keeps a slab from being recut. When they are released, or have expired, it is."""
     sizes = [
         text
         for flag, size in (("pool", "2MiB"), ("slab", "1MiB"), ("chunk", "1MiB"))

@@ -243,7 +243,7 @@ def test_weights_from_elsewhere_are_known_by_where_the_engine_has_them_from(tmp_
     before = checkpoint_of(str(directory), None)
     assert checkpoint_of(str(directory), None) == before
     os.utime(directory / "config.json", ns=(1, 1))
-    assert checkpoint_of(str(directory), None) != before, "it was written anew"
+    assert checkpoint_of(str(directory), None) != before, "it was rewritten"
 
 
 def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ class Agreement(RuleBasedStateMachine):
             if follower.needs_snapshot:
                 self.watchers[name].end(self.node)
                 self.watchers[name] = Watcher(name, self.node)
-                follower.watch_anew(self.watchers[name])
+                follower.watch_again(self.watchers[name])
         self._take(most)
         return bool(self.node.due or self.topic.pending or any(each.pending for each in self.followers.values()))
 

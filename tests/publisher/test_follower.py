@@ -163,7 +163,7 @@ def test_a_snapshot_is_needed_when_the_first_notes_come_late(daemon: Daemon) -> 
     daemon.tell(Residency.NOTES, CHAIN, notes_on(CHAIN))
     daemon.settle()
     assert daemon.follower.needs_snapshot
-    daemon.follower.watch_anew(daemon)
+    daemon.follower.watch_again(daemon)
     assert not daemon.follower.needs_snapshot
     daemon.tell(Residency.RESET)
     daemon.tell(Residency.NOTES, CHAIN, notes_on(CHAIN))

@@ -136,7 +136,7 @@ class Engine:
         Args:
             adapter: name of the adapter for all of them.
             next_use: what each says of it to this project.
-            session: that each belongs to, and begins anew.
+            session: that each belongs to, and starts over.
         """
         import fastapi
 

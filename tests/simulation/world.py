@@ -226,7 +226,7 @@ class World:
         task.result()
 
     def reload_shares(self) -> None:
-        """SIGHUP: the pool is divided anew, or not at all."""
+        """SIGHUP: the pool is divided again, or not at all."""
         pages = self.cache.stats().total_bytes // PAGE
         names, left, limits = [shape.namespace.model for shape in SHAPES], pages, []
         for name in self.rng.sample(names, self.rng.randint(0, len(names))):

@@ -347,7 +347,7 @@ def _daemon(facts: Facts) -> Iterable[Result]:
     elif daemon.state is None:
         yield _NOT_CHECKED, f"none is running at {facts.config.socket}"
     elif daemon.state is State.FAILED:
-        yield _PROBLEM, f"failed: {daemon.reason}", "Fix the reason, then restart the daemon."
+        yield _PROBLEM, f"failed: {daemon.reason}", "Fix the cause, then restart the daemon."
     else:
         named = f"{daemon.version}, pid {daemon.pid or 'in another namespace'}, {count(daemon.ranks, 'rank')} attached"
         if daemon.state is State.READY:

@@ -13,7 +13,7 @@ _OK, _WARNING, _, _NOT_CHECKED = Verdict
 _NETWORK = re.compile(r"nfs4?|cifs|smb3|ceph|lustre|gpfs|beegfs|glusterfs|9p|afs|fuse\..*|virtiofs")
 _OF_A_NODE = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs")
 _MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-_TRIES_AGAIN = "Remove the reason: the daemon tries again by itself."
+_TRIES_AGAIN = "Fix the cause: the daemon tries again by itself."
 _ANOTHER = "Set --disk-dir to a directory on a disk of this node."
 
 
@@ -79,7 +79,7 @@ def _file_system(tier: DiskTier) -> Result | None:
     if _NETWORK.fullmatch(kind):
         return _WARNING, f"{kind} is a network file system: the disk tier is for a disk of this node", _ANOTHER
     if kind in _MEMORY:
-        return _WARNING, f"{kind} is memory, which the pool uses better", _ANOTHER
+        return _WARNING, f"{kind} is memory: give it to the pool instead", _ANOTHER
     if kind == "overlay":
         fix = "Mount a volume of the node's disk there."
         return _WARNING, "overlay is the container's own layer, which is slow and ends with the container", fix

@@ -7,7 +7,7 @@ took, both in seconds; ``t`` is not used. The public traces of github.com/callan
 written in this form.
 
 Nothing is shared between sessions. One that ends is followed at once by another one, in an order that the seed decides;
-when all have been replayed they begin anew, with other blocks.
+when all have been replayed they start over, with other blocks.
 """
 
 from __future__ import annotations

@@ -49,23 +49,47 @@ def _retention(context: click.Context, parameter: click.Parameter, value: str) -
 @click.command()
 @click.argument("model", required=False, metavar="[MODEL]")
 @click.option(
-    "--context", default="32Ki", show_default=True, metavar="TOKENS", callback=_parsed(_tokens), help="Of a session."
+    "--context",
+    default="32Ki",
+    show_default=True,
+    metavar="TOKENS",
+    callback=_parsed(_tokens),
+    help="Length of a session.",
 )
-@click.option("--sessions", default=100, show_default=True, type=click.IntRange(1), metavar="COUNT", help="To keep.")
 @click.option(
-    "--shared-prefix", default="0", metavar="TOKENS", callback=_parsed(_tokens, 0), help="That all sessions begin with."
+    "--sessions", default=100, show_default=True, type=click.IntRange(1), metavar="COUNT", help="Sessions to keep."
 )
-@click.option("--gpus", default=None, type=click.IntRange(1), metavar="COUNT", help="Of the node. [default: as --tp]")
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), metavar="COUNT", help="Ranks of an engine.")
+@click.option(
+    "--shared-prefix",
+    default="0",
+    metavar="TOKENS",
+    callback=_parsed(_tokens, 0),
+    help="Prefix that all sessions share.",
+)
+@click.option(
+    "--gpus", default=None, type=click.IntRange(1), metavar="COUNT", help="GPUs of the node. [default: as --tp]"
+)
+@click.option(
+    "--tp",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="COUNT",
+    help="Tensor-parallel ranks of an engine.",
+)
 @click.option(
     "--host-memory",
     metavar="SIZE",
     callback=_parsed(parse_size),
-    help=f"That the daemon may take, pool included. [default: {HOST_SHARE} of this machine's]",
+    help=f"Memory that the daemon may use, including the pool. [default: {HOST_SHARE} of this machine's]",
 )
-@click.option("--disk", metavar="SIZE", callback=_parsed(parse_size), help="Free on a local disk. [default: none]")
-@click.option("--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True, help="As in vLLM.")
-@click.option("--block-size", type=click.IntRange(1), metavar="TOKENS", help="As in vLLM. [default: vLLM's]")
+@click.option(
+    "--disk", metavar="SIZE", callback=_parsed(parse_size), help="Free space on a local disk. [default: none]"
+)
+@click.option(
+    "--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True, help="vLLM's --kv-cache-dtype."
+)
+@click.option("--block-size", type=click.IntRange(1), metavar="TOKENS", help="vLLM's --block-size. [default: vLLM's]")
 @click.option(
     "--retention",
     default="0",
@@ -75,8 +99,10 @@ def _retention(context: click.Context, parameter: click.Parameter, value: str) -
     help="vLLM's --prefix-cache-retention-interval, for windows and states; all: before vLLM 0.32.",
 )
 @click.option("--small-pages", is_flag=True, help="The pool gets no huge pages (--huge-pages none).")
-@click.option("--bench", metavar="FILE", type=click.Path(), help="JSON of kvsidecar bench, for the time to pin.")
-@click.option("--trace", metavar="FILE", type=click.Path(), help="Requests to replay, to say what they hit.")
+@click.option(
+    "--bench", metavar="FILE", type=click.Path(), help="Results of kvsidecar bench as JSON, for the pinning time."
+)
+@click.option("--trace", metavar="FILE", type=click.Path(), help="Requests to replay, to estimate their hit rate.")
 @click.option("--running", is_flag=True, help="Take the model's figures from what an engine has stored in a daemon.")
 @daemon_options
 @click.option("--json", "as_json", is_flag=True, help="Print all figures, and the lines to paste, as one JSON object.")
@@ -99,7 +125,7 @@ def size(
     as_json: bool,
     **where: str | None,
 ) -> None:
-    """Say what pool, disk and limits a model and its users need.
+    """Recommend a pool, a disk and limits for a model and its users.
 
     MODEL is the path of a model's config.json or of its folder, or a known name such as Llama-3.3-70B. With --running
     it is the name of a namespace of the daemon, or may be left out. Prints the size of a token, a block and a session;
@@ -124,7 +150,7 @@ def size(
 
     gpus = gpus or tp
     if gpus % tp:
-        raise click.UsageError(f"--gpus {gpus} is no multiple of --tp {tp}")
+        raise click.UsageError(f"--gpus {gpus} is not a multiple of --tp {tp}")
     if shared_prefix > context:
         raise click.UsageError("--shared-prefix is longer than --context")
     assumed = []

@@ -44,19 +44,19 @@ class Line:
         """Not negative."""
         value = self.value(name)
         if not is_number(value):
-            self.refuse(f"{name!r} must be a number that is not negative, not {shown(value)}")
+            self.refuse(f"{name!r} must be a non-negative number, not {shown(value)}")
         return float(value)
 
     def count(self, name: str) -> int:
         value = self.value(name)
         if not is_count(value):
-            self.refuse(f"{name!r} must be a whole number that is not negative, not {shown(value)}")
+            self.refuse(f"{name!r} must be a non-negative whole number, not {shown(value)}")
         return int(value)
 
     def counts(self, name: str) -> list[int]:
         value = self.value(name)
         if not isinstance(value, list) or not all(map(is_count, value)):
-            self.refuse(f"{name!r} must be a list of whole numbers that are not negative, not {shown(value)}")
+            self.refuse(f"{name!r} must be a list of non-negative whole numbers, not {shown(value)}")
         return value
 
 
@@ -94,7 +94,7 @@ def read_text(path: Path) -> Iterator[Text]:
     except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise BadFile(f"{path}, after line {number}: {error}") from error
     if not found:
-        raise BadFile(f"{path}: it is empty")
+        raise BadFile(f"{path} is empty")
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -116,7 +116,7 @@ def parse_line(path: Path, line: Text) -> Line:
     try:
         values = json.loads(line.text)
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{path}, line {line.number}: it is no JSON ({error})") from error
+        raise BadFile(f"{path}, line {line.number}: it is not JSON ({error})") from error
     if not isinstance(values, dict):
-        raise BadFile(f"{path}, line {line.number}: it is no object")
+        raise BadFile(f"{path}, line {line.number}: it is not a JSON object")
     return Line(path, line.number, values)

@@ -6,7 +6,7 @@ The formulas are those of vLLM 0.32:
 - the parts of a state: ``MambaStateShapeCalculator`` in ``vllm/model_executor/layers/mamba/mamba_utils.py``;
 - the block of a model with states: ``Platform._align_hybrid_block_size`` in ``vllm/platforms/interface.py``;
 - which layers make up a group: ``_get_kv_cache_groups_uniform_page_size`` in ``vllm/v1/core/kv_cache_utils.py``;
-- what of a prompt is kept: ``reachable_block_mask`` in ``vllm/v1/core/single_type_kv_cache_manager.py``.
+- which blocks of a prompt are kept: ``reachable_block_mask`` in ``vllm/v1/core/single_type_kv_cache_manager.py``.
 
 Pure.
 """
@@ -172,12 +172,13 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
     fields = _Fields({**config, **(texts[0] if texts else {})})
     if odd := next((name for name in _UNKNOWN_CACHES if fields.has(name)), ""):
         raise BadModel(
-            f"the model's config.json has {odd}: its caches differ from layer to layer in a way that is not computed "
-            "here. Run an engine with a daemon, and use --running"
+            f"the model's config.json has {odd}: its caches differ from layer to layer in a way that this "
+            "command cannot compute. Run an engine with a daemon, and use --running"
         )
     if shared := fields.get("num_kv_shared_layers"):
         raise BadModel(
-            f"{shared} layers use the KV of others (num_kv_shared_layers), which is not computed here: use --running"
+            f"{shared} layers use the KV of others (num_kv_shared_layers), which this command cannot compute: use "
+            "--running"
         )
     kinds = _kinds(fields)
     dtype_bytes = _dtype_bytes(fields)
@@ -189,7 +190,7 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
             "the model has no attention layer: vLLM caches no prefixes of it, so there is nothing to offload"
         )
     if mla and counts[Kind.WINDOW]:
-        raise BadModel("the model has MLA and windows, whose caches are not computed here: use --running")
+        raise BadModel("the model has MLA and windows, whose caches this command cannot compute: use --running")
     token_bytes = _mla_token(fields, value_bytes, fp8) if mla else _gqa_token(fields, value_bytes, tp)
     tokens = block_tokens or (MLA_BLOCK if mla else ATTENTION_BLOCK)
     state_bytes = 0
@@ -224,7 +225,7 @@ def _kinds(fields: _Fields) -> list[Kind]:
     if isinstance(named, list) and named:
         if unknown := [each for each in named if each not in _KINDS and each not in _NO_KV]:
             raise BadModel(
-                f"the model has layers of the type {unknown[0]!r}, whose KV is not computed here: use --running"
+                f"the model has layers of the type {unknown[0]!r}, whose KV this command cannot compute: use --running"
             )
         return [_KINDS[each] for each in named if each in _KINDS]
     layers = fields.number("num_hidden_layers", "n_layer", "num_layers")
@@ -265,7 +266,7 @@ def _gqa_token(fields: _Fields, value_bytes: int, tp: int) -> int:
         hidden, of = fields.number("hidden_size", "n_embd"), fields.number("num_attention_heads", "n_head")
         if hidden % of:
             raise BadModel(
-                f"the model's config.json has no head_dim, and hidden_size {hidden} is no multiple of {of} heads"
+                f"the model's config.json has no head_dim, and hidden_size {hidden} is not a multiple of {of} heads"
             )
         size = hidden // of
     return 2 * max(1, heads // tp) * size * value_bytes
@@ -310,8 +311,8 @@ def _state_bytes(fields: _Fields, tp: int, dtype_bytes: int) -> int:
         bytes_of_state = _DTYPE_BYTES.get(str(fields.get("mamba_ssm_cache_dtype") or "float32"), 4)
         return conv + part(heads, "heads") * size * state * bytes_of_state
     raise BadModel(
-        "the model has states of a kind that is not computed here (known: linear_attn_config, linear_num_value_heads, "
-        "mamba_num_heads): use --running"
+        "the model has states of a kind that this command does not know (known: linear_attn_config, "
+        "linear_num_value_heads, mamba_num_heads): use --running"
     )
 
 

@@ -101,7 +101,7 @@ class _Numbers:
         return [self._known.setdefault(each, len(self._known)) for each in hashes]
 
     def of_session(self, session: str, tokens: int) -> list[int]:
-        """Those of the session so far, and as many more as it has grown by; all anew if it has shrunk."""
+        """Those of the session so far, and as many more as it has grown by; all of them if it has shrunk."""
         found = self._sessions.setdefault(session, [])
         blocks = tokens // BLOCK_TOKENS
         if blocks < len(found):

@@ -114,5 +114,5 @@ def _read(path: Path) -> Config:
     except (ValueError, RecursionError) as error:
         raise BadModel(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise BadModel(f"{path} is not a model's config.json: it is no object")
+        raise BadModel(f"{path} is not a model's config.json: it is not a JSON object")
     return config

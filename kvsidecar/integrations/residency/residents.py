@@ -43,7 +43,7 @@ def media(groups: Iterable[_Group]) -> dict[int, _Group]:
 
 
 class Watch(Protocol):
-    """What of `kvsidecar.client.Client` is needed."""
+    """The part of `kvsidecar.client.Client` that is needed."""
 
     @property
     def has_residency(self) -> bool: ...

@@ -34,10 +34,10 @@ class Counters:
     )
     held_back_offloads: int = _counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
     pauses: int = _counter("Requests whose custom_params say when their prompt is used next, or that it is not.")
-    bad_pauses: int = _counter("Of these, those that cannot be read; they are ignored.")
-    touches: int = _counter("Ends of requests and sessions that the daemon was told: their pages count as used.")
+    bad_pauses: int = _counter("Of these, the invalid ones, which are ignored.")
+    touches: int = _counter("Ends of requests and sessions reported to the daemon: their pages count as used.")
     unsent_touches: int = _counter(
-        "Ends of requests and sessions that the daemon was not told: it is lost or hangs, or too many ended at once."
+        "Ends of requests and sessions not reported to the daemon: it is lost or hangs, or too many ended at once."
     )
     unflushed_lookups: int = _counter(
         "Lookups not sent: the weights have changed, and the cache has not been flushed since."

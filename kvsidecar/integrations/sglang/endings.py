@@ -51,7 +51,9 @@ def watch(
         A function that ends this.
     """
     if not all(hasattr(tree_class, name) for name in (RELEASE, END_SESSION)):
-        _log.warning("kvsidecar: this SGLang does not tell when requests end, so the daemon is not told either")
+        _log.warning(
+            "kvsidecar: this version of SGLang does not report when requests end, so the daemon does not learn it"
+        )
         return lambda: None
 
     def on_release(original: Callable[..., Any], tree: Any, request: Any, **options: Any) -> Any:

@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 
 
 class Tree(Protocol):
-    """What of SGLang's ``UnifiedRadixCache`` is needed."""
+    """The part of SGLang's ``UnifiedRadixCache`` that is needed."""
 
     def take_events(self) -> list[Any]: ...
 
@@ -126,7 +126,7 @@ class Events:
     def _step(self, own: Sequence[Any]) -> None:
         self._learn(own)
         if (mask := self._mask_now()) != self._mask:
-            # The weights have changed. What the daemon has of the new ones is announced anew.
+            # The weights have changed. What the daemon has of the new ones is announced again.
             self._mask = mask
             self._announcements.retract_everything()
             self._residents.reconsider()

@@ -73,7 +73,7 @@ class Counters:
         "Times in kv_transfer_params that cannot be read; their requests' blocks are kept for a second at most."
     )
     pauses: int = _counter("Requests whose kv_transfer_params say when their prompt is used next, or that it is not.")
-    bad_pauses: int = _counter("Of these, those that cannot be read; they are ignored.")
+    bad_pauses: int = _counter("Of these, the invalid ones, which are ignored.")
     unsent_touches: int = _counter(
         "Requests at whose end the daemon was not told that their blocks were used, and what follows: it is lost or "
         "hangs, or too many ended at once."

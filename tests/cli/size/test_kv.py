@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadModel, match=r"none\.json cannot be read: No such file"):
         load(str(tmp_path / "none.json"))
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(BadModel, match="it is no object"):
+    with pytest.raises(BadModel, match="it is not a JSON object"):
         load(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BadModel, match="is not JSON"):

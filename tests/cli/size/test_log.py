@@ -99,7 +99,7 @@ def test_a_prompt_may_be_a_text_or_tokens(tmp_path: Path) -> None:
 
 
 def test_of_numbers_of_tokens_a_session_is_taken_to_grow(tmp_path: Path) -> None:
-    """A prompt that is shorter than the one before was made anew, as after a compaction."""
+    """A prompt that is shorter than the one before was rewritten, as after a compaction."""
     rows = [("s", 130), ("t", 64), ("s", 200), ("s", 64), ("s", 128)]
     lines = [{"ts": at, "session_id": name, "prompt_tokens": tokens} for at, (name, tokens) in enumerate(rows)]
     assert blocks(read(tmp_path, *lines)) == [[0, 1], [2], [0, 1, 3], [4], [4, 5]]
@@ -118,7 +118,7 @@ def test_of_numbers_of_tokens_a_session_is_taken_to_grow(tmp_path: Path) -> None
             [{"time": 1, "prompt": "a"}, {"time": 2, "prompt_token_ids": [1]}],
             "line 2: its blocks are made from tokens, those before from a text",
         ),
-        ([{"time": 1, "prompt": "a"}, "{"], "line 2: it is no JSON"),
+        ([{"time": 1, "prompt": "a"}, "{"], "line 2: it is not JSON"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(rows: list[Any], said: str, tmp_path: Path) -> None:

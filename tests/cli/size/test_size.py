@@ -54,7 +54,7 @@ def test_this_machines_memory_is_an_assumption_that_is_said() -> None:
     [
         (("Llama-3.3-7B",), 78, "did you mean Llama-3.3-70B?"),
         ((), 2, "name a MODEL, or use --running"),
-        (("Llama-3.1-8B", "--tp", "2", "--gpus", "3"), 2, "--gpus 3 is no multiple of --tp 2"),
+        (("Llama-3.1-8B", "--tp", "2", "--gpus", "3"), 2, "--gpus 3 is not a multiple of --tp 2"),
         (("Llama-3.1-8B", "--shared-prefix", "64Ki"), 2, "--shared-prefix is longer than --context"),
         (("Llama-3.1-8B", "--context", "long"), 2, "'long' is not a number of tokens"),
         (("Llama-3.1-8B", "--retention", "some"), 2, "'some' is not a number of tokens"),

@@ -357,7 +357,7 @@ not reach into it. */ -}}
       nvidia.com/gpu: {{ .Values.engine.gpus | quote }}
     limits: *amounts
   volumeMounts:
-    # The directory, not the socket: a daemon that starts anew makes a new socket.
+    # The directory, not the socket: a daemon that restarts makes a new socket.
     - name: socket
       mountPath: /run/kvsidecar
       readOnly: true
