@@ -52,10 +52,11 @@ class Prompts:
         """Of all prompts that LRU would have; of what one has in common with others, once."""
         self._turn = self._oldest = 0
         """Numbers of the last lookup, and of the oldest one of whose prompt LRU would have anything."""
-        self._tags: Tags = zeros((ENTRIES,), np.uint32)
-        self._prompts: Numbers = zeros((ENTRIES,), np.uint32)
+        entries: Numbers = zeros((ENTRIES, 3), np.uint32)  # what is read together lies together
+        self._tags: Tags = entries[:, 0]
+        self._prompts: Numbers = entries[:, 1]
         """By entry: the number of the prompt."""
-        self._others: Numbers = zeros((ENTRIES,), np.uint32)
+        self._others: Numbers = entries[:, 2]
         """By entry: the number of another prompt that had the block before; 0: none had."""
         self._told = False
         """Whether anything was told of any prompt: until then that costs nothing."""
