@@ -37,6 +37,7 @@ from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.steps import Steps
+from kvsidecar.support.user_time import UserTime
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -65,6 +66,7 @@ class Handler:
         make_status: builds, in steps, the reply to Status for this caller, or a page of it.
         watches: of what the pool holds; None: nobody may watch.
         steps: turns of the messages of Attach streams.
+        user_time: of the requests over the local protocol.
     """
 
     epoch: int
@@ -77,6 +79,7 @@ class Handler:
     make_status: Callable[[Caller, pb.StatusPage | None], Generator[None, None, pb.StatusReply]]
     watches: Watches | None = None
     steps: Steps = field(default_factory=Steps)
+    user_time: UserTime = field(default_factory=UserTime)
     _watching: set[WatchStream] = field(default_factory=set)
     _on_lost: dict[int, Callable[[KVSidecarError], object]] = field(default_factory=dict)
     """Ends the stream of a session with an error."""

@@ -25,8 +25,6 @@ from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
-FRAMES_PER_ITERATION = 64
-"""Frames of one connection to handle per iteration of the event loop: about a millisecond."""
 MAX_HELD_BYTES = 64 * 1024
 """Limit of what is read of one connection while its next message waits for its turn; a read may go over it once."""
 LINGER_SECONDS = 5.0
@@ -39,8 +37,8 @@ class State(Enum):
     """::
 
     READING --no turn--> WAITING --over MAX_HELD_BYTES--> HELD
-       ^ '--FRAMES_PER_ITERATION, no room--> PAUSED        |
-       '------turn, next iteration, room-------'-----------'     each of these --refused--> REFUSED --> CLOSED
+       ^ '--------no time, no room----------> PAUSED        |
+       '-----turn, next time, room-------------'-----------'     each of these --refused--> REFUSED --> CLOSED
     """
 
     READING = "reading"
@@ -48,7 +46,7 @@ class State(Enum):
     """The next message waits for its turn; what follows it stays in the frames."""
     HELD = "held"
     PAUSED = "paused"
-    """The rest is taken in the next iteration of the loop, or when there is room for the rest of a message."""
+    """The rest is taken when its user has time again, or when there is room for the rest of a message."""
     REFUSED = "refused"
     """Nothing is taken any more: the Attach stream ends in order, and the client is told why."""
     CLOSED = "closed"
@@ -127,8 +125,10 @@ class LocalConnection(asyncio.Protocol, Attachment):
     # -- frames ----------------------------------------------------------------------------------------------------
 
     def _take_frames(self) -> None:
+        users, user = self._handler.user_time, self._peer.uid
+        began = users.clock()
         try:
-            for _ in range(FRAMES_PER_ITERATION):
+            while users.left(user):
                 payload = self._frames.next()
                 if payload is None:
                     if (length := self._frames.announced) is not None:
@@ -136,14 +136,16 @@ class LocalConnection(asyncio.Protocol, Attachment):
                     return
                 self._end_partial()
                 self._take(payload)
+                ended = users.clock()
+                users.spend(user, ended - began)
+                began = ended
                 if self._state is not State.READING:
                     return
         except FrameTooLong as error:
             self._refuse(LimitExceeded(str(error)))
             return
-        # The rest in the next iteration of the loop, so that one client's flood does not delay the others.
         self._enter(State.PAUSED)
-        asyncio.get_running_loop().call_soon(self._resume)
+        users.later(user, self._resume)
 
     def _wait_for_rest(self, length: int) -> None:
         """The last message is incomplete: apply the limits on partial messages."""

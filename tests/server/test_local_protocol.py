@@ -15,12 +15,17 @@ from kvsidecar.errors import InvalidRequest, Refusal, Unavailable
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES
 from kvsidecar.server.handler import INTERNAL
-from kvsidecar.server.local_protocol import FRAMES_PER_ITERATION, MAX_HELD_BYTES, LocalConnection
+from kvsidecar.server.local_protocol import MAX_HELD_BYTES, LocalConnection
 from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.user_time import UserTime
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.clock import Clock
+
+REQUESTS = 64
+"""So many lookups have time in a turn of the loop."""
 
 
 class Transport:
@@ -59,11 +64,17 @@ class Handler:
         self.failures: list[str] = []
         self.tasks = TaskSet(lambda name, error: self.failures.append(f"{name}: {error}"))
         self.registered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.lookup: Callable[[Any, Any], Any] = lambda *_: pb.LookupReply(ready=True)
+        self.lookup: Callable[[Any, Any], Any] = self._looked_up
+        self.clock = Clock()
+        self.user_time = UserTime(self.clock, REQUESTS)
         self.taken: list[int] = []
         self.steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one a turn
         self.steps.called()
         self.ended = False
+
+    def _looked_up(self, _request: Any, _caller: Any) -> pb.LookupReply:
+        self.clock.now += 1
+        return pb.LookupReply(ready=True)
 
     def count_refusal(self, _error: Exception) -> None:
         """It counts nothing."""
@@ -82,10 +93,10 @@ class Handler:
         self.ended = True
 
 
-def made(partial_messages: PartialMessages | None = None) -> tuple[LocalConnection, Transport, Handler]:
+def made(partial_messages: PartialMessages | None = None, uid: int = 1) -> tuple[LocalConnection, Transport, Handler]:
     transport, handler = Transport(), Handler()
     connection = LocalConnection(
-        handler, partial_messages or PartialMessages(), SimpleNamespace(token=b"t", uid=1, client="c", caller=None)
+        handler, partial_messages or PartialMessages(), SimpleNamespace(token=b"t", uid=uid, client="c", caller=None)
     )  # type: ignore[arg-type]
     connection.connection_made(transport)  # type: ignore[arg-type]
     return connection, transport, handler
@@ -156,8 +167,33 @@ async def test_a_flood_lets_others_have_their_turn() -> None:
         turns.append(len(transport.replies))
         assert not transport.reading, "more is read while this much is still to do"
         await asyncio.sleep(0)
-    assert turns == [FRAMES_PER_ITERATION, 2 * FRAMES_PER_ITERATION, 3 * FRAMES_PER_ITERATION]
+    assert turns == [REQUESTS, 2 * REQUESTS, 3 * REQUESTS]
     assert transport.reading
+
+
+async def test_a_flood_over_many_connections_lets_another_user_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    flood = [made() for _ in range(10)]
+    other, answers, handler = made(uid=2)
+    for *_, each in flood:
+        monkeypatch.setattr(each, "user_time", handler.user_time)
+        monkeypatch.setattr(each, "clock", handler.clock)
+    for connection, *_ in flood:
+        connection.data_received(framed(*map(lookup, range(1, REQUESTS + 1))))
+    other.data_received(framed(lookup(1)))
+    assert len(answers.replies) == 1
+    assert sum(len(transport.replies) for _, transport, _ in flood) == REQUESTS
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sum(len(transport.replies) for _, transport, _ in flood) == 10 * REQUESTS
+    assert all(transport.reading for _, transport, _ in flood)
+
+
+async def test_a_connection_may_end_while_it_waits_for_time() -> None:
+    connection, transport, _ = made()
+    connection.data_received(framed(*map(lookup, range(1, 201))))
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
+    assert len(transport.replies) == REQUESTS
 
 
 def lookup(call: int) -> pb.LocalRequest:
@@ -209,8 +245,8 @@ async def test_a_job_that_waits_may_be_the_last_message_of_an_iteration() -> Non
     connection, transport, handler = made()
     await attached(connection, handler)
     before = len(transport.replies)
-    lookups = [lookup(call) for call in range(1, FRAMES_PER_ITERATION - 1)]
-    connection.data_received(framed(store(1), *lookups, store(2), lookup(FRAMES_PER_ITERATION)))
+    lookups = [lookup(call) for call in range(1, REQUESTS - 1)]
+    connection.data_received(framed(store(1), *lookups, store(2), lookup(REQUESTS)))
     assert (handler.taken, len(transport.replies) - before) == ([], 0)
     await asyncio.sleep(0)
     assert (handler.taken, len(transport.replies) - before) == ([1], len(lookups))
