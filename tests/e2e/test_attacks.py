@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.server.arrivals import TABLE_SHARE
+from tests.attacks.lookup_flood import HASHES
 from tests.attacks.support import attack
+from tests.e2e.policies import daemon_for_others, needs_root
 from tests.e2e.ports import port_of
 from tests.e2e.unfinished import open_fds
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
@@ -89,6 +91,25 @@ def test_scrapers_do_not_slow_lookups(short_dir: Path) -> None:
             assert busy[500] < 10 * idle[500]
             assert daemon.get("/health")[0] == daemon.get("/ready")[0] == 200
             eventually(lambda: shared(daemon))
+        rank.close()
+        assert daemon.terminate() == 0
+
+
+@needs_root
+@pytest.mark.alone
+def test_another_users_flood_of_lookups_does_not_delay_lookups(short_dir: Path) -> None:
+    """Each turn of the loop took 64 requests of each connection: tens of milliseconds."""
+    with daemon_for_others(short_dir, "--log-level", "info") as daemon:
+        rank = Rank(daemon)
+        done(rank.store("a"))
+        lookup_seconds(rank)
+        idle = lookup_seconds(rank, 1000)
+        with attack("lookup_flood", short_dir, SECONDS):
+            eventually(lambda: daemon.metric('kvsidecar_lookup_blocks_total{result="hit"}') > 100 * HASHES)
+            busy = lookup_seconds(rank, 1000)
+        texts = [f"p50 {each[500] * 1e3:.2f} ms, p99 {each[990] * 1e3:.2f} ms" for each in (idle, busy)]
+        print(f"idle: {texts[0]}; in a flood of lookups: {texts[1]}")
+        assert busy[500] < 30 * idle[500]
         rank.close()
         assert daemon.terminate() == 0
 
