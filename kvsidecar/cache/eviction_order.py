@@ -68,14 +68,10 @@ def _less(budget: Budget | None, taken: Iterable[Chain]) -> Budget | None:
 
 
 def _by_age(
-    orders: Sequence[TableOrder], size: int | None, missing: int, until: Age | None, budget: Budget | None
+    orders: Iterable[TableOrder], size: int | None, missing: int, until: Age | None, budget: Budget | None
 ) -> tuple[list[Chain], int]:
     """The oldest blocks of these orders, as `oldest_blocks`, and what is missing still."""
     tables: list[Queue] = []
-    if len(orders) == 1 and (only := orders[0].only) is not None and (size is None or size in only.space.slot_sizes):
-        found, left = _oldest_in([(only, orders[0].priority)], size, missing, until, budget)
-        if found:  # else maybe the table has none any more
-            return found, left
     with ExitStack() as streams:
         streams_of = [streams.enter_context(closing(order.oldest_first())) for order in orders]
         for age, _, priority, blocks in merge(*streams_of):

@@ -114,11 +114,6 @@ class TableOrder:
         """Whether there may be any."""
         return bool(self._heap)
 
-    @property
-    def only(self) -> Any:
-        """The only table that may be one of these; None: there are several, or none."""
-        return self._heap[0][3] if len(self._heap) == 1 else None
-
     def oldest_first(self) -> Generator[tuple[Age, int, Priority, Any]]:
         """Age of the oldest block, number, priority, table. Nothing may change until the iterator is closed."""
         heap = self._heap
