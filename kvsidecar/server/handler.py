@@ -37,8 +37,8 @@ from kvsidecar.server.attach_stream import AttachStream, Send
 from kvsidecar.server.watch_stream import WatchStream
 from kvsidecar.support import failpoints, log
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.user_time import UserTime
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.user_time import UserTime
 from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
