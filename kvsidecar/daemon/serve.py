@@ -35,6 +35,7 @@ from kvsidecar.support import failpoints, kernel_calls, log, protobuf_trim, term
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
 from kvsidecar.support.units import format_duration, format_rate, format_size
+from kvsidecar.support.young_objects import YoungObjects
 from kvsidecar.types import Readiness, State
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
 COLLECT = (100, 2, 5000)
-"""`gc.set_threshold`: few objects in one go, which takes tenths of a millisecond, and seldom all, which takes 13 with a
-thousand connections. Jobs, clients and connections leave no garbage for it, and gRPC's calls what is young."""
+"""`gc.set_threshold`: few objects in one go, and seldom all, which takes 13 ms with a thousand connections. Jobs,
+clients and connections leave no garbage for it, and gRPC's calls what is young."""
 DESCRIPTORS = 65536
 """Room in the table of descriptors from the start, if the limit allows as many: 512 KiB."""
 BAR_COLUMNS = 40
@@ -119,6 +120,7 @@ async def _run(
             gc.freeze()
             gc.set_threshold(*COLLECT)
             gc.enable()
+            life.loop_time.at_end_of_turn = YoungObjects()
             if not protobuf_trim.keep_from_trimming():
                 log.get("daemon").debug("protobuf still trims the heap: lookups may wait for it now and then")
             await daemon.run()

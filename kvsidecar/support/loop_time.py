@@ -47,6 +47,8 @@ class LoopTime:
         self._over = False
         """Whether the turn that runs begins no more steps."""
         self._scheduled = False
+        self.at_end_of_turn: Callable[[], None] = lambda: None
+        """Called when the steps of a turn have been taken."""
         self._calls: deque[Callable[[], None]] = deque()
 
     def end(self) -> None:
@@ -124,6 +126,7 @@ class LoopTime:
                 self._schedule()
             if self.clock() >= until:
                 self._over = True
+        self.at_end_of_turn()
 
     def _schedule(self) -> None:
         if self._lanes and not self._scheduled:

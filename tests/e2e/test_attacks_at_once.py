@@ -40,8 +40,7 @@ ROUNDS = 8
 """At most, until one without more than `LATE`: what the daemon does it does in each round, and a stall of the machine
 in all of them is not likely."""
 LATE = 0
-"""Of some 15,000 to 30,000 lookups of a round, beyond as many as the other daemon was late with: on quiet cores mostly
-none, beside other work up to 8, when much of what a turn of the daemon's loop may have to do comes together."""
+"""Of some 28,000 lookups of a round, beyond as many as the other daemon was late with."""
 LEAST_CORES = 0.2
 """Of the attackers: in a round with less, the machine was too busy with other things for an attack."""
 OWN_SECONDS = 0.0002
