@@ -375,3 +375,15 @@ class PrioritiesMachine(RuleBasedStateMachine):
 
 PrioritiesMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestPriorities = pytest.mark.no_cover(PrioritiesMachine.TestCase)
+
+
+def test_a_cleared_table_is_passed_over_when_it_is_the_only_one_of_its_priority() -> None:
+    """Its queue is left as it was, and names blocks that are gone or leased."""
+    machine = PrioritiesMachine()
+    machine.start(pool=4, limited=False)
+    machine.store(model="a", names=[0, 1], priority=Priority.LOW)
+    machine.lease(model="a", names=[0])
+    machine.clear(model="a")
+    machine.store(model="b", names=[0, 1, 2], priority=Priority.NORMAL)
+    machine.store(model="a", names=[0], priority=Priority.LOW)
+    machine.everything_adds_up()
