@@ -62,7 +62,7 @@ def test_who_has_wrapped_them_again_keeps_its_wrapper() -> None:
 def test_an_sglang_without_these_methods_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         watch(object, lambda _: True, lambda *_: None, lambda _: None)()
-    assert "does not tell when requests end" in caplog.text
+    assert "does not report when requests end" in caplog.text
 
 
 def test_the_pages_of_a_request_are_those_of_its_node_and_before() -> None:

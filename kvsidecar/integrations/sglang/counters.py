@@ -21,7 +21,9 @@ class Counters:
     loads: int = _counter("Requests whose load was queued.")
     loaded_pages: int = _counter("Pages of loads that succeeded.")
     gone_leases: int = _counter("Loads that were not queued because the lease had ended; their requests are computed.")
-    failed_loads: int = _counter("Requests whose load failed after it had started; SGLang aborts them.")
+    failed_loads: int = _counter(
+        "Requests whose load failed after it had started; SGLang aborts them, or computes them if it is patched."
+    )
     overdue_loads: int = _counter("Batches whose load had not ended at its deadline.")
     offloads: int = _counter("Stores sent to the daemon.")
     known_offloads: int = _counter("Stores of pages that the daemon already has, answered without asking it.")
