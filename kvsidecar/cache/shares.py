@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Protocol
 
 from kvsidecar.types import EVICTION_ORDER, UNASSIGNED, Namespace, Priority
@@ -104,6 +104,7 @@ class TableOrder:
     def look_again(self) -> None:
         """The oldest of a table may be older than they were."""
         self._heap = [(NO_AGE, *entry[1:]) for entry in self._heap if self._listed.get(entry[1]) == entry[0]]
+        heapify(self._heap)
         self._listed = dict.fromkeys(self._listed, NO_AGE)
 
     def _push(self, entry: tuple[Age, int, Priority, Any]) -> None:

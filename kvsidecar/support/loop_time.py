@@ -14,6 +14,21 @@ SECONDS: Final = 0.0002
 """How long steps begin in one turn of the loop."""
 
 
+def as_step(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
+    """A step that makes the call, and what it returns or raises. If the future is cancelled before, it does nothing."""
+    result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def step() -> None:
+        if result.done():
+            return  # nobody waits for it any more
+        try:
+            result.set_result(call())
+        except Exception as error:  # noqa: BLE001 - for whoever waits for the result
+            result.set_exception(error)
+
+    return step, result
+
+
 class Lane(Protocol):
     """Steps of one kind, in an order of their own."""
 
@@ -70,14 +85,8 @@ class LoopTime:
 
     async def turn(self) -> None:
         """Wait for a turn, and be the last one of it: what follows takes as long as a step."""
-        came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def come() -> None:
-            if not came.done():
-                came.set_result(None)
-                self.end()
-
-        self.later(come)
+        step, came = as_step(self.end)
+        self.later(step)
         await came
 
     async def run(self, steps: Generator[None, None, T]) -> T:

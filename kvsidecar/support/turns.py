@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.loop_time import LoopTime, as_step
 
 T = TypeVar("T")
 
@@ -63,16 +63,7 @@ class Turns:
 
     async def run(self, user: Hashable, call: Callable[[], T]) -> T:
         """Make the call as a step, unless this is cancelled before. Returns, or raises, what it does."""
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def step() -> None:
-            if result.done():
-                return  # nobody waits for it any more
-            try:
-                result.set_result(call())
-            except Exception as error:  # noqa: BLE001 - for whoever waits for the result
-                result.set_exception(error)
-
+        step, result = as_step(call)
         self.take(user, step)
         return await result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import ssl
 import sys
@@ -12,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.attacks.support import become
 
 SOCKET_NAME = "kvs.sock"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -99,9 +100,7 @@ def run(attack: Callable[[Connection, Counter[str]], None], connections: int, pa
         pause: of each connection between two attacks, in seconds.
     """
     if sys.argv[3:]:
-        os.setgroups([])
-        os.setgid(int(sys.argv[3]))
-        os.setuid(int(sys.argv[3]))
+        become(int(sys.argv[3]))
     path, until = Path(sys.argv[1], SOCKET_NAME), time.monotonic() + float(sys.argv[2])
     sent: Counter[str] = Counter()
     held: list[Connection] = []

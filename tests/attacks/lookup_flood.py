@@ -4,7 +4,6 @@ directory of ``kvs.sock``."""
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import sys
@@ -14,6 +13,7 @@ from kvsidecar.protocol.framing import frame
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.attacks.support import become
 from tests.harness import NAMESPACE, hashes
 
 UID = 65533
@@ -30,9 +30,7 @@ def flood(path: str) -> socket.socket:
 
 
 def main(directory: str, seconds: float) -> dict[str, int]:
-    os.setgroups([])
-    os.setgid(UID)
-    os.setuid(UID)
+    become(UID)
     end = time.monotonic() + seconds
     groups = [pb.LookupGroup(group=0, hashes=b"".join(hashes("a")) * HASHES)]
     lookup = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, groups=groups)

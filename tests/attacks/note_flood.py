@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import sys
 import time
 
 from kvsidecar.client import Blocks, Client
 from kvsidecar.core.residency import MAX_NOTE_BYTES
+from tests.attacks.support import become
 from tests.harness import NUM_BLOCKS, Rank
 
 UID = 65533
 
 
 def main(directory: str, seconds: float) -> dict[str, int]:
-    os.setgroups([])
-    os.setgid(UID)
-    os.setuid(UID)
+    become(UID)
     end = time.monotonic() + seconds
     rank = Rank(None, client=Client(f"{directory}/kvs.sock", name="attacker"), instance="notes")
     notes = bytes(MAX_NOTE_BYTES * NUM_BLOCKS)

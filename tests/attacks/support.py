@@ -18,6 +18,13 @@ def behind_all(pid: int = 0) -> None:
     os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
+def become(uid: int) -> None:
+    """From now on this process is another user's, and of no group but its own."""
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
 class Attack:
     """One attack's process. See `attack`."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from kvsidecar.server.arrivals import TABLE_SHARE
 from tests.attacks.lookup_flood import HASHES
 from tests.attacks.support import attack
+from tests.e2e.lookup_times import Asked, Waits
 from tests.e2e.policies import daemon_for_others, needs_root
 from tests.e2e.ports import port_of
 from tests.e2e.unfinished import open_fds
@@ -99,19 +102,32 @@ def test_scrapers_do_not_slow_lookups(short_dir: Path) -> None:
 @pytest.mark.alone
 def test_another_users_flood_of_lookups_does_not_delay_lookups(short_dir: Path) -> None:
     """Each turn of the loop took 64 requests of each connection: tens of milliseconds."""
-    with daemon_for_others(short_dir, "--log-level", "info") as daemon:
+    with daemon_for_others(short_dir, "--log-level", "info") as daemon, ExitStack() as stack:
         rank = Rank(daemon)
         done(rank.store("a"))
-        lookup_seconds(rank)
-        idle = lookup_seconds(rank, 1000)
+        asked, own = Asked(daemon, rank, Waits(daemon.process.pid)), Waits(os.getpid())
+        stack.callback(asked.waits.close)
+        stack.callback(own.close)
+        idle = middle(asked, own)
         with attack("lookup_flood", short_dir, SECONDS):
             eventually(lambda: daemon.metric('kvsidecar_lookup_blocks_total{result="hit"}') > 100 * HASHES)
-            busy = lookup_seconds(rank, 1000)
-        texts = [f"p50 {each[500] * 1e3:.2f} ms, p99 {each[990] * 1e3:.2f} ms" for each in (idle, busy)]
-        print(f"idle: {texts[0]}; in a flood of lookups: {texts[1]}")
-        assert busy[500] < 30 * idle[500]
+            busy = middle(asked, own)
         rank.close()
         assert daemon.terminate() == 0
+    if idle is None or busy is None:
+        pytest.skip("the machine was too busy with other things: nothing was said about the times of lookups")
+    print(f"idle: {idle * 1e3:.2f} ms in the middle; in a flood of lookups: {busy * 1e3:.2f} ms")
+    assert busy < 30 * idle
+
+
+def middle(asked: Asked, own: Waits, lookups: int = 1000) -> float | None:
+    """Of the times of these lookups, in seconds; None if too few were without a wait of this process."""
+    for each in (asked.waits, own):
+        each.look()
+    for _ in range(lookups):
+        asked.ask(own)
+    found = asked.taken()
+    return found[len(found) // 2] if len(found) > lookups // 10 else None
 
 
 def shared(daemon: DaemonProcess) -> bool:

@@ -12,8 +12,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from kvsidecar.server.grpc_front import USER_BYTES
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from kvsidecar.support import protobuf_trim
 from tests.attacks.support import attack, behind_all
+from tests.e2e.lookup_times import Asked, Waits
 from tests.e2e.memory import rss_mib
 from tests.e2e.ports import port_of
 from tests.e2e.unfinished import open_fds
@@ -43,8 +43,6 @@ LATE = 0
 """Of some 28,000 lookups of a round, beyond as many as the other daemon was late with."""
 LEAST_CORES = 0.2
 """Of the attackers: in a round with less, the machine was too busy with other things for an attack."""
-OWN_SECONDS = 0.0002
-"""A lookup is not counted if this process has waited longer for a core: its answer may have been there for long."""
 FULL_SECONDS = 15.0
 """Then they attack with all that the machine has, for the memory."""
 BACK_SECONDS = 60.0
@@ -52,65 +50,6 @@ STATED_MIB = (USER_BYTES + MAX_PARTIAL_BYTES + MAX_NOTES_BYTES) / 2**20
 """What docs/security.md allows one user of the memory of the daemon: gRPC connections, incomplete messages, notes."""
 KEPT_MIB = 48
 """What the allocator and the interpreter keep. Less than the notes of attackers, which go with their blocks."""
-
-
-class Waits:
-    """How long the threads of a process have waited for a core."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._files: list[int] = []
-        self.look()
-
-    def look(self) -> None:
-        """See which threads it has now."""
-        self.close()
-        for task in Path(f"/proc/{self._pid}/task").iterdir():
-            with suppress(FileNotFoundError):  # it has just ended
-                self._files.append(os.open(task / "schedstat", os.O_RDONLY))
-
-    def now(self) -> list[float]:
-        """Of each, in seconds, so far."""
-        found = []
-        for file in self._files:
-            try:
-                found.append(int(os.pread(file, 100, 0).split()[1]) / 1e9)
-            except ProcessLookupError:  # it has ended
-                found.append(0.0)
-        return found
-
-    def close(self) -> None:
-        for file in self._files:
-            os.close(file)
-        self._files.clear()
-
-
-def longest_wait(before: list[float], after: list[float]) -> float:
-    """Of a thread, in seconds: that which waits may have Python's lock, and hold up all."""
-    return max(0.0, *(late - early for early, late in zip(before, after, strict=True)))
-
-
-@dataclass
-class Asked:
-    """A daemon that is asked, and how long its answers took."""
-
-    daemon: DaemonProcess
-    rank: Rank
-    waits: Waits
-    seconds: list[float] = field(default_factory=list)
-    most_mib: float = 0.0
-
-    def ask(self, own: Waits) -> None:
-        own_before, before, began = own.now(), self.waits.now(), time.perf_counter()
-        self.rank.hits("a")  # whether it hits is not asked: the attackers store, too, and evict what is old
-        took = time.perf_counter() - began
-        waited = longest_wait(before, self.waits.now())
-        if longest_wait(own_before, own.now()) < OWN_SECONDS:
-            self.seconds.append(took - waited)
-
-    def taken(self) -> list[float]:
-        found, self.seconds = sorted(self.seconds), []
-        return found
 
 
 @contextmanager

@@ -57,6 +57,11 @@ POOL = ("--pool-size", "6MiB")
 """About 250 pages, and below the 8 MiB that an ordinary user may lock."""
 
 
+def failing(home: Path, rules: str, *flags: str) -> DaemonProcess:
+    """A daemon in which things go wrong as these failpoints say."""
+    return DaemonProcess(home, *POOL, *flags, KVSIDECAR_FAILPOINTS=rules).wait_ready()
+
+
 @pytest.fixture
 def daemon(home: Path) -> Iterator[DaemonProcess]:
     with DaemonProcess(home, *POOL) as process:

@@ -357,6 +357,12 @@ def attach(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     eventually(stores, lambda: f"the engine does not use the daemon: {engine.text()[-LOG_CHARACTERS:]}")
 
 
+def warm(engine: SGLangProcess, daemon: DaemonProcess, what: Prompt) -> tuple[int, ...]:
+    """Store all of this prompt, without a load before. Returns the tokens that follow."""
+    attach(engine, daemon)  # else the engine may attach in the middle of it, and store only its end
+    return stored(engine, daemon, what).tokens
+
+
 def join(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     """Wait until the engine offloads to this daemon, and hits there."""
     numbers = itertools.count()

@@ -13,14 +13,15 @@ from typing import ClassVar
 
 import pytest
 
-from tests.harness import DaemonProcess, Gate
-from tests.sglang.conftest import POOL
-from tests.sglang.engine import ENVIRONMENT, SGLangProcess, attach, forgotten, linker, stored
+from tests.harness import Gate
+from tests.sglang.conftest import failing
+from tests.sglang.engine import ENVIRONMENT, SGLangProcess, forgotten, linker, warm
 from tests.vllm.engine import prompt
 
 PATCH = Path(__file__).parents[2] / "deploy/sglang/recompute-failed-loads.patch"
 LONG = prompt("long", 700)
 WHOLE = 688
+FIRST_LOAD = "load.before_copy@0=raise(planned)"
 CHUNKED = prompt("long", 1400)
 """Begins with `LONG`; what is behind it takes more than one chunk."""
 
@@ -55,15 +56,9 @@ def engine(
         yield process
 
 
-def warm(engine: SGLangProcess, daemon: DaemonProcess) -> tuple[int, ...]:
-    """Store all of `LONG`. Returns the tokens that follow."""
-    attach(engine, daemon)
-    return stored(engine, daemon, LONG).tokens
-
-
 def test_a_daemon_killed_during_a_load_costs_no_request(engine: SGLangProcess, home: Path, gate: Gate) -> None:
-    with DaemonProcess(home, *POOL, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}").wait_ready() as daemon:
-        cold = warm(engine, daemon)
+    with failing(home, f"load.in_flight@2={gate}") as daemon:
+        cold = warm(engine, daemon, LONG)
         engine.send_generate(LONG)
         daemon.wait_log("failpoint")
         daemon.process.kill()
@@ -75,8 +70,8 @@ def test_a_daemon_killed_during_a_load_costs_no_request(engine: SGLangProcess, h
 
 
 def test_a_load_that_fails_costs_no_request_and_the_next_ones_hit(engine: SGLangProcess, home: Path) -> None:
-    with DaemonProcess(home, *POOL, KVSIDECAR_FAILPOINTS="load.before_copy@0=raise(planned)").wait_ready() as daemon:
-        cold = warm(engine, daemon)
+    with failing(home, FIRST_LOAD) as daemon:
+        cold = warm(engine, daemon, LONG)
         failed = engine.ask(LONG)
         assert (failed.status, failed.cached, failed.tokens) == (200, 0, cold)
         forgotten(engine, daemon, LONG)
@@ -86,8 +81,8 @@ def test_a_load_that_fails_costs_no_request_and_the_next_ones_hit(engine: SGLang
 
 
 def test_others_of_the_same_batch_are_answered(engine: SGLangProcess, home: Path) -> None:
-    with DaemonProcess(home, *POOL, KVSIDECAR_FAILPOINTS="load.before_copy@0=raise(planned)").wait_ready() as daemon:
-        cold = warm(engine, daemon)
+    with failing(home, FIRST_LOAD) as daemon:
+        cold = warm(engine, daemon, LONG)
         other = engine.ask(prompt("other", 60))
         engine.forget()
         answers = engine.generate(prompt("other", 60), LONG)
@@ -95,10 +90,10 @@ def test_others_of_the_same_batch_are_answered(engine: SGLangProcess, home: Path
 
 
 def test_a_load_before_the_first_of_several_chunks_may_fail(engine: SGLangProcess, home: Path) -> None:
-    with DaemonProcess(home, *POOL, KVSIDECAR_FAILPOINTS="load.before_copy@0=raise(planned)").wait_ready() as daemon:
+    with failing(home, FIRST_LOAD) as daemon:
         alone = engine.ask(CHUNKED).tokens
         engine.forget()
-        warm(engine, daemon)
+        warm(engine, daemon, LONG)
         failed = engine.ask(CHUNKED)
         daemon.wait_log("failpoint")
         assert (failed.status, failed.cached, failed.tokens) == (200, 0, alone)

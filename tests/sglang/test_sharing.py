@@ -8,8 +8,8 @@ import pytest
 
 from kvsidecar.client import Namespace
 from tests.harness import DEVICE, SECONDS, DaemonProcess, Gate, Rank, eventually
-from tests.sglang.conftest import POOL, Engines
-from tests.sglang.engine import SGLangProcess, attach, forgotten, join, stored
+from tests.sglang.conftest import POOL, Engines, failing
+from tests.sglang.engine import SGLangProcess, forgotten, join, stored, warm
 from tests.vllm.engine import EngineProcess, blocks, kvsidecar, prompt
 
 VLLM = Path(".venv-vllm/bin/python")
@@ -30,11 +30,6 @@ def works(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     cold = stored(engine, daemon, other)
     hit = engine.ask(other)
     assert (cold.cached, hit.host, hit.tokens) == (0, 192, cold.tokens)
-
-
-def failing(home: Path, rules: str, *flags: str) -> DaemonProcess:
-    """A daemon in which things go wrong as these failpoints say."""
-    return DaemonProcess(home, *POOL, *flags, KVSIDECAR_FAILPOINTS=rules).wait_ready()
 
 
 def test_an_engine_that_started_without_a_daemon_uses_one_that_comes(
@@ -111,7 +106,7 @@ def test_a_daemon_killed_between_two_requests(engine: SGLangProcess, home: Path)
 def test_a_daemon_killed_during_a_load_costs_that_request(engine: SGLangProcess, home: Path, gate: Gate) -> None:
     """SGLang aborts a request whose load has started: it cannot compute it any more."""
     with failing(home, f"load.in_flight@2={gate}") as first:
-        cold = warm(engine, first)
+        cold = warm(engine, first, LONG)
         engine.send_generate(LONG)
         first.wait_log("failpoint")
         first.process.kill()
@@ -123,15 +118,9 @@ def test_a_daemon_killed_during_a_load_costs_that_request(engine: SGLangProcess,
         works(engine, second.wait_ready())
 
 
-def warm(engine: SGLangProcess, daemon: DaemonProcess) -> tuple[int, ...]:
-    """Store all of `LONG`, without a load before. Returns the tokens that follow."""
-    attach(engine, daemon)  # else the engine may attach in the middle of `LONG`, and store only its end
-    return stored(engine, daemon, LONG).tokens
-
-
 def test_a_load_that_fails_costs_that_request(engine: SGLangProcess, home: Path) -> None:
     with failing(home, "load.before_copy@0=raise(planned)") as daemon:
-        cold = warm(engine, daemon)
+        cold = warm(engine, daemon, LONG)
         assert engine.ask(LONG).status == 503
         again = engine.ask(LONG)
         assert (again.status, again.host, again.tokens) == (200, 0, cold), "the next one might fail as well"
