@@ -31,11 +31,9 @@ from kvsidecar.types import GroupLayout
 
 LINK_BYTES_PER_US: Final = 55_000.0
 """PCIe 5 x16, one direction."""
-PIECE_ISSUE_US: Final = 0.45
-"""The host issues one piece of a batch in 0.2 to 0.45 µs; smaller pieces than it moves in this time starve the link."""
-SCATTERED_ISSUE_US: Final = 1.0
-"""The same for the rows of a block that lie in allocations of their own: a load of pieces of 32 KiB takes so long for
-each, where one of a single allocation takes 0.6 (measured on an H100)."""
+PIECE_ISSUE_US: Final = 0.7
+"""The host issues one piece of a batch in 0.2 to 0.45 µs, or in up to 0.9 where other copies are issued beside it or
+its cores are shared; smaller pieces than it moves in this time starve the link."""
 PIECE_GAP_US: Final = 0.03
 """The link idles between two pieces of a batch."""
 PITCHED_US: Final = 3.0
@@ -64,13 +62,13 @@ Copies = npt.NDArray[np.void]
 
 
 def pitched_pays(
-    num_rows: int | npt.NDArray[np.uint64],
-    row_bytes: int | npt.NDArray[np.uint64],
-    issue_us: float | npt.NDArray[np.float64] = PIECE_ISSUE_US,
+    num_rows: int | npt.NDArray[np.uint64], row_bytes: int | npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
     """Whether one pitched copy of these rows takes less time than a batch with a piece for each."""
     link = np.asarray(row_bytes) / LINK_BYTES_PER_US
-    pays: npt.NDArray[np.bool_] = PITCHED_US + num_rows * link < num_rows * (np.maximum(issue_us, link) + PIECE_GAP_US)
+    pays: npt.NDArray[np.bool_] = PITCHED_US + num_rows * link < num_rows * (
+        np.maximum(PIECE_ISSUE_US, link) + PIECE_GAP_US
+    )
     return pays
 
 
@@ -172,22 +170,12 @@ def bind(
     longest_run = max(1, SLICE_BYTES // block_bytes)
     columns, space = _stacked(*_joined_where_they_touch(columns, space))
     few = _recipe(columns, longest_run)
-    issue_us = np.where(_scattered(columns, base_addresses), SCATTERED_ISSUE_US, PIECE_ISSUE_US)
-    split = (columns.num_rows > 1) & ~pitched_pays(columns.num_rows, columns.row_bytes, issue_us)
+    split = (columns.num_rows > 1) & ~pitched_pays(columns.num_rows, columns.row_bytes)
     if not split.any():
         return BoundGroup(layout.num_blocks, block_bytes, few, few)
     counts = np.where(split, columns.num_rows, 1).astype(np.int64)
     rows, _ = _joined_where_they_touch(_one_by_one(columns, split, counts), np.repeat(space, counts))
     return BoundGroup(layout.num_blocks, block_bytes, few, _recipe(rows, longest_run))
-
-
-def _scattered(columns: Columns, base_addresses: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Whether the rows of a column lie in several allocations."""
-    bases = np.sort(np.array(base_addresses, np.uint64))
-    last_row = columns.address + (columns.num_rows - np.uint64(1)) * columns.pitch
-    first, last = (np.searchsorted(bases, each, "right") for each in (columns.address, last_row))
-    several: npt.NDArray[np.bool_] = first != last
-    return several
 
 
 def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> Columns:
