@@ -11,7 +11,9 @@ Source: CUDA Driver API, "Memory Management" (cuIpcGetMemHandle, cuMemGetAddress
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import os
 import struct
 import uuid as uuids
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
 from kvsidecar.errors import DriverUnusable, NotExportable
+from kvsidecar.support.kernel_calls import needed
 
 IPC_HANDLE_BYTES: Final = 64
 """``CU_IPC_HANDLE_SIZE``"""
@@ -32,6 +35,10 @@ RANGE_BYTES: Final = 2 << 20
 """Granularity of physical memory on every GPU so far."""
 _POSIX_DESCRIPTOR: Final = 1
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"""
+_FABRIC: Final = 8
+"""CU_MEM_HANDLE_TYPE_FABRIC"""
+FABRIC_HANDLE_BYTES: Final = 64
+"""``CU_IPC_HANDLE_SIZE``, of which a ``CUmemFabricHandle`` is made."""
 
 _HOW_TO_EXPORT: Final = (
     "memory of cuMemAlloc, cudaMalloc and cuMemCreate can be shared, managed memory and that of a memory pool cannot"
@@ -279,7 +286,10 @@ def physical_ranges(pointer: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 def exported_fd(address: int) -> int:
-    """A new descriptor of the handle of ``cuMemCreate`` that is mapped at this address. It keeps the memory allocated.
+    """A new descriptor of the handle of ``cuMemCreate`` that is mapped at this address.
+
+    It is the driver's own, which keeps the memory allocated; or, of memory that can be exported as a fabric handle
+    alone, a memfd with that handle (`fabric_handle`).
 
     Raises:
         NotExportable: nothing is mapped there, or it cannot be shared; the text says what to change.
@@ -287,6 +297,8 @@ def exported_fd(address: int) -> int:
     handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
     call("cuMemRetainAllocationHandle", ctypes.byref(handle), address, error=NotExportable, hint="is it still mapped?")
     try:
+        if not _handle_types(address) & _POSIX_DESCRIPTOR:
+            return _fabric_fd(handle)
         arguments = ctypes.byref(fd), handle, _POSIX_DESCRIPTOR, 0
         call("cuMemExportToShareableHandle", *arguments, error=NotExportable, hint="is a descriptor free (ulimit -n)?")
     finally:
@@ -294,17 +306,41 @@ def exported_fd(address: int) -> int:
     return fd.value
 
 
+def _fabric_fd(handle: ctypes.c_uint64) -> int:
+    exported = ctypes.create_string_buffer(FABRIC_HANDLE_BYTES)
+    hint = "has this process a channel of the IMEX service (/dev/nvidia-caps-imex-channels)?"
+    call("cuMemExportToShareableHandle", exported, handle, _FABRIC, 0, error=NotExportable, hint=hint)
+    with needed("memfd_create", NotExportable):
+        fd = os.memfd_create("kvsidecar-fabric-handle", os.MFD_CLOEXEC)
+    os.write(fd, exported.raw)
+    return fd
+
+
+def fabric_handle(fd: int) -> bytes | None:
+    """What is in a memfd of `exported_fd`: not 64 bytes if somebody else made it. None: this is no memfd, so it must be
+    a descriptor of the driver."""
+    try:
+        # Not by fstat: of a file whose file system is a program of another user it may never return.
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return None
+    return os.pread(fd, FABRIC_HANDLE_BYTES + 1, 0)
+
+
+def _handle_types(pointer: int) -> int:
+    """The forms in which the memory at a device pointer can be exported, as bits of ``CUmemAllocationHandleType``."""
+    return _attribute(pointer, _ALLOWED_HANDLE_TYPES)
+
+
 def _check_exportable(pointer: int) -> None:
-    types = _attribute(pointer, _ALLOWED_HANDLE_TYPES)
-    if types & _POSIX_DESCRIPTOR:
+    if _handle_types(pointer) & (_POSIX_DESCRIPTOR | _FABRIC):
         return
     handle = ctypes.c_uint64()
     if status_of("cuMemRetainAllocationHandle", ctypes.byref(handle), pointer):
         raise NotExportable(f"the KV cache is in memory that cannot be shared: {_HOW_TO_EXPORT}")
     status_of("cuMemRelease", handle)
-    only = "can be exported as fabric handles alone" if types else "cannot be exported"
     raise NotExportable(
-        f"the KV cache is in memory of cuMemCreate that {only}: its allocator must ask for "
+        "the KV cache is in memory of cuMemCreate that cannot be exported: its allocator must ask for "
         "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR (requestedHandleTypes), or be turned off: torch's is set by "
         "PYTORCH_CUDA_ALLOC_CONF, those of vLLM and SGLang by their options for sleep mode and memory saving"
     )

@@ -23,6 +23,7 @@ from kvsidecar.client import (
     PhysicalRange,
     Region,
 )
+from kvsidecar.errors import DriverUnusable
 from kvsidecar.support.cuda_driver import RANGE_BYTES, CudaContext, device_count, ipc_handle, physical_ranges
 from tests.e2e.gpu_engine import ENGINE
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces, with_pid
@@ -54,21 +55,26 @@ def cuda_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
         yield process.wait_ready()
 
 
+PLAIN, DESCRIPTORS, FABRIC = 0, 1, 8
+"""Memory of cuMemAlloc; memory of cuMemCreate with this form of export, as CUmemAllocationHandleType."""
+
+
 class GpuRank:
     """An attached rank whose KV lies in allocations of its own on the GPU."""
 
     def __init__(
-        self, daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], *, physical: bool = False
+        self, daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], *, handle_types: int = PLAIN
     ) -> None:
-        self.context, self.regions, self._physical = context, regions, physical
+        self.context, self.regions, self._physical = context, regions, handle_types != PLAIN
         count = max(region.allocation for region in regions) + 1
         self.sizes = [
             max(region.end(BLOCKS) for region in regions if region.allocation == index) + 8192 for index in range(count)
         ]
-        if physical:
+        if self._physical:
             self.sizes = [-(-size // RANGE_BYTES) * RANGE_BYTES for size in self.sizes]
         self.addresses = [
-            context.alloc_ranges(ranges_of(size)) if physical else context.alloc(size) for size in self.sizes
+            context.alloc_ranges(ranges_of(size), handle_types=handle_types) if self._physical else context.alloc(size)
+            for size in self.sizes
         ]
         self.attach(daemon)
 
@@ -129,17 +135,22 @@ def test_blocks_that_span_pinned_chunks_are_stored_and_loaded(
     chunks = ("--slab-size", "48KiB", "--chunk-size", "48KiB")
     with DaemonProcess(short_dir, "--pool-size", "8MiB", *chunks, device="cuda") as daemon:
         daemon.wait_ready()
-        test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(daemon, context, regions, False)
+        test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(daemon, context, regions, PLAIN)
 
 
 @pytest.mark.parametrize(
     "regions", [STACKED, CONTIGUOUS, PER_LAYER, PADDED], ids=["stacked", "contiguous", "per layer", "padded"]
 )
-@pytest.mark.parametrize("physical", [False, True], ids=["plain", "physical"])
+@pytest.mark.parametrize("handle_types", [PLAIN, DESCRIPTORS, FABRIC], ids=["plain", "physical", "fabric"])
 def test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(
-    cuda_daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], physical: bool
+    cuda_daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], handle_types: int
 ) -> None:
-    one, two = (GpuRank(cuda_daemon, context, regions, physical=physical) for _ in range(2))
+    if handle_types == FABRIC:
+        try:
+            context.free_ranges(context.alloc_ranges([RANGE_BYTES], handle_types=FABRIC), [RANGE_BYTES])
+        except DriverUnusable as why:
+            pytest.skip(f"no channel of the IMEX service: {why}")
+    one, two = (GpuRank(cuda_daemon, context, regions, handle_types=handle_types) for _ in range(2))
     names = hashes(*range(20))
     source = np.random.default_rng(1).permutation(BLOCKS)[:20].tolist()
     target = np.random.default_rng(2).permutation(BLOCKS)[:20].tolist()
@@ -346,10 +357,11 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_change(context: Cu
     context.free_ranges(address, [RANGE_BYTES])
 
 
+@pytest.mark.alone
 def test_the_memory_of_an_engine_that_sleeps_is_free_and_its_blocks_hit_when_it_wakes(
     cuda_daemon: DaemonProcess, context: CudaContext
 ) -> None:
-    rank = GpuRank(cuda_daemon, context, PER_LAYER, physical=True)
+    rank = GpuRank(cuda_daemon, context, PER_LAYER, handle_types=DESCRIPTORS)
     free = context.memory_info()[0]
     stored = rank.fill(1)
     done(rank.client.wait([job := rank.client.store([Blocks(0, hashes(*range(20)), list(range(20)))])], SECONDS)[job])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from kvsidecar.bench import driver
 from kvsidecar.cli.doctor import probe
-from kvsidecar.errors import DriverUnusable
+from kvsidecar.errors import DriverUnusable, NotExportable
 from kvsidecar.support import cuda_driver
 
 NO_DEVICE = 100
@@ -105,6 +106,69 @@ def test_the_doctor_hears_of_a_driver_without_gpus_and_of_the_calls_it_lacks(ins
     found = probe.probe()
     assert (found["installed"], found["cuda_version"], "gpus" in found) == (True, 12080, False)
     assert (found["missing_calls"], found["missing_optional_calls"]) == ([], ["cuMemcpyBatchAsync"])
+
+
+POSIX, FABRIC = 1, 8
+
+
+def exporting(types: int, status: int = 0) -> Library:
+    """A driver of memory with these forms of export. A fabric handle is 64 times the number of the handle, 7."""
+    given: list[int] = []
+
+    def retain(handle: Any, _address: int) -> int:
+        handle._obj.value = 7
+        return 0
+
+    def attribute(value: Any, _which: int, _pointer: int) -> int:
+        value._obj.value = types
+        return 0
+
+    def export(out: Any, handle: Any, kind: int, _flags: int) -> int:
+        given.append(kind)
+        if kind == POSIX:
+            out._obj.value = os.open("/dev/null", os.O_RDONLY)
+        else:
+            out.raw = bytes([handle.value]) * 64
+        return status
+
+    library = Library(
+        cuInit=lambda _: 0, cuMemRetainAllocationHandle=retain, cuPointerGetAttribute=attribute,
+        cuMemExportToShareableHandle=export, cuMemRelease=lambda _: 0,
+    )  # fmt: skip
+    library.__dict__["given"] = given
+    return library
+
+
+@pytest.mark.parametrize(("types", "form"), [(POSIX, POSIX), (POSIX | FABRIC, POSIX), (FABRIC, FABRIC)])
+def test_memory_goes_by_descriptor_and_by_a_fabric_handle_only_where_it_has_no_other_form(
+    install: Callable[[Any], None], types: int, form: int
+) -> None:
+    library = exporting(types)
+    install(library)
+    fd = cuda_driver.exported_fd(1 << 40)
+    assert library.__dict__["given"] == [form]
+    assert cuda_driver.fabric_handle(fd) == (b"\x07" * 64 if form == FABRIC else None)
+    os.close(fd)
+
+
+def test_a_fabric_handle_that_is_not_permitted_names_the_service_that_must_run(install: Callable[[Any], None]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    install(exporting(FABRIC, status=800))
+    with pytest.raises(NotExportable, match=r"CUDA_ERROR_800.*IMEX"):
+        cuda_driver.exported_fd(1 << 40)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_only_a_memfd_is_read_for_a_fabric_handle(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64))
+    with path.open("rb") as file:
+        assert cuda_driver.fabric_handle(file.fileno()) is None
+    fd = os.memfd_create("test")
+    for length, found in ((0, 0), (63, 63), (64, 64), (4096, 65)):
+        os.ftruncate(fd, length)
+        assert cuda_driver.fabric_handle(fd) == bytes(found)
+    os.close(fd)
 
 
 def test_every_call_in_the_code_has_a_signature_with_as_many_arguments() -> None:

@@ -32,7 +32,7 @@ from kvsidecar.device.cuda.stream import CudaCopyStream, CudaEvent
 from kvsidecar.device.reservation import Reservation
 from kvsidecar.device.system import mps_runs, pci_numa_node
 from kvsidecar.errors import DeviceError, DeviceNotFound, DriverUnusable, ImportRefused, PinFailed
-from kvsidecar.support.cuda_driver import IPC_HANDLE_BYTES
+from kvsidecar.support.cuda_driver import FABRIC_HANDLE_BYTES, IPC_HANDLE_BYTES, fabric_handle
 from kvsidecar.types import Direction
 
 
@@ -292,13 +292,22 @@ class _Addresses:
         return int(address)
 
     def map(self, address: int, fd: int, nbytes: int) -> None:
-        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        status, handle = driver.cuMemImportFromShareableHandle(fd, kind)
-        self._check(
-            status,
-            "importing a descriptor of physical memory, which must be from cuMemExportToShareableHandle and of a GPU "
-            "that the daemon sees",
-        )
+        kinds, shared = driver.CUmemAllocationHandleType, fabric_handle(fd)
+        if shared is None:
+            what = "a descriptor of physical memory, which must be from cuMemExportToShareableHandle and of a GPU that "
+            what += "the daemon sees"
+            status, handle = driver.cuMemImportFromShareableHandle(fd, kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        elif len(shared) == FABRIC_HANDLE_BYTES:
+            what = "a fabric handle, for which the daemon needs the same channel of the IMEX service as the engine"
+            fabric = driver.CUmemFabricHandle()
+            ctypes.memmove(fabric.getPtr(), shared, FABRIC_HANDLE_BYTES)
+            status, handle = driver.cuMemImportFromShareableHandle(fabric.getPtr(), kinds.CU_MEM_HANDLE_TYPE_FABRIC)
+        else:
+            raise ImportRefused(
+                "a memfd of physical memory holds a fabric handle of cuMemExportToShareableHandle: "
+                f"{FABRIC_HANDLE_BYTES} bytes"
+            )
+        self._check(status, f"importing {what}")
         try:
             # With another size than the handle's the driver refuses (measured), so none reaches beyond its memory.
             (status,) = driver.cuMemMap(address, nbytes, 0, handle, 0)
