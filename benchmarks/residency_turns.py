@@ -1,10 +1,10 @@
 """What it costs a daemon to tell watchers what it holds: rates and lookups with and without them, in turns.
 
-    python -m benchmarks.residency_turns [--rounds 40] [--jobs 400] [--lookups 300] [--watchers 2] [--block 64KiB]
+    python -m benchmarks.residency_turns [--rounds 40] [--jobs 400] [--blocks 32] [--lookups 300] [--watchers 2]
 
 Two daemons of the host device, one rank each; one of them has watchers, in a process of their own, which follow all the
 time what they are told, as engines with KV events do, and its stores carry notes on 16 tokens a block. In each round
-the same is done with both, in changing order: jobs of 32 blocks, each of which evicts as many, four in flight; and
+the same is done with both, in changing order: jobs of so many blocks, each of which evicts as many, four in flight; and
 lookups of 512 blocks. Printed are the medians over the rounds, in microseconds, and with / without of the same round:
 its median, and the first and the last tenth. "cpu" is what a job takes of the daemon's main thread, which the rest of a
 busy machine hardly changes.
@@ -34,7 +34,7 @@ from kvsidecar.bench.processes import PrivateDaemon, private_daemon
 from kvsidecar.support.units import parse_size
 
 RUN = "turns"
-BLOCKS, HITS = 32, 512
+HITS = 512
 NOTE = bytes(105)
 
 WATCHERS = """
@@ -64,9 +64,11 @@ Sides = Mapping[bool, tuple[PrivateDaemon, Engine]]
 
 def options_of(description: str | None, **counts: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, count in {"rounds": 40, **counts}.items():
+    for name, count in {"rounds": 40, "blocks": 32, **counts}.items():
         parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--block", type=parse_size, default=parse_size("64KiB"), help="bytes of a block")
+    parser.add_argument(
+        "--block", type=parse_size, default=parse_size("64KiB"), help="bytes of a block; default: 64KiB"
+    )
     return parser
 
 
@@ -99,7 +101,7 @@ def compare(sides: Sides, arguments: argparse.Namespace, *, noted: bool = False,
             # What is looked up must survive what is stored: it is leased meanwhile.
             with engine.held(HITS, 1) as (held,):
                 began = cpu_seconds(daemon.pid)
-                seconds = {"job": stores(engine, arguments.jobs, noted=noted and on)}
+                seconds = {"job": stores(engine, arguments.jobs, arguments.blocks, noted=noted and on)}
                 seconds["cpu"] = (cpu_seconds(daemon.pid) - began) / arguments.jobs
                 seconds["lookup"] = lookups(engine, held, arguments.lookups, lease_seconds)
             for what, value in seconds.items() if counts else ():
@@ -110,11 +112,11 @@ def compare(sides: Sides, arguments: argparse.Namespace, *, noted: bool = False,
         print(f"{what:10} {median(off) * 1e6:11.1f} {median(on_too) * 1e6:9.1f}   {ratio(off, on_too)}")
 
 
-def stores(engine: Engine, count: int, *, noted: bool) -> float:
+def stores(engine: Engine, count: int, num_blocks: int, *, noted: bool) -> float:
     """Seconds per job."""
-    jobs = engine.jobs([engine.fresh(BLOCKS) for _ in range(count)])
+    jobs = engine.jobs([engine.fresh(num_blocks) for _ in range(count)])
     if noted:
-        jobs = [[replace(part, notes=NOTE * BLOCKS) for part in blocks] for blocks in jobs]
+        jobs = [[replace(part, notes=NOTE * num_blocks) for part in blocks] for blocks in jobs]
     began = time.perf_counter()
     engine.run([partial(engine.client.store, blocks) for blocks in jobs], 4)
     return (time.perf_counter() - began) / count
