@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.fleet import report
 from benchmarks.fleet.cases import ADMISSIONS, HOURS, MODELS, SECTIONS, load, mix_of, plan, run
+from benchmarks.fleet.engine_cache import EAGER, MODES
 from benchmarks.fleet.fit import statistics
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Log, Prefill, Source, Task, load_uses, run_policy
 from benchmarks.fleet.trace import BLOCK_TOKENS
@@ -93,6 +94,12 @@ def arguments() -> argparse.ArgumentParser:
         default=0,
         help="of --pool-tokens: store what a prompt misses in such pieces, as an engine",
     )
+    parser.add_argument(
+        "--engine-tokens", type=tokens, default=0, help="of --pool-tokens: the cache of the engine in front of the pool"
+    )
+    parser.add_argument(
+        "--store-mode", choices=MODES, help="of --engine-tokens: when the engine stores what it has; default: eager"
+    )
     parser.add_argument("--only", choices=SECTIONS, help="one section")
     parser.add_argument("--admissions", type=lambda text: text.split(","), default=",".join(ADMISSIONS))
     parser.add_argument("--model", choices=MODELS, default="70b", help="bytes of a block, KV cache, prefill rate")
@@ -149,6 +156,10 @@ def refuse_mixtures(parser: argparse.ArgumentParser, options: argparse.Namespace
         parser.error("--agentic needs --sessions and --pool-tokens, and no --trace")
     if options.half and not options.agentic:
         parser.error("--half needs --agentic")
+    if options.engine_tokens and options.pool_tokens is None:
+        parser.error("--engine-tokens needs --pool-tokens")
+    if options.store_mode and not options.engine_tokens:
+        parser.error("--store-mode needs --engine-tokens")
     if options.hints and not options.agentic:
         parser.error("--hints needs --agentic")
     if options.pool_tokens is None:
@@ -190,7 +201,18 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     model = MODELS[options.model]
     prefill = Prefill(model.prefill_rate, model.twice_at)
     names = [*options.policy, CLAIRVOYANT]
-    tasks = [Task(source, name, options.pool_tokens, prefill, options.store_tokens) for name in names]
+    tasks = [
+        Task(
+            source,
+            name,
+            options.pool_tokens,
+            prefill,
+            options.store_tokens,
+            options.engine_tokens,
+            options.store_mode or EAGER,
+        )
+        for name in names
+    ]
     with ProcessPoolExecutor(min(options.jobs, len(tasks)), multiprocessing.get_context("spawn")) as processes:
         found = dict(zip(names, processes.map(run_policy, tasks), strict=True))
     best, block_bytes = found.pop(CLAIRVOYANT), model.block_bytes * uses.block_tokens // BLOCK_TOKENS

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.fleet.cases import WARM_SHARE, load
+from benchmarks.fleet.engine_cache import Engine
 from benchmarks.fleet.trace import Mix, uses_of
 from kvsidecar.cache.arrays import Bools, Ints, first_of_each
 from kvsidecar.cache.grants import StoreGrant
@@ -210,6 +211,10 @@ class Task:
     prefill: Prefill
     store_tokens: int = 0
     """Of one store; 0: a prompt is stored as a whole."""
+    engine_tokens: int = 0
+    """Of the cache of the engine in front of it; 0: it has none."""
+    store_mode: str = ""
+    """Of the engine."""
 
 
 @lru_cache(maxsize=1)
@@ -233,18 +238,21 @@ def run_policy(task: Task) -> dict[str, Any]:
 
 def replay(uses: Uses, task: Task) -> dict[str, Any]:
     blocks = task.pool_tokens // uses.block_tokens
-    pool = (
-        ClairvoyantPool(uses, blocks)
-        if task.policy == CLAIRVOYANT
-        else CachePool(task.policy, blocks, uses.block_tokens, task.store_tokens)
-    )
+    engine = task.engine_tokens // uses.block_tokens
+    pool: ClairvoyantPool | CachePool
+    asked: ClairvoyantPool | CachePool | Engine
+    if task.policy == CLAIRVOYANT:
+        pool = asked = ClairvoyantPool(uses, blocks + engine)
+    else:
+        pool = CachePool(task.policy, blocks, uses.block_tokens, task.store_tokens)
+        asked = Engine(pool, engine, task.store_mode) if engine else pool
     before, tally, progress = Tally(task.prefill), Tally(task.prefill), Progress()
     for number, use in enumerate(uses.uses):
         pool.tally = counts = tally if use.at >= uses.warm else before
         if use.tokens:
-            hits = pool.prompt(use)
+            hits = asked.prompt(use)
             counts.prompt(use.tokens, min(hits * uses.block_tokens, use.tokens))
         else:
-            pool.answer(use)
+            asked.answer(use)
         progress.replayed(task.policy, number, len(uses.uses))
     return tally.row()

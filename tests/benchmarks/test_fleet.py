@@ -171,6 +171,26 @@ def test_a_pool_of_one_policy_hits_what_is_counted_by_hand() -> None:
     assert shares(uses, 4 * 512) == {"lru": 0.3, "rhythm": 0.3, CLAIRVOYANT: 0.4}
 
 
+@pytest.mark.parametrize(
+    ("mode", "prompts", "hit", "stored"),
+    [
+        # Two prompts in turns, and room for one in the engine and one in the pool: if each is stored when it is
+        # computed, both have the last one. If it is stored when the engine evicts it, all but the first two are hit;
+        # the first prompt is not stored again when the engine evicts it once more: it was loaded.
+        ("eager", ((0, 1), (2, 3), (0, 1), (2, 3)), 0, 8),
+        ("lazy", ((0, 1), (2, 3), (0, 1), (2, 3)), 4, 4),
+        ("eager", ((0, 1), (0, 1), (0, 1)), 4, 2),
+        ("lazy", ((0, 1), (0, 1), (0, 1)), 4, 2),
+    ],
+)
+def test_an_engine_in_front_of_the_pool_stores_eagerly_or_lazily(
+    mode: str, prompts: tuple[tuple[int, ...], ...], hit: int, stored: int
+) -> None:
+    task = PoolTask(Path(), "lru", 2 * 512, Prefill(1.0, 1.0), engine_tokens=2 * 512, store_mode=mode)
+    found = replay_pool(uses_of(trace_of(*prompts), 0.0), task)
+    assert (found["hit_tokens"] // 512, found["stored_blocks"]) == (hit, stored)
+
+
 def test_what_is_stored_in_pieces_and_touched_loses_its_tail_first() -> None:
     """As by an engine: of the second prompt 2 was stored last, and makes room for (7, 8) all the same."""
     uses = uses_of(trace_of((0, 1), (0, 1, 2), (7, 8), (0, 1, 2)), 0.0)
@@ -357,6 +377,8 @@ def test_a_trace_of_mooncake_that_is_wrong_is_refused_by_line(tmp_path: Path) ->
         (["--half", "1"], "--half needs --agentic"),
         (["--log", str(EXCERPT)], "--log needs --pool-tokens"),
         (["--pool-tokens", "1M", "--only", "disk"], "--pool-tokens goes with neither"),
+        (["--engine-tokens", "1M"], "--engine-tokens needs --pool-tokens"),
+        (["--pool-tokens", "1M", "--store-mode", "lazy"], "--store-mode needs --engine-tokens"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

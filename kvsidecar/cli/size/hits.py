@@ -92,19 +92,23 @@ class Pool:
 
     def prompt(self, use: Use) -> int:
         """Blocks that are hit. What is missed is stored."""
-        cache, hashes = self.cache, packed(use.runs.numbers())
-        cache.expire(use.at)
-        lease, (found,) = cache.lookup_and_lease(
-            [(self._space, hashes)], LookupMode.PREFIX, use.at, LEASE_SECONDS, None
-        )
+        hashes = packed(use.runs.numbers())
+        hits = self.look_up(use.at, hashes)
+        self.store(hashes, hits * HASH_BYTES)
+        self.touch(hashes, 0.0)
+        return hits
+
+    def look_up(self, at: float, hashes: bytes) -> int:
+        """Blocks of a prompt that are hit, and loaded."""
+        cache = self.cache
+        cache.expire(at)
+        lease, (found,) = cache.lookup_and_lease([(self._space, hashes)], LookupMode.PREFIX, at, LEASE_SECONDS, None)
         hits = found.count(True)
         if lease is not None:
-            loaded = cache.begin_load([(self._space, 0, hashes[: hits * HASH_BYTES])], lease.id, use.at)
+            loaded = cache.begin_load([(self._space, 0, hashes[: hits * HASH_BYTES])], lease.id, at)
             assert not isinstance(loaded, Refusal), "what is leased cannot be loaded"
             cache.release(lease.id)
             cache.end_load(loaded)
-        self.store(hashes, hits * HASH_BYTES)
-        self.touch(hashes, 0.0)
         return hits
 
     def answer(self, use: Use) -> None:
