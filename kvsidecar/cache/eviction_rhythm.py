@@ -65,7 +65,7 @@ it is for, which the usual gap does not."""
 
 ENOUGH, TOO_LITTLE = 0.85, 0.8
 """LRU's order begins where it would hit more of what is known than the one, and ends where less than the other."""
-CLEARLY = 1.2
+CLEARLY = 1.3
 """Where LRU would have hit so many times as much of late, the order is that of LRU for `TRY_AGAIN`."""
 FIRST_POOLS, LATE_POOLS, TRY_AGAIN = 2.0, 8.0, 32.0
 """Known bytes that are looked up, as multiples of the pool's: so many hits of LRU are taken for granted at the start;

@@ -36,7 +36,7 @@ def patched(directory: Path) -> Path:
     for name in re.findall(r"^\+\+\+ b/(\S+)", PATCH.read_text(), re.MULTILINE):
         (directory / name).unlink()
         shutil.copy(package.parent / name, directory / name)
-    subprocess.run(["git", "apply", str(PATCH)], cwd=directory, check=True, env={"GIT_CEILING_DIRECTORIES": "/"})
+    subprocess.run(["patch", "--quiet", "-p1", "--input", str(PATCH)], cwd=directory, check=True)
     return directory
 
 
