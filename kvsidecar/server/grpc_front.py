@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
@@ -227,6 +228,16 @@ def _nothing() -> None:
     pass
 
 
+class _State(Enum):
+    """Each follows the one before it."""
+
+    PASSING = "passing"
+    LINGERING = "lingering"
+    """Nothing passes any more; the client has yet to take what it was sent."""
+    CLOSED = "closed"
+    """The client's end is closed. The server's closes with the last calls, see `_Relay._end_calls`."""
+
+
 class _Relay:
     """One connection: from the client through the gate to gRPC's server, and back.
 
@@ -240,11 +251,9 @@ class _Relay:
         self._client = make_end(front.poll_set, self._client_readable, self._update)
         self._server: End | None = None
         """None until the client has begun as it must."""
-        self._over = 0
-        """Since how many seconds the connection only waits until the client has taken what it was sent."""
-        self._ending = False
-        """Whether `_end_calls` waits for its turn."""
-        self._closed = False
+        self._state = _State.PASSING
+        self._lingered = 0
+        """Since how many seconds nothing passes any more."""
 
     def begin(self) -> None:
         """Read what has arrived, and listen. What TLS has read already, the socket does not announce."""
@@ -252,14 +261,12 @@ class _Relay:
 
     def _update(self) -> None:
         """Listen to what may be read, and for room where something waits to be sent."""
-        if self._closed:
-            return
         client, server = self._client, self._server
-        if self._over:
-            if not client.unsent:
-                self.close()
-            else:
+        if self._state is not _State.PASSING:
+            if client.unsent:
                 client.listen(read=False)
+            elif self._state is _State.LINGERING:
+                self.close()
             return
         # Replies that the client does not read hold up the server alone, but for what the gate adds to them.
         full = (server is not None and server.unsent) or len(client.unsent) + self._gate.injected > MAX_UNSENT_BYTES
@@ -277,7 +284,7 @@ class _Relay:
 
     def _read_client(self) -> None:
         self._client.waits = False
-        if self._closed or self._over:
+        if self._state is not _State.PASSING:
             return
         data = b"" if self._gate.is_more else self._client.receive()
         if data is None:
@@ -316,33 +323,29 @@ class _Relay:
 
     def _read_server(self) -> None:
         server = self._server
-        if self._over or server is None:
+        if self._state is not _State.PASSING or server is None:
             return
         server.waits = False
         if (data := server.receive()) is None:
-            self._end(at_once=True)
+            self._gate.end_calls(self._gate.calls)
+            self._end()
         else:
             self._client.send(self._gate.from_server(data))
         self._update()
 
-    def _end(self, *, at_once: bool = False) -> None:
+    def _end(self) -> None:
         """Pass nothing any more; close when the client has taken what it was sent."""
-        self._over = self._over or 1
+        self._state = _State.LINGERING
         self._gate.close()
-        if at_once:
-            self._gate.end_calls(self._gate.calls)
-        if at_once or not self._ending:
-            self._end_calls()
+        self._end_calls()
 
     def _end_calls(self) -> None:
         """gRPC ends all calls of a connection that closes in one turn of the loop. So they end before, a few in each
         turn, and the connection with the last ones."""
-        self._ending = False
         server = self._server
         if server is not None and self._gate.calls > CALLS_AT_ONCE:
             server.listen(read=False)
             server.send(self._gate.end_calls())
-            self._ending = True
             self._front.turns.charge(self.client.user, CALLS_AT_ONCE * CALL_SECONDS)
             self._front.turns.take(self.client.user, self._end_calls)
             return
@@ -352,24 +355,22 @@ class _Relay:
         if server is not None:
             server.close()
             self._server = None
-        if self._closed:
+        if self._state is _State.CLOSED:
             self._front.ended(self)
 
     def second(self) -> None:
         """A second has passed."""
-        if self._closed:
-            return
-        if self._over:
-            self._over += 1
-            if self._over > LINGER_SECONDS:
+        if self._state is _State.PASSING:
+            self._pass(self._gate.second())
+            self._update()
+        elif self._state is _State.LINGERING:
+            self._lingered += 1
+            if self._lingered >= LINGER_SECONDS:
                 self.close()
-            return
-        self._pass(self._gate.second())
-        self._update()
 
     def end_late(self) -> int:
         """End some of the calls that are late. Returns how many."""
-        if self._over:
+        if self._state is not _State.PASSING:
             return 0
         passed = self._gate.end_late()
         self._pass(passed)
@@ -377,12 +378,15 @@ class _Relay:
         return passed.calls
 
     def close(self, *, at_once: bool = False) -> None:
-        if not self._closed:
-            self._closed = True
-            self._client.close()
-            self._end(at_once=at_once)
-        elif at_once:
-            self._end(at_once=True)
+        """Close the client's end. The calls end at once, or a few in each turn."""
+        if at_once:
+            self._gate.end_calls(self._gate.calls)
+        if self._state is _State.PASSING:
+            self._end()
+        self._state = _State.CLOSED
+        self._client.close()
+        if at_once or self._server is None:
+            self._end_calls()
 
 
 class End:
