@@ -27,6 +27,7 @@ from kvsidecar.errors import (
     DeviceLost,
     ImportRefused,
     InvalidRequest,
+    KVSidecarError,
     Refusal,
     Unavailable,
     UnknownPeer,
@@ -88,6 +89,8 @@ class RankSession:
     idle: bool = False
     """The engine reported that its GPU is idle."""
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
+    on_lost: Callable[[KVSidecarError], object] | None = None
+    """Ends the stream of the rank with an error; None while it has none."""
     ending: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -81,8 +81,6 @@ class Handler:
     steps: Steps = field(default_factory=Steps)
     user_time: UserTime = field(default_factory=UserTime)
     _watching: set[WatchStream] = field(default_factory=set)
-    _on_lost: dict[int, Callable[[KVSidecarError], object]] = field(default_factory=dict)
-    """Ends the stream of a session with an error."""
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +107,7 @@ class Handler:
             on_lost: ends the stream with an error, whatever its client says: the client's process is gone, or the
                 copier that has the rank's memory.
         """
-        self._on_lost[session.id] = on_lost
+        session.on_lost = on_lost
         registered = self._registered(session.id)
         registered.device_order = bool(session.num_events)
         registered.device_order_refused = session.device_order_refused
@@ -186,11 +184,11 @@ class Handler:
         await self.instances.end(session, gone=gone)
         if first:
             _log.info("rank detached", instance=session.registration.instance, rank=session.registration.rank)
-        self._on_lost.pop(session.id, None)
+        session.on_lost = None
 
     async def _drop(self, session: RankSession) -> None:
         """End the session of a rank whose process is gone, then the rest of its stream."""
-        on_lost = self._on_lost.get(session.id)
+        on_lost = session.on_lost
         await self.end(session, gone=True)
         if on_lost is not None:
             on_lost(UnknownPeer("the connection to the attach socket whose token this rank registered with has ended"))
@@ -198,8 +196,8 @@ class Handler:
     def copier_lost(self, copier: Copier) -> None:
         """The process that copied for a device has ended, and its copies with it: its ranks must attach again."""
         for session in self.instances:
-            if session.copier is copier and (on_lost := self._on_lost.get(session.id)) is not None:
-                on_lost(_lost(session))
+            if session.copier is copier and session.on_lost is not None:
+                session.on_lost(_lost(session))
 
     async def register(self, first: Any) -> RankSession | KVSidecarError:
         """Register the rank of a stream's first message, or return why it is refused."""
