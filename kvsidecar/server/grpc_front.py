@@ -169,7 +169,7 @@ class GrpcFront:
             self._users[client.name] = client.user
         relay = _Relay(self, client, make_end)
         self._relays.add(relay)
-        relay.begin()
+        relay.client_readable()  # what TLS has read already, the socket does not announce
 
     def user_at(self, name: str) -> Hashable:
         """Whose connection gRPC's server sees at this name; None once it has ended."""
@@ -248,16 +248,12 @@ class _Relay:
         self.client = client
         self._front = front
         self._gate = Gate(client.user, front.quotas)
-        self._client = make_end(front.poll_set, self._client_readable, self._update)
+        self._client = make_end(front.poll_set, self.client_readable, self._update)
         self._server: End | None = None
         """None until the client has begun as it must."""
         self._state = _State.PASSING
         self._lingered = 0
         """Since how many seconds nothing passes any more."""
-
-    def begin(self) -> None:
-        """Read what has arrived, and listen. What TLS has read already, the socket does not announce."""
-        self._client_readable()
 
     def _update(self) -> None:
         """Listen to what may be read, and for room where something waits to be sent."""
@@ -277,7 +273,7 @@ class _Relay:
         if server is not None:
             server.listen(read=not client.unsent and not server.waits)
 
-    def _client_readable(self) -> None:
+    def client_readable(self) -> None:
         self._client.waits = True
         self._front.turns.take(self.client.user, self._read_client)
         self._update()
