@@ -105,7 +105,7 @@ def test_a_request_that_was_declined_in_two_jobs_has_one_of_its_own() -> None:
     assert [stored_hashes((job,)) for job in jobs] == [each.block_hashes[:3] for each in requests.values()]
     report(made, jobs, declined=True)
     assert not made.has_pending_push_work()
-    assert not made._stores._holds.any()
+    assert not made._stores._is_held.any()
 
 
 def test_after_a_reset_nothing_is_asked_again() -> None:
@@ -115,4 +115,4 @@ def test_after_a_reset_nothing_is_asked_again() -> None:
     made.reset_cache()
     report(made, (job,), declined=True)
     assert made.build_plan(Step()).stores == ()
-    assert not made._stores._holds.any()
+    assert not made._stores._is_held.any()

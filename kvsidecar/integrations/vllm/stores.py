@@ -91,9 +91,9 @@ class Stores:
         self._most_held = 0
         self._most_hung = 0
         """Most blocks that stores hold of a daemon that hangs or is slow."""
-        self._held = 0
-        self._holds: npt.NDArray[np.bool_]
-        """By GPU block: whether it is among the held ones. A job with a block twice would be declined as invalid."""
+        self._num_held = 0
+        self._is_held: npt.NDArray[np.bool_]
+        """By GPU block: whether stores hold it. A job with a block twice would be declined as invalid."""
         self._candidates = {group.index: Candidates() for group in groups}
         self._considered = 0
         """Blocks considered in this call."""
@@ -118,7 +118,7 @@ class Stores:
         # The backlog can wait. A request that arrives meanwhile must find room.
         self._most_held_backlog = min(self._most_hung, max(1, usable // 8))
         self._backlog = Backlog(pool.num_gpu_blocks)  # the GPU cannot have more
-        self._holds = np.zeros(pool.num_gpu_blocks, np.bool_)
+        self._is_held = np.zeros(pool.num_gpu_blocks, np.bool_)
         # A watermark above the number of blocks would only make the walks rarer.
         self._watermark = self._allocated = min(self._watermark, pool.num_gpu_blocks)
 
@@ -174,7 +174,7 @@ class Stores:
 
     def gives_up(self) -> bool:
         """Whether the ranks must give up the daemon in this step, so that the engine gets its blocks back."""
-        if self._held <= self._most_hung or not self._running.silent_for(GIVE_UP_SECONDS, self._now):
+        if self._num_held <= self._most_hung or not self._running.silent_for(GIVE_UP_SECONDS, self._now):
             return False
         self._running.wait_anew(self._now)
         self._counters.given_up_daemons += 1
@@ -337,7 +337,7 @@ class Stores:
     def _plan_backlog(self) -> None:
         if self._running.silent_for(HUNG_SECONDS, self._now):
             return
-        room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._held)
+        room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._num_held)
         hashes_of: dict[Terms, dict[int, dict[bytes, None]]] = {}
         # Reversed, so that the oldest are freed, and so evicted, first.
         for part in reversed(self._backlog.take(room)):
@@ -359,9 +359,9 @@ class Stores:
             self._counters.held_back_stores += 1
             return 0
         most = self._most_hung if self._running.one_takes(HUNG_SECONDS, self._now) else self._most_held
-        if self._held >= most:
+        if self._num_held >= most:
             self._counters.held_back_stores += 1
-        return min(STEP_BLOCKS - self._num_planned, most - self._held) - self._considered
+        return min(STEP_BLOCKS - self._num_planned, most - self._num_held) - self._considered
 
     @property
     def _num_planned(self) -> int:
@@ -387,7 +387,7 @@ class Stores:
                 continue
             planned[group.index] = chosen
             self._stored_filter.add(chosen.tags)
-            held = self._holds[chosen.packed.id_array()]
+            held = self._is_held[chosen.packed.id_array()]
             if np.count_nonzero(held):
                 if held.all():
                     continue
@@ -397,8 +397,8 @@ class Stores:
             else:
                 for each, part in by_terms(chosen, candidates, self.terms):
                     self._planned_as(each).add(part, candidates.spans)
-            self._held += len(chosen.blocks)
-            self._holds[chosen.packed.id_array()] = True
+            self._num_held += len(chosen.blocks)
+            self._is_held[chosen.packed.id_array()] = True
             # Now, not when the job is sent: vLLM may reuse these blocks in between.
             self._pool.touch(chosen.blocks)
             self._note(group, candidates, chosen)
@@ -475,9 +475,9 @@ class Stores:
         self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, retry: bool, *, admitted: bool = True
     ) -> None:
         assert self._pool is not None
-        self._held -= len(selection)
+        self._num_held -= len(selection)
         for each in blocks:
-            self._holds[each.id_array()] = False
+            self._is_held[each.id_array()] = False
         self._pool.free_blocks(selection.in_order_of_eviction())
         if not failed:
             self._pause, self._retry = RETRY_SECONDS, min(self._retry, self._now + RETRY_SECONDS)
