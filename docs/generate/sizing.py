@@ -75,5 +75,5 @@ def page() -> str:
         f"32,768 tokens: each line is `kvsidecar size` with the options of its first column and\n"
         f"`--gpus 8 {USERS} {NODE}`. *Block* is in tokens.\n\n"
         f"{table(header, (_row(*recipe) for recipe in RECIPES))}\n\n"
-        f"All that it prints of one of them:\n\n```console\n$ {line}\n{run(command(*shown[1:]))}\n```\n"
+        f"The full output for one of them:\n\n```console\n$ {line}\n{run(command(*shown[1:]))}\n```\n"
     )
