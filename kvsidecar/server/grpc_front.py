@@ -228,9 +228,7 @@ def _nothing() -> None:
     pass
 
 
-class _State(Enum):
-    """Each follows the one before it."""
-
+class _State(Enum):  # each follows the one before it
     PASSING = "passing"
     LINGERING = "lingering"
     """Nothing passes any more; the client has yet to take what it was sent."""
