@@ -24,7 +24,7 @@ from kvsidecar.cli.size.hits import HASH_BYTES, Pool
 from kvsidecar.cli.size.log import read_log
 from kvsidecar.cli.size.progress import Progress
 from kvsidecar.cli.size.uses import Use, Uses
-from kvsidecar.types import Eviction
+from kvsidecar.types import Eviction, LookupMode
 
 POLICIES: Final[tuple[str, ...]] = tuple(map(str, Eviction))
 CLAIRVOYANT: Final = "clairvoyant"
@@ -116,6 +116,10 @@ class CachePool(Pool):
         if (grant := super().put(hashes)) is not None:
             self.tally.stored_blocks += len(grant.parts[0].index)
         return grant
+
+    def held(self, hashes: bytes) -> int:
+        """Blocks of a prompt that it has, which are not used by that."""
+        return self.cache.lookup(self._space, hashes, LookupMode.PREFIX).count(True)
 
     def touch(self, hashes: bytes, pause: float) -> None:
         if self._piece_bytes or pause:

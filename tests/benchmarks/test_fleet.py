@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet import __main__ as command
+from benchmarks.fleet import prefetch
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
 from benchmarks.fleet.node import Hardware
@@ -323,6 +324,17 @@ def test_no_policy_hits_more_than_one_that_knows_what_comes(pool_tokens: int) ->
     found = shares(schedule(Sessions(EXCERPT, 4, hours=1.0)), pool_tokens)
     best = found.pop(CLAIRVOYANT)
     assert all(0.05 < each < best < 0.9 for each in found.values()), found
+
+
+def test_what_is_prefetched_is_hit_in_the_pool_instead_of_read() -> None:
+    uses = schedule(Sessions(EXCERPT, 4, hours=1.0))
+    found = {way: prefetch.Replay(uses, 40_000, way, ahead).run() for way, ahead in prefetch.WAYS}
+    none, foreseen = found["none"], found["foreseen"]
+    assert none.prefetched == 0 < found["predicted"].prefetched
+    assert len({each.asked for each in found.values()}) == 1
+    assert len({each.hit + each.read for each in found.values()}) == 1, "what the disk has is hit or read"
+    assert foreseen.hit > none.hit
+    assert foreseen.hit - none.hit <= foreseen.prefetched
 
 
 @pytest.mark.parametrize(
