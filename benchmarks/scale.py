@@ -2,7 +2,7 @@
 
 No byte is stored: the pool is a range of numbers. Each size is measured in a process of its own.
 
-python benchmarks/scale.py [--blocks 10000 1000000 10000000] [--shards 1 2] [--records] [--json]
+python benchmarks/scale.py [--blocks 10000 1000000 10000000] [--shards 1 2] [--eviction rhythm] [--records]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.daemon.pool_geometry import auto_slab_bytes
 from kvsidecar.pool.record_table import RecordTable, TableFacts, map_table
-from kvsidecar.types import LookupMode, Namespace
+from kvsidecar.types import Eviction, LookupMode, Namespace
 
 HASH_BYTES = 32
 JOB = 512
@@ -98,8 +98,10 @@ class Clock:
 class Filled:
     """A cache with room for so many blocks, and a source of block hashes: job ``i`` has always the same."""
 
-    def __init__(self, blocks: int, shards: int, block_bytes: int, job: int, *, recorded: bool) -> None:
-        self.job = min(job, blocks)
+    def __init__(
+        self, blocks: int, shards: int, block_bytes: int, job: int, *, recorded: bool, eviction: Eviction
+    ) -> None:
+        self.job, self.eviction = min(job, blocks), eviction
         self.num_jobs = blocks // self.job
         self.shards = range(shards)
         shard_bytes = -(-block_bytes // shards // PAGE) * PAGE
@@ -121,7 +123,7 @@ class Filled:
     def start(self) -> BlockCache:
         """A cache with the blocks that the records have, if there are records."""
         records = None if self.table is None else RecordTable.open(map_table(self.table), self.facts).records
-        return BlockCache(SlotAllocator(self.pool, self.slab), records=records)
+        return BlockCache(SlotAllocator(self.pool, self.slab), records=records, eviction=self.eviction)
 
     def hashes(self, job: int, count: int | None = None) -> list[bytes]:
         packed = np.random.default_rng(job).bytes(HASH_BYTES * (count or self.job))
@@ -139,13 +141,15 @@ class Filled:
         clock.time(end, self.cache.end_load, grant)
 
 
-def measure(blocks: int, shards: int, block_bytes: int, samples: int, recorded: bool) -> dict[str, float]:
+def measure(
+    blocks: int, shards: int, block_bytes: int, samples: int, recorded: bool, eviction: Eviction
+) -> dict[str, float]:
     """All figures for one size: what `ROWS` names."""
-    warm = Filled(2 * JOB, shards, block_bytes, JOB, recorded=recorded)
+    warm = Filled(2 * JOB, shards, block_bytes, JOB, recorded=recorded, eviction=eviction)
     for job in range(3):
         warm.store(Clock(), warm.hashes(job), "", "")
     before, clock, rng = resident_bytes(), Clock(), random.Random(0)
-    full = Filled(blocks, shards, block_bytes, JOB, recorded=recorded)
+    full = Filled(blocks, shards, block_bytes, JOB, recorded=recorded, eviction=eviction)
     cache, space, job = full.cache, full.space, full.job
 
     for number in range(full.num_jobs):
@@ -217,13 +221,14 @@ def main() -> None:
     parser.add_argument("--block-bytes", type=int, default=65536, help="of all shards of a block together")
     parser.add_argument("--samples", type=int, default=200, help="jobs per figure, beside the filling")
     parser.add_argument("--records", action="store_true", help="record all blocks in shared memory, for the next run")
+    parser.add_argument("--eviction", type=Eviction, choices=list(Eviction), default=Eviction.LRU)
     parser.add_argument("--json", action="store_true", help="one object per size instead of a table")
     options = parser.parse_args()
     results = []
     for shards in options.shards:
         for blocks in options.blocks:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                arguments = (blocks, shards, options.block_bytes, options.samples, options.records)
+                arguments = (blocks, shards, options.block_bytes, options.samples, options.records, options.eviction)
                 figures = process.submit(measure, *arguments).result()
             results.append({"blocks": blocks, "shards": shards, **figures})
     if options.json:
