@@ -32,8 +32,9 @@ from kvsidecar.types import GroupLayout
 LINK_BYTES_PER_US: Final = 55_000.0
 """PCIe 5 x16, one direction."""
 PIECE_ISSUE_US: Final = 0.7
-"""The host issues one piece of a batch in 0.2 to 0.45 µs, or in up to 0.9 where other copies are issued beside it or
-its cores are shared; smaller pieces than it moves in this time starve the link."""
+"""The host issues one piece of a batch in 0.2 to 0.45 µs if it does nothing else, and in up to 1.6 while it issues
+copies of the other direction, too; smaller pieces than it moves in this time starve the link. With this value, rows of
+32 KiB are pitched copies, which is twice as fast both ways, and rows of 64 KiB are pieces, where both are level."""
 PIECE_GAP_US: Final = 0.03
 """The link idles between two pieces of a batch."""
 PITCHED_US: Final = 3.0
