@@ -317,14 +317,14 @@ def _fabric_fd(handle: ctypes.c_uint64) -> int:
 
 
 def fabric_handle(fd: int) -> bytes | None:
-    """What is in a memfd of `exported_fd`: not 64 bytes if somebody else made it. None: this is no memfd, so it must be
-    a descriptor of the driver."""
+    """What is in a memfd of `exported_fd`: not 64 bytes if somebody else made it. None: it cannot be read as a memfd,
+    so it must be a descriptor of the driver."""
     try:
         # Not by fstat: of a file whose file system is a program of another user it may never return.
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        return os.pread(fd, FABRIC_HANDLE_BYTES + 1, 0)  # refused if it was opened for writing alone
     except OSError:
         return None
-    return os.pread(fd, FABRIC_HANDLE_BYTES + 1, 0)
 
 
 def _handle_types(pointer: int) -> int:

@@ -168,6 +168,9 @@ def test_only_a_memfd_is_read_for_a_fabric_handle(tmp_path: Path) -> None:
     for length, found in ((0, 0), (63, 63), (64, 64), (4096, 65)):
         os.ftruncate(fd, length)
         assert cuda_driver.fabric_handle(fd) == bytes(found)
+    blind = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)  # another user's copier must not end by it
+    assert cuda_driver.fabric_handle(blind) is None
+    os.close(blind)
     os.close(fd)
 
 
