@@ -373,13 +373,12 @@ class _Relay:
 
     def close(self, *, at_once: bool = False) -> None:
         """Close the client's end. The calls end at once, or a few in each turn."""
+        was, self._state = self._state, _State.CLOSED
+        self._client.close()
+        self._gate.close()
         if at_once:
             self._gate.end_calls(self._gate.calls)
-        if self._state is _State.PASSING:
-            self._end()
-        self._state = _State.CLOSED
-        self._client.close()
-        if at_once or self._server is None:
+        if at_once or was is _State.PASSING or self._server is None:  # else they are ending already
             self._end_calls()
 
 
