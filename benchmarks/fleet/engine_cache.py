@@ -9,7 +9,6 @@ blocks, and an idle engine, which stores all that it has.
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import compress
 from typing import Final, Protocol
 
 import numpy as np
@@ -81,8 +80,7 @@ class Engine:
             self._blocks.move_to_end(number)
         gone = [self._blocks.popitem(last=False) for _ in range(len(self._blocks) - self._num_blocks)]
         if self._lazy:
-            numbers = [number for number, _ in gone]
-            self._store_some(list(compress(numbers, [not stored for _, stored in gone]))[::-1])
+            self._store_some([number for number, stored in reversed(gone) if not stored])
 
     def _store_some(self, numbers: list[int]) -> None:
         """Store these blocks, a head before what is behind it."""

@@ -28,7 +28,7 @@ from benchmarks.fleet.trace import BLOCK_TOKENS
 from kvsidecar.cache.arrays import Bools, Ints
 from kvsidecar.cache.eviction_rhythm import FIRST_GAP, STEPS, moved
 from kvsidecar.cli.size.agentic import Sessions, schedule
-from kvsidecar.cli.size.hits import HASH_BYTES, packed
+from kvsidecar.cli.size.hits import HASH_BYTES, STEP_TOKENS, packed
 from kvsidecar.cli.size.uses import Use, Uses
 from kvsidecar.types import Eviction
 
@@ -52,7 +52,7 @@ class Replay:
 
     def __init__(self, uses: Uses, pool_tokens: int, way: str, ahead: float) -> None:
         self._uses, self._way, self._ahead = uses, way, ahead
-        self._pool = CachePool(Eviction.RHYTHM, pool_tokens // uses.block_tokens, uses.block_tokens, 8192)
+        self._pool = CachePool(Eviction.RHYTHM, pool_tokens // uses.block_tokens, uses.block_tokens, STEP_TOKENS)
         self._pool.tally = self._tally = Tally(Prefill(1.0, 1.0))
         self._on_disk: Bools = np.zeros(uses.num_blocks, np.bool_)
         self._gaps: dict[int, int] = {}
