@@ -33,9 +33,9 @@ _ALLOWED_HANDLE_TYPES: Final = 14
 """CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES"""
 RANGE_BYTES: Final = 2 << 20
 """Granularity of physical memory on every GPU so far."""
-_POSIX_DESCRIPTOR: Final = 1
+POSIX_DESCRIPTOR: Final = 1
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"""
-_FABRIC: Final = 8
+FABRIC: Final = 8
 """CU_MEM_HANDLE_TYPE_FABRIC"""
 FABRIC_HANDLE_BYTES: Final = 64
 """``CU_IPC_HANDLE_SIZE``, of which a ``CUmemFabricHandle`` is made."""
@@ -297,9 +297,9 @@ def exported_fd(address: int) -> int:
     handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
     call("cuMemRetainAllocationHandle", ctypes.byref(handle), address, error=NotExportable, hint="is it still mapped?")
     try:
-        if not _handle_types(address) & _POSIX_DESCRIPTOR:
+        if not _handle_types(address) & POSIX_DESCRIPTOR:
             return _fabric_fd(handle)
-        arguments = ctypes.byref(fd), handle, _POSIX_DESCRIPTOR, 0
+        arguments = ctypes.byref(fd), handle, POSIX_DESCRIPTOR, 0
         call("cuMemExportToShareableHandle", *arguments, error=NotExportable, hint="is a descriptor free (ulimit -n)?")
     finally:
         status_of("cuMemRelease", handle)
@@ -309,7 +309,7 @@ def exported_fd(address: int) -> int:
 def _fabric_fd(handle: ctypes.c_uint64) -> int:
     exported = ctypes.create_string_buffer(FABRIC_HANDLE_BYTES)
     hint = "has this process a channel of the IMEX service (/dev/nvidia-caps-imex-channels)?"
-    call("cuMemExportToShareableHandle", exported, handle, _FABRIC, 0, error=NotExportable, hint=hint)
+    call("cuMemExportToShareableHandle", exported, handle, FABRIC, 0, error=NotExportable, hint=hint)
     with needed("memfd_create", NotExportable):
         fd = os.memfd_create("kvsidecar-fabric-handle", os.MFD_CLOEXEC)
     os.write(fd, exported.raw)
@@ -333,7 +333,7 @@ def _handle_types(pointer: int) -> int:
 
 
 def _check_exportable(pointer: int) -> None:
-    if _handle_types(pointer) & (_POSIX_DESCRIPTOR | _FABRIC):
+    if _handle_types(pointer) & (POSIX_DESCRIPTOR | FABRIC):
         return
     handle = ctypes.c_uint64()
     if status_of("cuMemRetainAllocationHandle", ctypes.byref(handle), pointer):
@@ -402,7 +402,7 @@ class CudaContext:
         with self._current():
             self._call("cuMemFree_v2", address)
 
-    def alloc_ranges(self, sizes: Sequence[int], *, handle_types: int = _POSIX_DESCRIPTOR) -> int:
+    def alloc_ranges(self, sizes: Sequence[int], *, handle_types: int = POSIX_DESCRIPTOR) -> int:
         """Allocate physical memory of so many bytes each, multiples of `RANGE_BYTES`, mapped one behind the other.
 
         Args:
@@ -417,7 +417,7 @@ class CudaContext:
     def map_ranges(self, address: int, sizes: Sequence[int]) -> None:
         """Give addresses new physical memory after `unmap_ranges`, as an engine does that wakes up."""
         with self._current():
-            self._map(address, sizes, _POSIX_DESCRIPTOR)
+            self._map(address, sizes, POSIX_DESCRIPTOR)
 
     def unmap_ranges(self, address: int, sizes: Sequence[int]) -> None:
         """Free the physical memory, and keep the addresses, as an engine does that goes to sleep."""

@@ -24,7 +24,15 @@ from kvsidecar.client import (
     Region,
 )
 from kvsidecar.errors import DriverUnusable
-from kvsidecar.support.cuda_driver import RANGE_BYTES, CudaContext, device_count, ipc_handle, physical_ranges
+from kvsidecar.support.cuda_driver import (
+    FABRIC,
+    POSIX_DESCRIPTOR,
+    RANGE_BYTES,
+    CudaContext,
+    device_count,
+    ipc_handle,
+    physical_ranges,
+)
 from tests.e2e.gpu_engine import ENGINE
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces, with_pid
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
@@ -55,17 +63,22 @@ def cuda_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
         yield process.wait_ready()
 
 
-PLAIN, DESCRIPTORS, FABRIC = 0, 1, 8
-"""Memory of cuMemAlloc; memory of cuMemCreate with this form of export, as CUmemAllocationHandleType."""
+PLAIN = None
+"""Memory of cuMemAlloc; else of cuMemCreate, with these forms of export."""
 
 
 class GpuRank:
     """An attached rank whose KV lies in allocations of its own on the GPU."""
 
     def __init__(
-        self, daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], *, handle_types: int = PLAIN
+        self,
+        daemon: DaemonProcess,
+        context: CudaContext,
+        regions: tuple[Region, ...],
+        *,
+        handle_types: int | None = PLAIN,
     ) -> None:
-        self.context, self.regions, self._physical = context, regions, handle_types != PLAIN
+        self.context, self.regions, self._physical = context, regions, handle_types is not PLAIN
         count = max(region.allocation for region in regions) + 1
         self.sizes = [
             max(region.end(BLOCKS) for region in regions if region.allocation == index) + 8192 for index in range(count)
@@ -73,7 +86,9 @@ class GpuRank:
         if self._physical:
             self.sizes = [-(-size // RANGE_BYTES) * RANGE_BYTES for size in self.sizes]
         self.addresses = [
-            context.alloc_ranges(ranges_of(size), handle_types=handle_types) if self._physical else context.alloc(size)
+            context.alloc(size)
+            if handle_types is PLAIN
+            else context.alloc_ranges(ranges_of(size), handle_types=handle_types)
             for size in self.sizes
         ]
         self.attach(daemon)
@@ -141,9 +156,9 @@ def test_blocks_that_span_pinned_chunks_are_stored_and_loaded(
 @pytest.mark.parametrize(
     "regions", [STACKED, CONTIGUOUS, PER_LAYER, PADDED], ids=["stacked", "contiguous", "per layer", "padded"]
 )
-@pytest.mark.parametrize("handle_types", [PLAIN, DESCRIPTORS, FABRIC], ids=["plain", "physical", "fabric"])
+@pytest.mark.parametrize("handle_types", [PLAIN, POSIX_DESCRIPTOR, FABRIC], ids=["plain", "physical", "fabric"])
 def test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(
-    cuda_daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], handle_types: int
+    cuda_daemon: DaemonProcess, context: CudaContext, regions: tuple[Region, ...], handle_types: int | None
 ) -> None:
     if handle_types == FABRIC:
         try:
@@ -361,7 +376,7 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_change(context: Cu
 def test_the_memory_of_an_engine_that_sleeps_is_free_and_its_blocks_hit_when_it_wakes(
     cuda_daemon: DaemonProcess, context: CudaContext
 ) -> None:
-    rank = GpuRank(cuda_daemon, context, PER_LAYER, handle_types=DESCRIPTORS)
+    rank = GpuRank(cuda_daemon, context, PER_LAYER, handle_types=POSIX_DESCRIPTOR)
     free = context.memory_info()[0]
     stored = rank.fill(1)
     done(rank.client.wait([job := rank.client.store([Blocks(0, hashes(*range(20)), list(range(20)))])], SECONDS)[job])

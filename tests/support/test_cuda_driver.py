@@ -15,6 +15,7 @@ from kvsidecar.bench import driver
 from kvsidecar.cli.doctor import probe
 from kvsidecar.errors import DriverUnusable, NotExportable
 from kvsidecar.support import cuda_driver
+from kvsidecar.support.cuda_driver import FABRIC, POSIX_DESCRIPTOR
 
 NO_DEVICE = 100
 
@@ -108,9 +109,6 @@ def test_the_doctor_hears_of_a_driver_without_gpus_and_of_the_calls_it_lacks(ins
     assert (found["missing_calls"], found["missing_optional_calls"]) == ([], ["cuMemcpyBatchAsync"])
 
 
-POSIX, FABRIC = 1, 8
-
-
 def exporting(types: int, status: int = 0) -> Library:
     """A driver of memory with these forms of export. A fabric handle is 64 times the number of the handle, 7."""
     given: list[int] = []
@@ -125,7 +123,7 @@ def exporting(types: int, status: int = 0) -> Library:
 
     def export(out: Any, handle: Any, kind: int, _flags: int) -> int:
         given.append(kind)
-        if kind == POSIX:
+        if kind == POSIX_DESCRIPTOR:
             out._obj.value = os.open("/dev/null", os.O_RDONLY)
         else:
             out.raw = bytes([handle.value]) * 64
@@ -139,7 +137,10 @@ def exporting(types: int, status: int = 0) -> Library:
     return library
 
 
-@pytest.mark.parametrize(("types", "form"), [(POSIX, POSIX), (POSIX | FABRIC, POSIX), (FABRIC, FABRIC)])
+@pytest.mark.parametrize(
+    ("types", "form"),
+    [(POSIX_DESCRIPTOR, POSIX_DESCRIPTOR), (POSIX_DESCRIPTOR | FABRIC, POSIX_DESCRIPTOR), (FABRIC, FABRIC)],
+)
 def test_memory_goes_by_descriptor_and_by_a_fabric_handle_only_where_it_has_no_other_form(
     install: Callable[[Any], None], types: int, form: int
 ) -> None:
