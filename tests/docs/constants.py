@@ -90,8 +90,6 @@ SAID = (
     ("docs/routers.md", "The latest {} messages are kept", "publisher.sequence.MAX_KEPT"),
     ("docs/routers.md", "are kept, and at most {}.", "publisher.sequence.MAX_KEPT_BYTES"),
     ("docs/routers.md", "beyond the {} largest", "publisher.publisher.MAX_FOLLOWED"),
-    ("docs/routers.md", "The latest {} messages are kept", "publisher.sequence.MAX_KEPT"),
-    ("docs/routers.md", "are kept, and at most {}.", "publisher.sequence.MAX_KEPT_BYTES"),
     ("docs/routers.md", "it is disconnected after {}; it delays no other", "publisher.publisher.REPLAY_SECONDS"),
     ("docs/routers.md", "the gap; after {} it is disconnected", "publisher.endpoint.SILENCE_SECONDS"),
     ("docs/routers.md", "a frame of more than {}, more than", "publisher.zmtp.MAX_FRAME_BYTES"),
