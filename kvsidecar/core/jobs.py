@@ -262,7 +262,7 @@ class JobRunner:
                     self.metrics.loaded_tokens.inc(_tokens(job.parts, session.registration.namespace.block_size))
             job.end(result, self.clock())
             if self.on_ended is not None:
-                # The client is answered in this turn of the loop, and need not wait for the record.
+                # The client is answered in this iteration of the loop, and need not wait for the record.
                 asyncio.get_running_loop().call_soon(self.on_ended, session, job)
 
     def _end_grant(self, job: Job, *, stored: bool) -> None:

@@ -35,7 +35,7 @@ SNAPSHOT_ROWS = 1024
 PIECES = 4
 """Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
 LISTING_TURNS = int(30 / INTERVAL) * PIECES * 32
-"""A snapshot does not wait for a tier for longer than half a minute: each turn of `flush` asks so often at most."""
+"""A snapshot does not wait for a tier for longer than half a minute: each run of `flush` asks so often at most."""
 MAX_COMPARED = 8192
 """Blocks that are looked at to join changes, per `INTERVAL` and namespace: it takes about a millisecond."""
 MAX_NOTE_BYTES = 16 * 1024
@@ -135,7 +135,7 @@ class Watches:
     """All watchers of the daemon.
 
     Args:
-        later: calls a function after so many seconds; after 0 in one of the loop's next turns that has time for it.
+        later: calls a function after so many seconds; with 0, in one of the loop's next iterations that has time.
         is_ready: whether all that the cache has can be looked up; until then no snapshot begins.
         slower: tells what the node's own tier has; None: there is none.
     """
@@ -219,8 +219,8 @@ class Watches:
             self._notes.forget(namespace)
 
     def flush(self) -> None:
-        """Send what has changed, and the next pieces of snapshots: one message in each turn of the loop, since to make
-        one takes a few tenths of a millisecond."""
+        """Send what has changed, and the next pieces of snapshots: one message in each iteration of the loop, because
+        making one takes a few tenths of a millisecond."""
         self._armed = False
         self._sending = self._send_all()
         self._later(0, self._send_next)

@@ -199,7 +199,7 @@ class Tiering:
 
 
 def _behind_the_answers(call: Callable[[], object]) -> None:
-    """uvloop sends what was written to a socket at the end of a turn of the loop. This may be the begin of one."""
+    """uvloop sends what was written to a socket at the end of an iteration. This may be the beginning of one."""
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, call)
 

@@ -120,7 +120,7 @@ async def _run(
             gc.freeze()
             gc.set_threshold(*COLLECT)
             gc.enable()
-            life.loop_time.at_end_of_turn = YoungObjects()
+            life.loop_time.at_end_of_iteration = YoungObjects()
             if not protobuf_trim.keep_from_trimming():
                 log.get("daemon").debug("protobuf still trims the heap: lookups may wait for it now and then")
             await daemon.run()

@@ -44,9 +44,9 @@ MESSAGE_COPIES = 2
 CALL_SECONDS = 25e-6
 """What gRPC and the loop take for a call that begins, or ends, without its answer (measured)."""
 PAUSE_SECONDS = 0.002
-"""Between the ends of `CALLS_AT_ONCE` calls that are late. gRPC ends in one turn of the loop what came in several."""
+"""Between the ends of `CALLS_AT_ONCE` calls that are late. gRPC ends in one iteration what came in several."""
 RELAYS_AT_ONCE = 16
-"""Connections whose second is counted in one turn of the loop."""
+"""Connections whose second is counted in one iteration of the loop."""
 LINGER_SECONDS = 5
 """Time for a client whose connection is over to read why."""
 
@@ -334,8 +334,8 @@ class _Relay:
         self._end_calls()
 
     def _end_calls(self) -> None:
-        """gRPC ends all calls of a connection that closes in one turn of the loop. So they end before, a few in each
-        turn, and the connection with the last ones."""
+        """gRPC ends all calls of a connection that closes in one iteration of the loop. So they are ended before, a few
+        in each iteration, and the connection with the last ones."""
         server = self._server
         if server is not None and self._gate.calls > CALLS_AT_ONCE:
             server.listen(read=False)
@@ -372,7 +372,7 @@ class _Relay:
         return passed.calls
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the client's end. The calls end at once, or a few in each turn."""
+        """Close the client's end. The calls end at once, or a few in each iteration."""
         was, self._state = self._state, _State.CLOSED
         self._client.close()
         self._gate.close()

@@ -27,8 +27,8 @@ CONTROL_FRAMES_PER_SECOND = 64
 FRAMES_AT_ONCE = 64
 """Frames to read before others have their turn: about 0.2 ms."""
 CALLS_AT_ONCE = 16
-"""Calls to begin, or to end, before others have their turn. gRPC wakes a task for each in the same turn of the loop,
-some 25 µs each."""
+"""Calls to begin, or to end, before others have their turn. gRPC wakes a task for each in the same iteration, some
+25 µs each."""
 MESSAGE_SECONDS = 10
 """Time limit of the start of a connection, of the first message of a call, and from the first byte of a message to its
 last. Counted in `Gate.second`, so that a daemon that stood still does not count its own pause."""

@@ -1,4 +1,4 @@
-"""Divides a turn of the event loop among everything that can wait for the next one."""
+"""Divides an iteration of the event loop among everything that can wait for the next one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 T = TypeVar("T")
 
 SECONDS: Final = 0.0002
-"""How long steps begin in one turn of the loop."""
+"""How long steps begin in one iteration of the loop."""
 
 
 def as_step(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
@@ -41,18 +41,19 @@ class Lane(Protocol):
 
 
 class LoopTime:
-    """Time for steps in each turn of the event loop.
+    """Time for steps in each iteration of the event loop.
 
-    A turn of the loop reads every socket that has something to read. Jobs, what users of gRPC cause, news for watchers
-    and texts that are rendered each come in steps of some tenths of a millisecond; if all of them took theirs in the
-    same turn, a scheduler's lookup would wait for their sum. With this it waits for `SECONDS` and the last step.
+    An iteration of the loop reads every socket that has something to read. Jobs, what users of gRPC cause, news for
+    watchers and texts that are rendered each come in steps of some tenths of a millisecond; if all of them took theirs
+    in the same iteration, a scheduler's lookup would wait for their sum. With this it waits for `SECONDS` and the last
+    step.
 
     Whoever has a step joins with its lane. Lanes that wait take one step each, round and round, when all sockets have
     been read: a step that began while they are read would hold up a lookup that has arrived with its message.
 
     Args:
         clock: monotonic seconds.
-        seconds: how long steps begin in a turn; 0: one step a turn.
+        seconds: how long steps begin in an iteration; 0: one step per iteration.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS) -> None:
@@ -60,14 +61,14 @@ class LoopTime:
         self._seconds = seconds
         self._lanes: deque[Lane] = deque()
         self._over = False
-        """Whether the turn that runs begins no more steps."""
+        """Whether this iteration begins no more steps."""
         self._scheduled = False
-        self.at_end_of_turn: Callable[[], None] = lambda: None
-        """Called when the steps of a turn have been taken."""
+        self.at_end_of_iteration: Callable[[], None] = lambda: None
+        """Called when the steps of an iteration have been taken."""
         self._calls: deque[Callable[[], None]] = deque()
 
     def end(self) -> None:
-        """The step that runs is the last one of this turn: it has made work for somebody else."""
+        """The step that runs is the last one of this iteration: it has made work for somebody else."""
         self._over = True
 
     def join(self, lane: Lane) -> None:
@@ -79,12 +80,12 @@ class LoopTime:
     # -- a lane of its own ---------------------------------------------------------------------------------------------
 
     def later(self, call: Callable[[], None]) -> None:
-        """Call it in one of the next turns, after those that wait."""
+        """Call it in one of the next iterations, after those that wait."""
         self._calls.append(call)
         self.join(self)
 
     async def turn(self) -> None:
-        """Wait for a turn, and be the last one of it: what follows takes as long as a step."""
+        """Wait for a step in one of the next iterations, and be its last one: what follows takes as long as a step."""
         step, came = as_step(self.end)
         self.later(step)
         await came
@@ -119,9 +120,9 @@ class LoopTime:
     def step(self) -> None:
         self._calls.popleft()()
 
-    # -- turns ---------------------------------------------------------------------------------------------------------
+    # -- iterations ----------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         self._scheduled = self._over = False
         until = self.clock() + self._seconds
         while self._lanes and not self._over:
@@ -135,9 +136,9 @@ class LoopTime:
                 self._schedule()
             if self.clock() >= until:
                 self._over = True
-        self.at_end_of_turn()
+        self.at_end_of_iteration()
 
     def _schedule(self) -> None:
         if self._lanes and not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._iterate)

@@ -1,4 +1,4 @@
-"""Watches many descriptors for the event loop, which looks at all that have news in each of its turns: hundreds of
+"""Watches many descriptors for the event loop, which looks at all that have news in each of its iterations: hundreds of
 connections with something to read would hold up everything else, though each is only lined up for later."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
 EVENTS: Final = 8
-"""Descriptors with news in one turn of the loop: about a tenth of a millisecond. The others wait for the next ones."""
+"""Descriptors with news in one iteration: about a tenth of a millisecond. The others wait for the next ones."""
 
 
 class PollSet:

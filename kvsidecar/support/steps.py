@@ -16,8 +16,8 @@ CALL_SECONDS: Final = 1.0
 class Steps:
     """Steps of jobs in the order in which they came: a lane of the loop's time.
 
-    When the ranks' jobs keep the loop busy, a turn of it would take as many steps as there are ranks and copiers, and a
-    scheduler's lookup would wait for all of them. To look at the sockets after each step takes a tenth more of a loop
+    When the ranks' jobs keep the loop busy, one iteration would take as many steps as there are ranks and copiers, and
+    a scheduler's lookup would wait for all of them. To look at the sockets after each step takes a tenth more of a loop
     that is busy with jobs alone, so it is done for `CALL_SECONDS` after a call.
 
     Whoever has a step asks `may_begin`, and passes it to `later` if it may not; steps that wait begin in that order,
@@ -43,7 +43,7 @@ class Steps:
         return not self._waiting and not self._calls_expected
 
     def later(self, step: Callable[[], None]) -> None:
-        """Take a step in one of the next turns."""
+        """Take a step in one of the next iterations."""
         self._waiting.append(step)
         self.loop_time.join(self)
 

@@ -50,7 +50,7 @@ class Turns:
         """Those with steps that wait and may begin."""
 
     def take(self, user: Hashable, step: Callable[[], None]) -> None:
-        """Take a step in one of the next turns of the loop."""
+        """Take a step in one of the next iterations of the loop."""
         now = self.loop_time.clock()
         queue = self._users.get(user)
         if queue is None:
@@ -68,7 +68,7 @@ class Turns:
         return await result
 
     def charge(self, user: Hashable, seconds: float) -> None:
-        """What runs is the last of this turn of the loop: it has made work for somebody else, which takes about so long
+        """What runs is the last step of this iteration: it has made work for somebody else, which takes about so long
         and which the user pays for."""
         queue = self._users.setdefault(user, _User())
         queue.used = max(queue.used, self.loop_time.clock()) + seconds / self._share

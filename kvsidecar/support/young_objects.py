@@ -17,8 +17,8 @@ class YoungObjects:
 
     Python begins a collection when more objects have been made than freed since the last one, whichever were freed.
     Where connections and calls come and go, about as many old ones are freed as young ones are made, and the young ones
-    become thousands, whose collection takes up to 0.8 ms (measured, Python 3.11). Called at the end of each turn in
-    which there was work.
+    become thousands, whose collection takes up to 0.8 ms (measured, Python 3.11). Called at the end of each iteration
+    in which there was work.
 
     Args:
         clock: monotonic seconds.

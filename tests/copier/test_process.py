@@ -301,7 +301,7 @@ async def test_a_copy_that_was_done_when_its_process_died_stays_done(bench: Benc
 
 
 async def _all_done(bench: Bench, count: int) -> list[Copying]:
-    """Stores that are done, of whose ends the link takes one in each turn of the loop."""
+    """Stores that are done, of whose ends the link takes one in each iteration of the loop."""
     bench.link._steps = Steps(LoopTime(lambda: 0.0, 0.0))
     bench.link._steps.called()
     receiver, records = bench.link._receivers[Direction.STORE], bench.link._records[Direction.STORE]

@@ -197,7 +197,7 @@ def test_a_message_is_made_in_each_turn_of_the_loop(monkeypatch: pytest.MonkeyPa
     interval()
     for _ in range(200):
         now = sum(len(reader.updates) for reader in readers)
-        assert now <= sent + 1, "several messages in one turn"
+        assert now <= sent + 1, "several messages in one iteration"
         sent = now
         if not daemon.soon:
             break
@@ -234,7 +234,7 @@ def test_changes_are_joined_in_a_turn_of_their_own(monkeypatch: pytest.MonkeyPat
             break
         call = daemon.soon.pop()
     assert set(reader.notes) == set(keys(*range(40)))
-    assert max(map(sum, steps)) == 1, f"joined and sent in each turn: {steps}"
+    assert max(map(sum, steps)) == 1, f"joined and sent in each iteration: {steps}"
     assert joined > 3
 
 

@@ -405,7 +405,7 @@ def test_what_the_disk_tells_between_two_messages_comes_before_the_end_of_a_snap
     daemon.watch(reader)
     daemon.due.pop()()
     daemon.soon.pop()()
-    assert daemon.soon, "the snapshot goes on in the next turn of the loop"
+    assert daemon.soon, "the snapshot goes on in the next iteration of the loop"
     disk.tell(Residency.STORED, 2, 3)
     disk.tell(Residency.COMPLETE)
     while not reader.complete:

@@ -62,7 +62,7 @@ class Daemon:
         self.due: list[Callable[[], None]] = []
         """At the next interval."""
         self.soon: list[Callable[[], None]] = []
-        """In the next turn of the loop."""
+        """In the next iteration of the loop."""
         self.ready = True
         self.watches = Watches(self.cache, self.metrics, self.later, lambda: self.ready)
 

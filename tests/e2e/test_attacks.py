@@ -101,7 +101,7 @@ def test_scrapers_do_not_slow_lookups(short_dir: Path) -> None:
 @needs_root
 @pytest.mark.alone
 def test_another_users_flood_of_lookups_does_not_delay_lookups(short_dir: Path) -> None:
-    """Each turn of the loop took 64 requests of each connection: tens of milliseconds."""
+    """Each iteration of the loop took 64 requests of each connection: tens of milliseconds."""
     with daemon_for_others(short_dir, "--log-level", "info") as daemon, ExitStack() as stack:
         rank = Rank(daemon)
         done(rank.store("a"))

@@ -1,4 +1,4 @@
-"""The attach socket: what many connections cause at once is spread over the turns of the event loop."""
+"""The attach socket: what many connections cause at once is spread over the iterations of the event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.harness import eventually_in_loop
 
 CLIENTS = 60
 STEPS = 4
-"""In one turn of the loop, with the clock of these tests."""
+"""In one iteration of the loop, with the clock of these tests."""
 
 
 class Peers:
@@ -43,7 +43,7 @@ class Peers:
 class Bench:
     def __init__(self, directory: Path) -> None:
         ticks = itertools.count()
-        # Each step takes a part of a turn, however long it takes.
+        # Each step takes a part of an iteration, however long it takes.
         self.turns = Turns(LoopTime(lambda: next(ticks) * SECONDS / STEPS))
         self.in_iteration: Counter[int] = Counter()
         """Refusals and ends, by the iteration of the loop."""

@@ -113,7 +113,7 @@ async def test_flushes_that_wait_are_limited_and_one_more_is_answered_with_what_
     await stream.handle(1, 1)
     for number in range(1, 5):
         stream.stream.handle(pb.AttachRequest(flush=pb.Flush(flush=number, timeout_ms=60_000)))
-    for _ in range(10):  # turns of the loop: three flushes wait a minute, the fourth for nothing
+    for _ in range(10):  # iterations of the loop: three flushes wait a minute, the fourth for nothing
         await asyncio.sleep(0)
     (reply,) = stream.replies
     assert (reply.flushed.flush, list(reply.flushed.pending)) == (4, [1])

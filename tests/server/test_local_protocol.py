@@ -25,7 +25,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.clock import Clock
 
 REQUESTS = 64
-"""So many lookups have time in a turn of the loop."""
+"""So many lookups have time in an iteration of the loop."""
 
 
 class Transport:
@@ -68,7 +68,7 @@ class Handler:
         self.clock = Clock()
         self.user_time = UserTime(self.clock, REQUESTS)
         self.taken: list[int] = []
-        self.steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one a turn
+        self.steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one per iteration
         self.steps.called()
         self.ended = False
 
@@ -222,7 +222,7 @@ async def test_a_lookup_waits_for_one_job_and_not_for_all(monkeypatch: pytest.Mo
     while any(len(handler.taken) < 2 for *_, handler in ranks):
         await asyncio.sleep(0)
         turns += 1
-    assert turns == 16, "each turn takes one job"
+    assert turns == 16, "each iteration takes one job"
     assert all(handler.taken == [1, 2] for *_, handler in ranks)
 
 

@@ -47,4 +47,4 @@ async def test_one_step_of_one_status_in_each_turn_of_the_loop() -> None:
     replies = await asyncio.gather(*(handler.status(pb.StatusRequest(), admin) for _ in range(5)))
     assert [reply.epoch for reply in replies] == [7] * 5
     assert steps.total() == 5 * STEPS
-    assert max(steps.values()) == 1, "several steps in one turn of the loop"
+    assert max(steps.values()) == 1, "several steps in one iteration of the loop"

@@ -37,7 +37,7 @@ class SimLink(NoProcessLink):
 
     def __init__(self, process: SimProcess) -> None:
         super().__init__(process.pid, process.answer, process.kill)
-        self._steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one a turn
+        self._steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one per iteration
         self._steps.called()
         self._at = process
 

@@ -158,7 +158,7 @@ class World:
         self._committed = 0
         if rng.random() < 0.5:
             self.reload_shares()
-        loop_time = LoopTime(loop.time, 0.0)  # one step a turn
+        loop_time = LoopTime(loop.time, 0.0)  # one step per iteration
         self.instances = Instances(
             self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True), loop_time
         )

@@ -1,4 +1,4 @@
-"""What can wait shares a turn of the event loop, and nobody who waits is forgotten."""
+"""What can wait shares an iteration of the event loop, and nobody who waits is forgotten."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_all_kinds_of_steps_together_have_the_time_of_one_turn() -> None:
     while len(clock.taken) < 6:
         seen.append(len(clock.taken))
         await asyncio.sleep(0)
-    assert seen == [0, 1, 2, 3, 4, 5], "a step a turn"
+    assert seen == [0, 1, 2, 3, 4, 5], "one step per iteration"
     assert clock.taken == ["job", "user", "news", "job", "user", "news"], "they take turns"
 
 

@@ -1,4 +1,4 @@
-"""Many descriptors with news at once: a few of them in each turn of the loop, and all of them in the end."""
+"""Many descriptors with news at once: a few of them in each iteration of the loop, and all of them in the end."""
 
 from __future__ import annotations
 

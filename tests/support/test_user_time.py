@@ -1,4 +1,4 @@
-"""What one user sends takes a bounded time of each turn of the loop."""
+"""What one user sends takes a bounded time of each iteration of the loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Work:
         self.users.spend(user, seconds)
 
 
-async def test_a_user_goes_on_in_the_next_turn_when_the_time_is_used_up() -> None:
+async def test_a_user_continues_in_the_next_iteration_when_the_time_is_used_up() -> None:
     work = Work()
     for request in "abcde":
         work.ask("one", request, SECONDS / 2)

@@ -79,7 +79,7 @@ def test_old_ones_that_are_freed_do_not_hide_young_ones(collections: list[int]) 
 
 async def test_a_turn_of_the_loop_ends_with_a_call() -> None:
     loop_time, order = LoopTime(), []
-    loop_time.at_end_of_turn = lambda: order.append("end")
+    loop_time.at_end_of_iteration = lambda: order.append("end")
     loop_time.later(lambda: order.append("step"))
     await loop_time.turn()
     assert order[:2] == ["step", "end"]
