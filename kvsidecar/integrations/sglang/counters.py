@@ -29,14 +29,16 @@ class Counters:
     known_offloads: int = _counter("Stores of pages that the daemon already has, answered without asking it.")
     failed_offloads: int = _counter("Stores that were declined or failed.")
     not_admitted_offloads: int = _counter(
-        "Stores for which the daemon keeps other blocks, which it expects to be used earlier (--eviction rhythm)."
+        "Stores declined because blocks that they would evict are expected to be used earlier (--eviction rhythm)."
     )
     refused_jobs: int = _counter(
         "Loads and stores that the daemon refused as invalid or not permitted; the log says why."
     )
     held_back_offloads: int = _counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
-    pauses: int = _counter("Requests whose custom_params say when their prompt is used next, or that it is not.")
-    bad_pauses: int = _counter("Of these, the invalid ones, which are ignored.")
+    pauses: int = _counter(
+        "Requests whose custom_params say when their prompt will be used next, or that it will not be."
+    )
+    bad_pauses: int = _counter("Requests whose pause in custom_params is invalid, and therefore ignored.")
     touches: int = _counter("Ends of requests and sessions reported to the daemon: their pages count as used.")
     unsent_touches: int = _counter(
         "Ends of requests and sessions not reported to the daemon: it is lost or hangs, or too many ended at once."

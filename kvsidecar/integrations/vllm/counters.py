@@ -27,20 +27,20 @@ class Counters:
     loads: int = _counter("Loads, one for each hit that vLLM accepted.")
     loaded_tokens: int = _counter("Tokens of the hits that vLLM accepted.")
     unleased_loads: int = _counter("Loads without a lease: the daemon granted none, or could not be reached in time.")
-    gone_loads: int = _counter("Loads that failed, and whose lease had ended before blocks were allocated for them.")
+    gone_loads: int = _counter("Failed loads whose lease had ended before blocks were allocated for them.")
     failed_loads: int = _counter("Loads that some rank did not complete; their requests are computed.")
     stores: int = _counter("Store jobs.")
     stored_blocks: int = _counter("Blocks that the ranks were instructed to store.")
     failed_stores: int = _counter("Store jobs that some rank did not complete: declined or failed.")
     not_admitted_stores: int = _counter(
-        "Store jobs for which some rank's daemon keeps other blocks, which it expects to be used earlier "
+        "Store jobs declined for some rank, because blocks that they would evict are expected to be used earlier "
         "(--eviction rhythm)."
     )
     unoffered_blocks: int = _counter(
-        "Blocks that were not offered to the daemon, because it has declined others of their request before them."
+        "Blocks not offered to the daemon, because it had declined earlier blocks of their request."
     )
     refused_jobs: int = _counter(
-        "Loads and stores that the daemon refused to a rank as invalid or not permitted; the log says why."
+        "Loads and stores of a rank that the daemon refused as invalid or not permitted; the log says why."
     )
     held_back_stores: int = _counter(
         "Times that stores were held back, because running stores hold as many GPU blocks as allowed or run for too "
@@ -50,7 +50,7 @@ class Counters:
         "Blocks that were to be stored later but never were: the GPU evicted them first, or too many were waiting."
     )
     given_up_daemons: int = _counter(
-        "Times that the ranks gave up a daemon that ended no store, because the engine needed the blocks."
+        "Times that the ranks gave up the daemon, because it ended no store and the engine needed the blocks."
     )
     resets: int = _counter("Resets of the prefix cache.")
     refused_resets: int = _counter(
@@ -70,12 +70,14 @@ class Counters:
     pin_hints: int = _counter("KV hints that ask for a pin. Only operators pin, so they count as retain.")
     ttl_requests: int = _counter("Requests whose kv_transfer_params limit how long their blocks are kept.")
     bad_ttls: int = _counter(
-        "Times in kv_transfer_params that cannot be read; their requests' blocks are kept for a second at most."
+        "Invalid times in kv_transfer_params; the blocks of their requests are kept for at most a second."
     )
-    pauses: int = _counter("Requests whose kv_transfer_params say when their prompt is used next, or that it is not.")
-    bad_pauses: int = _counter("Of these, the invalid ones, which are ignored.")
+    pauses: int = _counter(
+        "Requests whose kv_transfer_params say when their prompt will be used next, or that it will not be."
+    )
+    bad_pauses: int = _counter("Requests whose pause in kv_transfer_params is invalid, and therefore ignored.")
     unsent_touches: int = _counter(
-        "Requests at whose end the daemon was not told that their blocks were used, and what follows: it is lost or "
+        "Ends of requests not reported to the daemon, neither the use of their blocks nor the pause: it is lost or "
         "hangs, or too many ended at once."
     )
     unknown_hints: int = _counter("KV hints of other kinds, and those beyond the first 64 of a request; ignored.")
