@@ -23,25 +23,25 @@ class Refusal(StrEnum):
     POOL_FRAGMENTED = "pool_fragmented"
     """The pool has enough bytes, but blocks of another size, leased or being copied, occupy the slabs."""
     TABLE_FULL = "table_full"
-    """The table of the kept pool finds no memory for the records of these blocks, as the file system of ``--pool-dir``
-    is full, and no old block whose records have some can be evicted for them."""
+    """There is no memory for the records of these blocks in the table of the kept pool, because the file system of
+    ``--pool-dir`` is full, and no old block whose records have memory can be evicted for them."""
     QUOTA = "quota"
     """The job would take its share of the pool beyond its maximum, or use bytes that are guaranteed to other shares."""
     NOT_ADMITTED = "not_admitted"
-    """With ``--eviction rhythm``: every block that would have to go for the job's is expected to be used before them. A
+    """With ``--eviction rhythm``: every block that the job would evict is expected to be used before the job's own. A
     normal outcome: nothing was evicted, and the blocks may be stored when they are computed again."""
     NOT_FOUND = "not_found"
     """A block to load is not readable: it was never stored, it was evicted, or some of its shards are not sealed."""
     STALE_LEASE = "stale_lease"
     """The lease that the load names has expired or was released."""
     DEVICE_LOST = "device_lost"
-    """The process that copies for the device has ended, after an error of the GPU for example. It is replaced."""
+    """The device's copier has ended, for example after an error of the GPU. It is replaced."""
     COPY_FAILED = "copy_failed"
     """The driver rejected the copy, or the copy failed."""
     CANCELLED = "cancelled"
     """A flush cancelled the job before it started."""
     DEADLINE = "deadline"
-    """The copy had not started by the job's deadline. It never will."""
+    """The copy had not started by the job's deadline, and never will."""
     CHECKSUM = "checksum"
     """The bytes of a shard differ from those that were stored. The block is a miss and the slot is quarantined."""
     INVALID_REQUEST = "invalid_request"
@@ -53,8 +53,8 @@ class Refusal(StrEnum):
     DENIED = "denied"
     """The caller may not use this namespace, or is not an admin."""
     UNIDENTIFIED = "unidentified"
-    """The caller must identify itself, and sent no token or the token of a connection that has ended; or, over TCP, no
-    certificate of the CA."""
+    """The caller did not identify itself: it sent no token, or the token of a connection that has ended; or, over TCP,
+    no certificate of the CA."""
     LIMIT = "limit"
     """The request would exceed a per-user or per-rank limit."""
     UNFINISHED = "unfinished"

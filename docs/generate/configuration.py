@@ -82,7 +82,7 @@ EXAMPLES = {
     "prefault_threads": "8",
 }
 """Example values of options that have no default, or a sentence for one."""
-_UNITS = {"SIZE": "bytes", "SECONDS": "seconds", "COUNT": "threads", "PORT": "TCP port"}
+_UNITS = {"SIZE": "bytes", "SECONDS": "seconds", "PORT": "TCP port"}
 
 
 def page() -> str:

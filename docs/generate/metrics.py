@@ -30,8 +30,8 @@ HEAD = """\
 `GET /metrics` on the HTTP port returns the metrics in the Prometheus text format. Names follow the Prometheus
 conventions: base units, and `_total` on counters. A histogram `NAME` is exported as `NAME_bucket`, `NAME_sum` and
 `NAME_count`. Every series whose labels are known in advance exists from the start, at 0, so that an alert on its first
-event works. Who scrapes alone gets figures of after the request; when several do at the same time, they share one
-reading in a second, so that a figure may be up to 1 s old.
+event works. A single scraper gets the figures at the time of its request. If several scrape at the same time, they
+share one reading per second, so a figure may be up to 1 s old.
 
 [The dashboard](../deploy/grafana/kvsidecar.json) and [the alerts](../deploy/prometheus/alerts.yaml) use these names,
 and `make check` verifies them against a running daemon. [runbook.md](runbook.md) says what to do about each alert. The
@@ -63,15 +63,15 @@ GROUPS = {
     "Shares": ("share_",),
     "Models and devices": ("model_", "device_"),
     "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
-    "Disk": ("tier_",),
+    "Slower tiers": ("tier_",),
     "Refusals": ("refusals",),
 }
 """Title -> how the names of its metrics begin, after ``kvsidecar_``."""
 
 MODELS = """\
-Namespaces are counted by their model. At most 32 models have labels of their own at a time: those that came first or,
-after a restart, have the most bytes. A model that was not counted for an hour makes room for another one. With a
-policy, models are not named, because whoever reaches the HTTP port would learn them; shares are.
+Namespaces are counted by their model. At most 32 models have labels of their own at a time: the first ones or, after a
+restart, those with the most bytes. A model without activity for an hour makes room for another one. With a policy,
+models are not named, because anyone who reaches the HTTP port would learn their names; shares are named.
 """
 
 REASONS = """\
@@ -81,8 +81,8 @@ later, and the engine computes the blocks of a declined load.
 """
 
 PUBLISHER = """\
-[`kvsidecar publish`](routers.md) serves these, and those of its process, at the address of its option `--metrics`. What
-is refused is logged, too, each reason at most once a second.
+[`kvsidecar publish`](routers.md) serves these metrics, and those of its process, at the address of its option
+`--metrics`. Refusals are also logged, each reason at most once a second.
 """
 
 TEXTS = {"Models and devices": (MODELS,)}
@@ -131,7 +131,7 @@ def page() -> str:
         parts += [f"## {title}\n", *TEXTS.get(title, ()), _table(members) + "\n"]
         own = [each for each in own if each not in members]
     if own:  # nobody has found a place for these yet
-        parts += ["## Others\n", _table(own) + "\n"]
+        parts += ["## Other metrics\n", _table(own) + "\n"]
     parts += ["## Reasons of refusals\n", REASONS, _reasons() + "\n"]
     rest = [family for family in families() if not family.name.startswith("kvsidecar_")]
     parts += ["## The process\n", PROCESS, _table(rest) + "\n"]

@@ -188,7 +188,9 @@ def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None
 @click.option(
     "--model", "models", multiple=True, metavar="PATTERN", help="Only namespaces of these models; repeatable."
 )
-@click.option("--ownership", metavar="NAME", help="`ownership` of the events, for routers that know owners of caches.")
+@click.option(
+    "--ownership", metavar="NAME", help="`ownership` of the events, for routers that distinguish owners of caches."
+)
 @click.option(
     "--log-format",
     type=click.Choice(["auto", "text", "json"]),
@@ -200,8 +202,8 @@ def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None
 def publish(log_format: str, node: str | None, **given: Any) -> None:
     """Tell routers what the daemon holds, in vLLM's KV event format over ZeroMQ.
 
-    Runs beside the daemon until SIGTERM, and outlives it. What engines have stored with their option publisher is
-    announced, and taken back when the daemon has evicted it, whichever engines are there. Endpoints are neither
+    Runs beside the daemon until SIGTERM, and outlives it. Announces the blocks that engines with the option publisher
+    have stored, and their removal when the daemon evicts them, even if those engines are gone. Endpoints are neither
     encrypted nor authenticated, and events contain the tokens of prompts. Needs the extra kvsidecar[events].
 
     Exit codes: 0 after SIGTERM, 69 the extra is not installed, 75 an address is in use or does not exist yet, 78 an
@@ -267,7 +269,7 @@ def bench(list_names: bool, **given: Any) -> None:
 
     Starts a daemon for this run or uses a running one, attaches as an engine does, and measures through the public
     client: bandwidth relative to the limit of the link, latencies, job rates, pinning, and the impact on an engine's
-    own work. It says first how long that takes: two to four minutes on a GPU. Options after -- are passed to the daemon
+    own work. First prints how long that takes: two to four minutes on a GPU. Options after -- are passed to the daemon
     that is started.
 
     Exit codes: 1 a measurement failed (the others are reported), 69 no driver or no daemon, 78 an invalid option, 130

@@ -117,4 +117,6 @@ def _copies(name: str, labelled: Mapping[str, Counts]) -> Iterable[Metric]:
     copies = {(label, way): count for label, counts in labelled.items() for way, count in counts.copies.items()}
     yield families.counter(f"{name}_copies", f"Successful copies, by {name} and direction.", labels, copies)
     nbytes = {(label, way): count for label, counts in labelled.items() for way, count in counts.copied_bytes.items()}
-    yield families.counter(f"{name}_copied_bytes", f"Bytes moved by them, by {name} and direction.", labels, nbytes)
+    yield families.counter(
+        f"{name}_copied_bytes", f"Bytes moved by successful copies, by {name} and direction.", labels, nbytes
+    )

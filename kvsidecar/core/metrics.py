@@ -99,13 +99,13 @@ class Metrics:
         self.copied_bytes = counter("kvsidecar_copied_bytes", "Bytes moved by successful copies.", ["direction"])
         self.loaded_tokens = counter(
             "kvsidecar_loaded_tokens",
-            "Tokens of prompts whose KV was loaded, which engines did not have to compute. Only the "
-            "first rank of an engine is counted.",
+            "Prompt tokens whose KV was loaded, so that engines did not have to compute them. Only the first rank of "
+            "an engine is counted.",
         )
         self.copy_seconds = histogram(
             "kvsidecar_copy_seconds",
-            "Time in which the device was moving bytes of a job, as timed by CUDA events (by the host's clock on the "
-            "host device). Excludes queueing, planning and gaps between copies.",
+            "Time during which the device moved bytes of a job, measured with CUDA events (on the host device, with "
+            "the host's clock). Excludes queueing, planning and gaps between copies.",
             ["direction"],
             buckets=COPY_SECONDS_BUCKETS,
         )
@@ -136,7 +136,7 @@ class Metrics:
         )
         self.malformed_traceparents = counter(
             "kvsidecar_malformed_traceparents",
-            "Jobs whose traceparent was ignored because it is malformed. Counted only while tracing is on.",
+            "Jobs whose traceparent was malformed, and ignored. Counted only while tracing is on.",
         )
         self.pin_seconds = histogram(
             "kvsidecar_pin_seconds",
@@ -145,31 +145,31 @@ class Metrics:
         )
         self.register_seconds = gauge(
             "kvsidecar_pin_register_seconds",
-            "Part of the pinning time that was spent in the pinning calls themselves. The rest was spent waiting for "
+            "Part of the pinning time spent in the pinning calls themselves. The rest was spent waiting for "
             "prefaulted pages.",
         )
         self.warm_start_blocks = gauge(
             "kvsidecar_warm_start_blocks",
-            "Blocks of an earlier daemon that this one has found at its start, by result.",
+            "Blocks of an earlier daemon that this one found when it started, by result.",
             ["result"],
         )
         self.warm_start_seconds = gauge(
             "kvsidecar_warm_start_seconds",
-            "Time that this daemon took to find the blocks of an earlier one, without pinning.",
+            "Time that this daemon took to find the blocks of an earlier one, excluding pinning.",
         )
         self.unfetched = counter(
             "kvsidecar_tier_unfetched_blocks",
-            "Blocks that a slower tier has, or may have, and that were not fetched, by reason.",
+            "Blocks that were not fetched although a slower tier has them, or may have them, by reason.",
             ["tier", "reason"],
         )
         self.unwritten = counter(
             "kvsidecar_tier_unwritten_blocks",
-            "Blocks that were to be written to a slower tier and were not, by reason.",
+            "Blocks that should have been written to a slower tier but were not, by reason.",
             ["tier", "reason"],
         )
         self.residency_messages = counter(
             "kvsidecar_residency_messages",
-            "Messages to watchers, such as engines with KV events, about what the pool holds.",
+            "Messages to watchers, such as engines with KV events, about the blocks in the pool and on the disk.",
         )
         self.residency_blocks = counter(
             "kvsidecar_residency_blocks", "Blocks in messages to watchers, by kind of change.", ["change"]
@@ -183,7 +183,7 @@ class Metrics:
         self.residency_resets = counter(
             "kvsidecar_residency_resets",
             "Snapshots sent to watchers, by reason: new (the watcher has just started), unread (it did not read), "
-            "flood (more changed at once than is kept for sending).",
+            "flood (more changed at once than may be queued).",
             ["reason"],
         )
         self.loop_lag_seconds = histogram(
@@ -298,13 +298,13 @@ class Metrics:
             ("pool_quarantined_bytes", "Bytes in quarantined slots.", cache.quarantined_bytes),
             (
                 "pool_unzeroed_bytes",
-                "Bytes that were freed or cleared and are to be zeroed; 0 without --zero-freed.",
+                "Freed or cleared bytes that have yet to be zeroed; 0 without --zero-freed.",
                 cache.unzeroed_bytes,
             ),
             ("blocks", "Readable blocks: all shards are sealed.", cache.readable_blocks),
             ("leases", "Active leases.", cache.leases),
             ("attached_ranks", "Attached engine ranks.", now.attached_ranks),
-            ("watchers", "Clients that follow what the pool holds.", now.watchers),
+            ("watchers", "Clients that watch which blocks can be looked up.", now.watchers),
             ("residency_notes_bytes", "Engines' notes on blocks, kept for future watchers.", now.notes_bytes),
         ):
             yield GaugeMetricFamily(f"kvsidecar_{name}", text, value=value)
@@ -314,7 +314,8 @@ class Metrics:
             ("expired_blocks", "Evicted blocks that had expired.", cache.expired_blocks),
             (
                 "spaces_not_kept",
-                "Namespaces' groups whose blocks a restart will lose: their names are too long, or there are too many.",
+                "KV cache groups whose blocks a restart will lose: their namespaces' names are too long, or there are "
+                "too many.",
                 cache.spaces_not_kept,
             ),
         ):

@@ -54,12 +54,16 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
         return lambda tier: getattr(tier.stats, name, 0)
 
     gauges: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
-        ("up", "1 if the tier is used, 0 if it has failed or is late.", lambda tier: not tier.off),
+        ("up", "1 if the tier is used, 0 if it has failed or is too slow.", lambda tier: not tier.off),
         ("capacity_bytes", "Bytes that the tier can hold.", stat("capacity_bytes")),
-        ("used_bytes", "Bytes that it holds.", stat("used_bytes")),
-        ("blocks", "Shards of blocks that it holds.", stat("blocks")),
+        ("used_bytes", "Bytes that the tier holds.", stat("used_bytes")),
+        ("blocks", "Shards that the tier holds.", stat("blocks")),
         ("reading_bytes", "Bytes that are being read from the tier.", lambda tier: tier.reading_bytes),
-        ("writing_bytes", "Bytes that wait to be written, or are being written.", lambda tier: tier.writing_bytes),
+        (
+            "writing_bytes",
+            "Bytes that are waiting to be written, or are being written.",
+            lambda tier: tier.writing_bytes,
+        ),
     )
     for name, text, value in gauges:
         yield families.gauge(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
@@ -67,17 +71,17 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
     text = "Bytes of the day's budget that may be written now. Absent without a limit."
     yield families.gauge("tier_write_budget_bytes", text, ["tier"], budgets)
     counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
-        ("failures", "Calls to the tier that failed or were late.", lambda tier: tier.counts.failures),
+        ("failures", "Calls to the tier that failed or took too long.", lambda tier: tier.counts.failures),
         ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.deaths),
         (
             "corrupt_blocks",
-            "Shards whose bytes differ from those written, by their checksums. They are misses.",
+            "Shards whose checksums show that their bytes differ from those written. They count as misses.",
             lambda tier: tier.counts.corrupt_blocks,
         ),
         ("evicted_blocks", "Shards evicted to make room for others.", stat("evicted_blocks")),
         (
             "quota_blocks",
-            "Shards that were not read or written for the sake of what other shares are guaranteed.",
+            "Shards that were not read or written because the bytes are guaranteed to other shares.",
             stat("quota_blocks"),
         ),
     )
@@ -85,9 +89,9 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
         yield families.counter(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
     yield from _tier_share_metrics(tiers)
     for unit, text in (
-        ("blocks", "Shards of blocks that were copied between the pool and the tier."),
-        ("bytes", "Bytes that were copied between the pool and the tier."),
-        ("seconds", "Time spent in calls to the tier; several run at a time."),
+        ("blocks", "Shards copied between the pool and the tier."),
+        ("bytes", "Bytes copied between the pool and the tier."),
+        ("seconds", "Time spent in calls to the tier; several may run at the same time."),
     ):
         copied = {(tier.name, way): tier.counts.copied[way, unit] for tier in tiers for way in ("read", "write")}
         yield families.counter(f"tier_copied_{unit}", text, ["tier", "direction"], copied)

@@ -193,7 +193,7 @@ class Settings(BaseModel):
     disk_writes_per_day: SizeOrOff = Field(
         None,
         description="Most bytes that are written to --disk-dir in a day, to protect a flash disk from wear. The rest "
-        "of the day's budget is recorded there, so that a restart does not begin another day. off: no limit.",
+        "of the day's budget is recorded there, so a restart does not renew it. off: no limit.",
     )
     disk_deadline: Seconds = Field(
         2.0,
@@ -214,17 +214,19 @@ class Settings(BaseModel):
     cluster_segment: SizeOrOff = Field(
         None,
         description="Memory, in addition to the pool, that this node gives to the cluster. Its content is lost when "
-        "the daemon ends. off: none; other nodes give theirs.",
+        "the daemon ends. off: none; the cluster uses the memory of other nodes.",
     )
     cluster_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How blocks are transferred between nodes.")
     cluster_devices: Annotated[str | None, Field(min_length=1), Shown("LIST", "auto")] = Field(
         None, description="RDMA devices, separated by commas. auto: Mooncake chooses."
     )
     cluster_replicas: Annotated[int, Shown("COUNT")] = Field(
-        1, ge=1, le=16, description="Number of nodes that get a copy of a block that this one writes."
+        1, ge=1, le=16, description="Number of nodes that get a copy of each block that this node writes."
     )
     cluster_soft_pin: Seconds = Field(
-        0.0, ge=0, description="How long blocks that this node writes are evicted only after all others. 0: not at all."
+        0.0,
+        ge=0,
+        description="Time in seconds for which blocks written by this node are evicted only after all others. 0: none.",
     )
     cluster_tenant: Annotated[str, Field(min_length=1), Shown("NAME")] = Field(
         "default", description="Mooncake's tenant. Tenants have quotas, and do not see each other's blocks."
@@ -253,7 +255,8 @@ class Settings(BaseModel):
     shared_admission: Admission = Field(
         Admission.SECOND_USE,
         description="Which blocks are written to --shared-dir. second_use: those that are loaded after they were "
-        "stored. all: every block. none: no further blocks; existing ones are read.",
+        "stored. all: every block. on_evict: every block that the pool is about to evict. none: no further blocks; "
+        "existing ones are read.",
     )
     shared_deadline: Seconds = Field(
         2.0,
@@ -278,8 +281,8 @@ class Settings(BaseModel):
     eviction: Eviction = Field(
         Eviction.LRU,
         description="Which blocks a full pool evicts first. lru: the least recently used ones. rhythm: those that are "
-        "expected to stay without a use for longest, by the time between their uses so far; for coding agents, whose "
-        "sessions come back in turns (docs/operating.md#eviction).",
+        "expected to stay unused for longest, judged by the time between their past uses; for coding agents, whose "
+        "sessions return after each tool call (docs/operating.md#eviction).",
     )
     lease_max: Seconds = Field(
         60.0,
@@ -315,8 +318,8 @@ class Settings(BaseModel):
         15.0,
         ge=0,
         description="How long a starting daemon waits for the end of another daemon on the same socket or --pool-dir "
-        "that is stopping or was killed, in seconds. Should exceed that daemon's --drain-timeout. One that serves on "
-        "is not waited for: the start fails after a second. 0: do not wait.",
+        "that is stopping or was killed, in seconds. Should exceed that daemon's --drain-timeout. If that daemon keeps "
+        "serving, the start fails after a second. 0: do not wait.",
     )
     stuck_after: Seconds = Field(
         60.0,

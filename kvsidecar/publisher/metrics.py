@@ -20,11 +20,11 @@ ENDPOINTS: Final = ("bind", "replay")
 
 
 GAUGES: Final = {
-    "followed_namespaces": "Namespaces whose blocks routers hear of.",
-    "left_out_namespaces": "Namespaces beyond as many as are followed.",
-    "announced_blocks": "Blocks that routers were told of, or will be.",
-    "kept_bytes": "Messages that are kept for replays, in bytes.",
-    "known_bytes": "Blocks whose tokens are remembered, in bytes.",
+    "followed_namespaces": "Namespaces whose blocks are announced to routers.",
+    "left_out_namespaces": "Namespaces that are not followed because there are too many.",
+    "announced_blocks": "Blocks that are announced to routers, or will be.",
+    "kept_bytes": "Bytes of the messages that are kept for replays.",
+    "known_bytes": "Bytes taken by the blocks whose tokens are remembered.",
 }
 """Read at a scrape; after ``kvsidecar_publisher_``."""
 
@@ -33,7 +33,7 @@ class Reason(StrEnum):
     """Why a router is refused, or a part of what it asks for."""
 
     PROTOCOL = "protocol"
-    """It does not speak ZMTP 3 without encryption."""
+    """A router does not speak unencrypted ZMTP 3."""
     FRAME = "frame"
     """A frame is too long."""
     SUBSCRIPTIONS = "subscriptions"
@@ -41,17 +41,17 @@ class Reason(StrEnum):
     REPLAYS = "replays"
     """A connection asks for too many replays at once."""
     NO_REQUEST = "no_request"
-    """A message to the endpoint of replays is no request. It is ignored."""
+    """A message to the replay endpoint is not a request. It is ignored."""
     CONNECTIONS = "connections"
     """One address or user has too many connections."""
     FULL = "full"
-    """The endpoint has too many connections: whoever has most loses one."""
+    """The endpoint has too many connections: the address or user with the most loses one."""
     UNREAD = "unread"
     """A router does not read what it is sent."""
     SILENT = "silent"
-    """A router does not complete its handshake, or answers no heartbeat."""
+    """A router does not complete its handshake, or does not answer heartbeats."""
     FAILED = "failed"
-    """Something unexpected; the log has it."""
+    """An unexpected error, which is in the log."""
 
 
 class RouterRefused(InvalidRequest):
@@ -71,7 +71,7 @@ class Metrics:
         counter = partial(Counter, registry=self.registry)
         self._refusals = counter(
             "kvsidecar_publisher_refusals",
-            "What routers were refused, by endpoint (the option that sets it) and reason.",
+            "Refusals to routers, by endpoint (the option that sets it) and reason.",
             ["endpoint", "reason"],
         )
         self._http_refusals = counter(
@@ -79,14 +79,14 @@ class Metrics:
             "HTTP requests and connections that were refused or not completed in time, by reason.",
             ["reason"],
         )
-        self.messages = counter("kvsidecar_publisher_messages", "Messages published, whoever subscribes.")
+        self.messages = counter("kvsidecar_publisher_messages", "Messages published, with or without subscribers.")
         self.replays = counter(
             "kvsidecar_publisher_replays",
-            "Replays that routers asked for, by whether what they wanted was still kept. If not, everything is said "
+            "Replays that routers requested, by whether the messages were still kept. If not, everything is announced "
             "again.",
             ["result"],
         )
-        self.repeats = counter("kvsidecar_publisher_repeats", "How often everything was said again.")
+        self.repeats = counter("kvsidecar_publisher_repeats", "Times that everything was announced again.")
         for endpoint, reason in product(ENDPOINTS, Reason):
             self._refusals.labels(endpoint, reason.value)
         for refusal in (Refusal.INVALID_REQUEST, Refusal.LIMIT, Refusal.UNFINISHED):

@@ -58,7 +58,7 @@ def status(as_json: bool, **where: str | None) -> None:
     default=0.0,
     type=click.FloatRange(0),
     metavar="EUROS",
-    help="Of an hour of one engine, all its GPUs together: also show what that is worth. Goes with --prefill-rate.",
+    help="Price of one engine, with all its GPUs, per hour: also show what is saved. Requires --prefill-rate.",
 )
 def top(interval: float, once: bool, prefill_rate: float | None, engine_price: float, **where: str | None) -> None:
     """Watch the running daemon: pin progress, pool, rates, hits, what is saved, engines, the oldest job, refusals.
@@ -163,17 +163,17 @@ def clear(
 @daemon_options
 @click.argument("name")
 @click.option("--namespace", metavar="MODEL", required=True, help="Namespace of the blocks, as for `kvsidecar clear`.")
-@click.option("--hashes", "file", type=click.File(), required=True, metavar="FILE|-", help="Hex hashes, one a line.")
+@click.option("--hashes", "file", type=click.File(), required=True, metavar="FILE|-", help="Hex hashes, one per line.")
 @click.option("--group", default=0, show_default=True, metavar="NUMBER", help="KV cache group of the blocks.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=1), default=86400.0, show_default=True, help="Until the pin expires."
+    "--seconds", type=click.FloatRange(min=1), default=86400.0, show_default=True, help="Time until the pin expires."
 )
 def pin(name: str, namespace: str, file: Any, group: int, seconds: float, **where: str | None) -> None:
     """Keep blocks in the pool, such as those of a common system prompt.
 
-    Those of the hashes that are stored now are kept until they are unpinned or the pin expires. A restart that keeps
-    the cache keeps the pin; otherwise it ends with the daemon. A pin of the same NAME is replaced. All pins together
-    have at most --pin-max of the daemon.
+    Those of the blocks that are in the pool now stay there until they are unpinned or the pin expires. A restart that
+    keeps the cache keeps the pin; otherwise it ends with the daemon. A pin of the same NAME is replaced. All pins
+    together may take at most the daemon's --pin-max.
 
     Exit codes: 0, 1 no such namespace, or not a hash, 69 no daemon answers or it refuses, 77 permission denied.
     """
@@ -208,7 +208,7 @@ def unpin(name: str, **where: str | None) -> None:
 @click.command()
 @daemon_options
 def pins(**where: str | None) -> None:
-    """Show the pins: who has pinned how much, and for how long.
+    """Show the pins: who pinned how much, and for how long.
 
     Exit codes: 0, 69 no daemon answers.
     """

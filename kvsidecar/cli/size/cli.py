@@ -98,7 +98,7 @@ def _retention(context: click.Context, parameter: click.Parameter, value: str) -
     callback=_retention,
     help="vLLM's --prefix-cache-retention-interval, for windows and states; all: before vLLM 0.32.",
 )
-@click.option("--small-pages", is_flag=True, help="The pool gets no huge pages (--huge-pages none).")
+@click.option("--small-pages", is_flag=True, help="The pool has no huge pages (--huge-pages none).")
 @click.option(
     "--bench", metavar="FILE", type=click.Path(), help="Results of kvsidecar bench as JSON, for the pinning time."
 )
