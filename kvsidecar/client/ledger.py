@@ -181,7 +181,7 @@ class Ledger:
             if not self._warned:
                 self._warned = True
                 _log.warning(
-                    "%d results were never polled, and the oldest are forgotten: call Client.poll()",
+                    "%d results were never polled, so the oldest are dropped: call Client.poll()",
                     MAX_UNPOLLED,
                 )
 

@@ -60,9 +60,9 @@ class TorchExporter:
             raise NotExportable("no tensor was exported: call regions() first")
         if (count := sum(len(each.descriptors) for each in self._allocations)) > MAX_DESCRIPTORS:
             raise NotExportable(
-                f"the KV cache lies in {count} ranges of physical memory, and a rank may share {MAX_DESCRIPTORS}: take "
-                "memory of cudaMalloc for it, by expandable_segments:False in PYTORCH_CUDA_ALLOC_CONF, or an allocator "
-                "with larger ranges than torch's 20 MiB, such as vLLM's cumem"
+                f"the KV cache lies in {count} ranges of physical memory, and a rank may share {MAX_DESCRIPTORS}: "
+                "allocate it with cudaMalloc (expandable_segments:False in PYTORCH_CUDA_ALLOC_CONF), or with an "
+                "allocator whose ranges are larger than torch's 20 MiB, such as vLLM's cumem"
             )
         return KVBuffers(self._device, tuple(self._allocations))
 

@@ -221,5 +221,5 @@ def _id(name: str, key: str, value: object, number_of: Callable[[str], int]) -> 
     if found is None:
         raise ValueError(f"has a {name} whose {key} have {value!r}; it must be a number or a name")
     if found == OVERFLOW_ID:
-        raise ValueError(f"has a {name} whose {key} have {OVERFLOW_ID}, the id of all that have none on this host")
+        raise ValueError(f"has a {name} whose {key} have {OVERFLOW_ID}, the id of everyone without an id on this host")
     return found

@@ -99,7 +99,7 @@ class Holds:
         lease, _ = self._cache.lookup_and_lease(parts, LookupMode.BITMAP, now, seconds, HoldOwner(name))
         if lease is None:
             raise InvalidRequest(
-                "none of these blocks is readable, or what other shares are guaranteed would be pinned"
+                "none of these blocks is readable, or the pin would take what is guaranteed to other shares"
             )
         nbytes = sum([len(chain.rows) * chain.blocks.space.block_bytes for chain in lease.chains])
         others = self.nbytes - (before.nbytes if before is not None else 0)
@@ -107,7 +107,7 @@ class Holds:
         if others + nbytes > self.most_bytes:
             self._cache.release(lease.id)
             raise LimitExceeded(
-                f"{format_size(nbytes)} more would be pinned; others have {format_size(others)} of the "
+                f"{format_size(nbytes)} more would be pinned; other pins have {format_size(others)} of the "
                 f"{format_size(self.most_bytes)} that --pin-max allows"
             )
         to_keep = None if self._kept is None or hold.blocks == kept_blocks else self._to_keep(hold, lease)

@@ -83,7 +83,7 @@ class Peer:
         fd = self.fds[index] if index < len(self.fds) and index not in self._spent else None
         if fd is None:
             raise InvalidRequest(
-                f"fd_index {index} names none of the {len(self.fds)} descriptors sent over the attach socket, or one "
-                "of physical memory that a registration has used: connect again"
+                f"fd_index {index} is not one of the {len(self.fds)} descriptors sent over the attach socket, or is "
+                "one of physical memory that a registration has already used: connect again"
             )
         return fd

@@ -202,7 +202,7 @@ class Watches:
         count = len(hashes) // namespace.hash_bytes
         if not count or len(notes) % count or len(notes) // count > MAX_NOTE_BYTES:
             raise InvalidRequest(
-                f"{len(notes)} bytes of notes on {count} blocks: each block takes as many, at most {MAX_NOTE_BYTES}"
+                f"{len(notes)} bytes of notes on {count} blocks: send equally many for each, at most {MAX_NOTE_BYTES}"
             )
         feed = self._feeds.get(namespace)
         for change in split(Change(Residency.NOTES, group, hashes, notes), namespace.hash_bytes):

@@ -99,7 +99,9 @@ class KeptPool:
         if self._settings.cold_start:
             raise KeptRefused("--cold-start is set")
         if self._carrier.left_by_stranger:
-            raise KeptRefused("another daemon has just left it, and the ends of its processes cannot be seen from here")
+            raise KeptRefused(
+                "another daemon has just left it, and it cannot be seen from here whether its processes have ended"
+            )
         facts = self._facts(files)
         table_words, hold_words = _split(memory, facts)
         table = RecordTable.open(table_words, facts)

@@ -115,7 +115,7 @@ class PoolStart:
                 return None
             if not (name := self.holds.give_up()):
                 raise PinFailed("the self-test finds no free slot among the kept blocks")
-            _log.warning("a pin has ended: pins hold the whole pool, and the self-test needs a place", pin=name)
+            _log.warning("a pin was ended: pins held the whole pool, and the self-test needs a slot", pin=name)
         return place
 
     async def _end_loads(self) -> None:

@@ -76,7 +76,7 @@ def _devices(value: object) -> tuple[str, ...]:
     if devices == ("all",):
         return ()
     if "" in devices and devices:
-        raise ValueError("has an empty entry; list UUIDs or indices, such as 0,1, or say all")
+        raise ValueError("has an empty entry; list UUIDs or indices, such as 0,1, or use all")
     if len(set(devices)) < len(devices):
         raise ValueError("names a device twice")
     return devices

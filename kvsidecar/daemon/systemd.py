@@ -197,7 +197,9 @@ class Notifier:
                 if reason is None:
                     _log.info("progress resumed")
                 else:
-                    _log.error("no progress: the watchdog is not fed", reason=reason, watchdog_seconds=self._watchdog)
+                    _log.error(
+                        "no progress: the watchdog is not notified", reason=reason, watchdog_seconds=self._watchdog
+                    )
                 self._send(self._status_line())
             if self._ready and reason is None:
                 self._send("WATCHDOG=1")

@@ -13,7 +13,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
 
 def read_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError("it must be a text that is not empty")
+        raise ValueError("it must be a non-empty text")
     return value
 
 

@@ -138,7 +138,8 @@ class Arrivals:
                 if self._held[uid] + fds > self._room - self._total - fds:
                     has = self._held[uid]
                     raise LimitExceeded(
-                        f"one user may have as many descriptors as it leaves free of {self._room}, and has {has}"
+                        f"one user may hold no more descriptors than it leaves free: it holds {has}, and "
+                        f"{self._room - self._total} of {self._room} are free"
                     )
                 quota.take(uid, count)
                 break

@@ -301,7 +301,9 @@ class Handler:
         if namespace is not None and (problem := namespace.problem()):
             raise InvalidRequest(problem)
         if request.groups and (namespace is None or request.unused_seconds or len(request.groups) > MAX_GROUPS):
-            raise InvalidRequest(f"blocks to clear need a namespace, no time, and at most {MAX_GROUPS} groups")
+            raise InvalidRequest(
+                f"hashes to clear require a namespace, no time without use, and at most {MAX_GROUPS} groups"
+            )
         self._permit_clear(namespace, caller)
         blocks = self._clear(request, namespace)
         what = str(namespace) if namespace else request.share or "all"

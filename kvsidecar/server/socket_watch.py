@@ -66,7 +66,7 @@ class SocketWatch:
             if reason and reason != self._reason:
                 _log.error("sockets are gone and cannot be created again", missing=_names(missing), reason=reason)
             elif missing and not reason:
-                _log.warning("sockets were removed and are created again", missing=_names(missing))
+                _log.warning("sockets were removed, and have been created again", missing=_names(missing))
             elif self._reason and not reason:
                 _log.info("the sockets are there again")
             if reason != self._reason:

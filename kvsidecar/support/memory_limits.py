@@ -248,7 +248,7 @@ def page_candidates(wish: HugePages, nbytes: int, root: Path = ROOT) -> tuple[Pa
     if wish is HugePages.THP:
         if thp is None:
             raise PoolRefused(
-                "shared memory gets no transparent huge pages here: write advise to "
+                "shared memory cannot have transparent huge pages here: write advise to "
                 "/sys/kernel/mm/transparent_hugepage/shmem_enabled, or use --huge-pages auto",
                 lasting=True,
             )

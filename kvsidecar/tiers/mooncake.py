@@ -126,7 +126,7 @@ class MooncakeBackend:
         codes = self._store.batch_is_exist(_keys(space, hashes))
         for code in codes:
             if code < 0:
-                raise _failed("a look for shards failed", code)
+                raise _failed("a query for shards failed", code)
         return [code == 1 for code in codes]
 
     def read(self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview]) -> list[ReadEnd]:

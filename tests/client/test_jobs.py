@@ -68,7 +68,7 @@ def test_ends_that_nobody_asks_for_are_kept_up_to_a_limit(short_dir: Path, caplo
         assert MAX_UNPOLLED // 2 <= len(kept) <= MAX_UNPOLLED
         assert kept == numbers[-1 - len(kept) : -1], "not the newest are kept"
         assert client.poll() == []
-    assert caplog.text.count("the oldest are forgotten") == 1
+    assert caplog.text.count("the oldest are dropped") == 1
 
 
 def test_waiting_for_a_job_that_was_reported_does_not_wait() -> None:

@@ -110,7 +110,7 @@ def test_a_rule_may_name_users_and_groups(tmp_path: Path) -> None:
         ("uids = 1", "uids is 1; it must be a list"),
         ("uids = [-1]", "uids have -1; it must be a number or a name"),
         ("uids = [true]", "uids have True; it must be a number or a name"),
-        ("uids = [65534]", "the id of all that have none on this host"),
+        ("uids = [65534]", "the id of everyone without an id on this host"),
         ('uids = [1]\nadmin = "yes"', "admin is 'yes'; it must be true or false"),
         ('uids = [1]\nnamespaces = "*"', "namespaces is '*'; it must be a list of texts"),
         ('uids = [1]\nnamespace = ["*"]', "'namespace'; known are"),

@@ -79,7 +79,7 @@ def test_a_hold_expires_and_is_no_lease_that_a_client_forgot() -> None:
 def test_all_holds_together_have_a_limit_and_a_refused_one_changes_nothing() -> None:
     world = World(most=3).ready()
     world.hold("a", 0, 1)
-    with pytest.raises(LimitExceeded, match="8 KiB more would be pinned; others have 8 KiB of the 12 KiB"):
+    with pytest.raises(LimitExceeded, match="8 KiB more would be pinned; other pins have 8 KiB of the 12 KiB"):
         world.hold("b", 2, 3)
     with pytest.raises(LimitExceeded):
         world.hold("a", 0, 1, 2, 3)

@@ -187,7 +187,7 @@ def test_pin_errors(scripted: Driver) -> None:
     with pytest.raises(PinFailed, match="cuMemHostRegister of 4096 bytes: CUDA_ERROR_OUT_OF_MEMORY"):
         platform.pin(0, 4096)
     scripted.answers["cuMemHostRegister"] = (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
-    with pytest.raises(PinFailed, match="this driver registers no host memory here: see kvsidecar doctor"):
+    with pytest.raises(PinFailed, match="this driver cannot register host memory here: see kvsidecar doctor"):
         platform.pin(0, 4096)
     scripted.answers["cuMemHostRegister"] = (LOST,)
     with pytest.raises(PinFailed):

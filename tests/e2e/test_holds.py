@@ -46,7 +46,7 @@ def test_more_than_pin_max_is_refused(short_dir: Path, tmp_path: Path) -> None:
         where = ("--namespace", NAMESPACE.model, "--hashes", str(file), "--socket", daemon.socket)
         refused = run("pin", "prompt", *where)
         assert refused.returncode == 69
-        assert "24 KiB more would be pinned; others have 0 B of the 16 KiB" in refused.stderr
+        assert "24 KiB more would be pinned; other pins have 0 B of the 16 KiB" in refused.stderr
         rank.close()
 
 
@@ -106,7 +106,7 @@ def test_holds_of_the_whole_pool_do_not_keep_a_daemon_from_starting(
         daemon.process.kill()
         daemon.process.wait(SECONDS)
     with DaemonProcess(short_dir, *flags) as daemon:
-        line = daemon.wait_log("a pin has ended: pins hold the whole pool, and the self-test needs a place")
+        line = daemon.wait_log("a pin was ended: pins held the whole pool, and the self-test needs a slot")
         assert line["pin"] == "small"
         rank = Rank(daemon.wait_ready(), groups=layout(num_blocks=100))
         assert set(seconds_left(daemon)) == {"large"}

@@ -52,7 +52,7 @@ def test_they_are_made_again_and_who_is_attached_goes_on(
             shutil.rmtree(directory)
         for suffix in gone if gone != ("directory",) else ():
             os.unlink(daemon.socket + suffix)
-        line = daemon.wait_log("sockets were removed and are created again")
+        line = daemon.wait_log("sockets were removed, and have been created again")
         assert line["missing"]
         assert answers(daemon)
         eventually(lambda: rank.hits("a") == 1)
@@ -85,7 +85,7 @@ def test_a_directory_that_cannot_be_made_again_is_said(daemon: DaemonProcess, di
     done(rank.store("b"))
     assert rank.hits("a", "b") == 2, "who is attached is served as before"
     directory.unlink()
-    daemon.wait_log("sockets were removed and are created again")
+    daemon.wait_log("sockets were removed, and have been created again")
     eventually(lambda: daemon.get("/ready")[0] == 200)
     assert answers(daemon)
 
@@ -119,7 +119,7 @@ def test_a_second_daemon_that_has_taken_the_sockets_keeps_them(directory: Path, 
         assert f"another kvsidecar serves {daemon.socket} (pid {second.process.pid}" in line["reason"]
         assert daemon.get("/ready")[0] == 503
         assert second.terminate() == 0
-        daemon.wait_log("sockets were removed and are created again")
+        daemon.wait_log("sockets were removed, and have been created again")
         eventually(lambda: daemon.get("/ready")[0] == 200)
     daemon.process.send_signal(signal.SIGSTOP)
     shutil.rmtree(directory)

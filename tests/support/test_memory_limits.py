@@ -229,7 +229,7 @@ def test_a_wish_is_met_or_refused(tmp_path: Path) -> None:
     assert page_candidates(HugePages.HUGETLB, 2 * MiB, root) == (HUGETLB,)
     with pytest.raises(PoolRefused, match="3145728 bytes is not a multiple of the huge page size 2 MiB"):
         page_candidates(HugePages.HUGETLB, 3 * MiB, root)
-    with pytest.raises(PoolRefused, match="shared memory gets no transparent huge pages here: write advise to"):
+    with pytest.raises(PoolRefused, match="shared memory cannot have transparent huge pages here: write advise to"):
         page_candidates(HugePages.THP, GiB, root)
     with pytest.raises(PoolRefused, match="no explicit huge pages"):
         page_candidates(HugePages.HUGETLB, GiB, tmp_path / "nothing")

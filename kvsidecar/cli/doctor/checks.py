@@ -168,7 +168,7 @@ def _gpu_trouble(gpu: Gpu, named: str, *, mps: bool) -> Result | None:
     if gpu.uuid.startswith("MIG-"):
         return _PROBLEM, f"{named} is a MIG device, which is not supported", "Turn MIG off and use whole GPUs."
     if not gpu.registers_host_memory:
-        text = f"{named} registers no host memory (confidential computing): no pool can be pinned for it"
+        text = f"{named} cannot register host memory (confidential computing): no pool can be pinned for it"
         return _PROBLEM, text, "Turn confidential computing off for this GPU, or run the engines without offload."
     if gpu.compute_mode == _PROHIBITED or (gpu.compute_mode == _EXCLUSIVE and not mps):
         mode = "PROHIBITED" if gpu.compute_mode == _PROHIBITED else "EXCLUSIVE_PROCESS"
@@ -383,7 +383,7 @@ def _allocator(facts: Facts) -> Iterable[Result]:
     else:
         bad = [f"{name}={value}" for name, value in engine.environ.items() if expandable(value)]
         if bad:
-            text = f"{' and '.join(bad)}: shared by a descriptor for each 20 MiB, of which a rank has at most 4,096"
+            text = f"{' and '.join(bad)}: every 20 MiB takes a descriptor, and a rank may share at most 4,096"
             yield _WARNING, text, "Remove expandable_segments:True if a rank's KV cache is larger than 80 GiB."
         else:
             yield _OK, "no expandable segments in its environment (settings made inside the program are not visible)"

@@ -73,7 +73,7 @@ def top(interval: float, once: bool, prefill_rate: float | None, engine_price: f
     from kvsidecar.cli.status_figures import Worth
 
     if engine_price and prefill_rate is None:
-        raise click.UsageError("--engine-price goes with --prefill-rate")
+        raise click.UsageError("--engine-price requires --prefill-rate")
     worth = None if prefill_rate is None else Worth(prefill_rate, engine_price)
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")

@@ -216,7 +216,7 @@ def _pin_rate(file: str | None) -> float | None:
     except OSError as error:
         raise ValueError(f"--bench {file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, StopIteration):
-        raise ValueError(f"--bench {file} has no figure of pinning: kvsidecar bench --only pin --json FILE") from None
+        raise ValueError(f"--bench {file} has no pinning time: run kvsidecar bench --only pin --json FILE") from None
 
 
 def _hits(path: Any, kv: KV, found: Any, sessions: int) -> dict[str, float]:

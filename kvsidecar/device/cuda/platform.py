@@ -89,7 +89,7 @@ class CudaPlatform:
         if status != OK:
             # In confidential computing the GPU may not read the host's memory, in WSL2 not much of it.
             refused = status.name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED")
-            why = "; this driver registers no host memory here: see kvsidecar doctor" if refused else ""
+            why = "; this driver cannot register host memory here: see kvsidecar doctor" if refused else ""
             raise PinFailed(f"cuMemHostRegister of {nbytes} bytes: {describe(status)}{why}")
 
     def unpin(self, address: int, nbytes: int) -> None:

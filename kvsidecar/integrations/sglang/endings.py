@@ -52,7 +52,7 @@ def watch(
     """
     if not all(hasattr(tree_class, name) for name in (RELEASE, END_SESSION)):
         _log.warning(
-            "kvsidecar: this version of SGLang does not report when requests end, so the daemon does not learn it"
+            "kvsidecar: this version of SGLang does not report when requests end, so the daemon does not learn of it"
         )
         return lambda: None
 

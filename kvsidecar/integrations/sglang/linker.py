@@ -224,7 +224,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """SGLang's pages and its loads refer to this registration, so it is not made again."""
         if self._side is not None:
             _log.warning(
-                "kvsidecar: SGLang releases the memory of its KV cache: the daemon gives it back, and this engine runs "
+                "kvsidecar: SGLang releases the memory of its KV cache: the daemon unmaps it, and this engine runs "
                 "without offload until it is restarted"
             )
             self.close()

@@ -153,7 +153,7 @@ def _ready_made(kvcache: Any, params: Any, page_size: int, components: set[Any])
     layers: dict[str, dict[int, tuple[torch.Tensor, ...]]] = {}
     for entry in group.entries:
         if entry._index_mapper is not None:
-            raise NotExportable(f"the pool {entry.name} numbers its pages in its own way, which is not supported")
+            raise NotExportable(f"the pool {entry.name} has page numbers of its own, which is not supported")
         mine = layers.setdefault(entry.indices_from_pool.value, {})
         for layer, tensors in _entry_layers(entry).items():
             mine[layer] = (*mine.get(layer, ()), *tensors)
@@ -169,7 +169,9 @@ def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
     layers = dict(full.layers)
     for draft in (*getattr(params, "sidecar_draft_device_pools", ()), *getattr(params, "mtp_draft_device_pools", ())):
         if full.replicated and not _is_mla(draft):
-            raise NotExportable("a draft model whose KV is split over ranks where the target's is not is not supported")
+            raise NotExportable(
+                "a draft model's KV is split over ranks and the target model's is not, which is not supported"
+            )
         for tensors in _attention(draft, page_size, _own_layers(draft)).values():
             layers[last] = (*layers[last], *tensors)
     return replace(full, layers=layers)

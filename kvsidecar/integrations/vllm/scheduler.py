@@ -300,7 +300,7 @@ class SchedulerSide:
             if not self._weights_version.is_first:
                 self._weights_version.return_to_first()
                 self._other_keys()
-                _log.info("kvsidecar: awake with the weights of the start: earlier blocks are hit again")
+                _log.info("kvsidecar: awake with the weights that it started with: earlier blocks are hit again")
 
     def _other_keys(self) -> None:
         """What was stored and looked up before was under other keys."""

@@ -68,7 +68,7 @@ def test_loaded_tokens_are_counted_once_for_all_ranks_of_an_engine(daemon: Daemo
     assert f"{2 * NAMESPACE.block_size} tokens so far, {2 * NAMESPACE.block_size / 8:g} s of prefill" in shown.stdout
     refused = run("top", "--once", "--engine-price", "2", "--socket", daemon.socket)
     assert refused.returncode == 2
-    assert "--engine-price goes with --prefill-rate" in refused.stderr
+    assert "--engine-price requires --prefill-rate" in refused.stderr
     for rank in ranks:
         rank.close()
 
