@@ -266,6 +266,7 @@ def test_ranges_of_another_size_are_refused_and_nothing_stays_mapped(device: Dev
 
 
 @only_cuda
+@pytest.mark.alone  # the free memory is that of the whole GPU
 def test_ranges_of_a_sleeping_process_are_free_after_the_release(device: Device, kind: str) -> None:
     with Exporter(kind, 64 * MIB, 64 * MIB, ranges=3) as exporter:
         memories = device.import_ranges(exporter.range_sources())
@@ -554,6 +555,7 @@ input()
 
 
 @only_cuda
+@pytest.mark.alone  # the free memory is that of the whole GPU
 def test_a_context_is_small(device: Device) -> None:
     """527 MiB by default on an H200, 267 MiB with the limits that `CudaDevice` sets."""
     root = str(Path(kvsidecar.__file__).parents[1])

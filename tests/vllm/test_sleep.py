@@ -28,8 +28,10 @@ KV: dict[str, Any] = {"kv_cache_memory_bytes": 256 * MiB}
 """Much more than the tolerance of the measurement."""
 
 
-def started(model: str, transfer: dict[str, Any] | None, **options: Any) -> EngineProcess:
-    return EngineProcess(model, transfer, VARIABLES, **KV, **options)
+def started(
+    model: str, transfer: dict[str, Any] | None, variables: dict[str, str] | None = None, **options: Any
+) -> EngineProcess:
+    return EngineProcess(model, transfer, VARIABLES | (variables or {}), **KV, **options)
 
 
 def sleep(engine: EngineProcess, gpu: CudaContext, level: int) -> int:
@@ -103,8 +105,13 @@ def test_an_engine_that_is_killed_asleep_or_awake_leaves_no_memory_behind(model:
     gpu.close()
 
 
-def test_the_cumem_allocator_without_sleep_mode_stores_and_hits(model: str, daemon: DaemonProcess) -> None:
-    with started(model, kvsidecar(daemon.socket), enable_cumem_allocator=True) as engine:
+@pytest.mark.parametrize("expandable", [False, True], ids=["cumem", "cumem beside expandable segments"])
+def test_the_cumem_allocator_without_sleep_mode_stores_and_hits(
+    model: str, daemon: DaemonProcess, expandable: bool
+) -> None:
+    """(vLLM takes expandable segments beside a connector only if this allocator is on.)"""
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    with started(model, kvsidecar(daemon.socket), variables, enable_cumem_allocator=True) as engine:
         engine.wait_started()
         rejoin(engine, daemon)
         before = blocks(daemon)
