@@ -47,15 +47,17 @@ class GrpcTransport(Transport):
         self._metadata = ((TOKEN_METADATA, connection.token),)
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
+        self._made: pb_grpc.SidecarStub | None = None
         self._answered = threading.Condition()
 
     @property
     def _stub(self) -> pb_grpc.SidecarStub:
         """Its calls raise ValueError once the channel is closed."""
         with self._lock:
-            if self._channel is None:
+            if self._made is None:  # made once: it takes longer than to send a lookup
                 self._channel = open_channel(self._socket)
-            return pb_grpc.SidecarStub(self._channel)
+                self._made = pb_grpc.SidecarStub(self._channel)
+            return self._made
 
     def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
         return GrpcStream(self._stub, send_queue, monitor)
