@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import termios
 import threading
 import time
 from collections import deque
@@ -21,9 +24,11 @@ from kvsidecar.protocol.framing import frame
 from kvsidecar.support.polling import wait_writable
 from kvsidecar.v1 import sidecar_pb2 as pb
 
-MAX_POST_BYTES = 32 * 1024
+WHOLE_BYTES = 32 * 1024
 """A Unix socket takes a frame of this size whole or not at all (unix_stream_sendmsg() splits longer ones). A frame that
 was sent in part would cost the connection."""
+SEND_BUFFER_BYTES = 1 << 20
+"""Asked of the kernel, which gives what net.core.wmem_max allows: room for several lookups of long prompts."""
 
 
 class LocalCalls:
@@ -77,14 +82,14 @@ class LocalCalls:
         return getattr(reply, method_of(request))
 
     def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
-        """As `Transport.post`. A call longer than `MAX_POST_BYTES` is not sent."""
+        """As `Transport.post`. A call is not sent if the socket has no room for all of it."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
             if self._connection is None or self._closed:
                 return False
             data = self._next_frame(request)
-            if len(data) > MAX_POST_BYTES:
+            if not _has_room(self._connection.sock, len(data)):
                 return False
             if self._connection.sock.send(data, socket.MSG_DONTWAIT) < len(data):
                 raise ConnectionError("the daemon does not read")
@@ -139,6 +144,7 @@ class LocalCalls:
             raise ConnectionError("the connection is closed")
         if self._connection is None:
             self._connection = self._connect(timeout=_remaining(deadline))
+            self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             self._replies = ReplyReader()
         sock = self._connection.sock
         _send(sock, self._next_frame(request), deadline)
@@ -197,6 +203,15 @@ class LocalCalls:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _has_room(sock: socket.socket, nbytes: int) -> bool:
+    """Whether the socket takes a frame of this size whole, or not at all. Nobody else sends meanwhile."""
+    if nbytes <= WHOLE_BYTES:
+        return True
+    (unread,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    # Both count the kernel's own memory, which is up to a fifth more than the frame of 32 KiB or longer.
+    return int(unread) + nbytes * 3 // 2 <= sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def _send(sock: socket.socket, data: bytes, deadline: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.client.lookup_parts import LookupParts, touch_parts
+from kvsidecar.client.lookup_parts import PART_HASHES, LookupParts, touch_parts
 from kvsidecar.client.messages import LookupQuery, TransportError, to_milliseconds
 from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.transport import OnAnswer, Transport
@@ -23,10 +23,6 @@ _log = logging.getLogger("kvsidecar.client")
 
 UNAVAILABLE_SECONDS = 1.0
 """For which no call was taken, before that is said: a daemon that was lost is noticed sooner."""
-POST_HASHES = 512
-"""More are sent in the background: a message of more than 32 KiB may not fit into a socket at once, nor leave it whole.
-"""
-
 EARLY_TOUCH_BYTES = 1 << 20
 """Of touches that wait for the first connection; of more, the oldest are dropped."""
 
@@ -265,8 +261,8 @@ class PendingLookup:
         self._parts = LookupParts(query)
         self._part: LookupQuery | None = None
         """The one that is under way."""
-        self._in_background = query.hashes > POST_HASHES
-        """Whether answers arrive in a thread of the transport."""
+        self._in_background = query.hashes > PART_HASHES
+        """Whether answers arrive in a thread of the transport: it sends the other parts."""
         self._lock = threading.Lock()
         """Guards what answers change. Nothing is sent with it held: to send delivers answers to others."""
         self._arrived = threading.Event()

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvsidecar.client import Client, Namespace
-from kvsidecar.client.local_calls import MAX_POST_BYTES, LocalCalls
+from kvsidecar.client.local_calls import WHOLE_BYTES, LocalCalls
 from kvsidecar.client.messages import TransportError
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -229,19 +229,39 @@ def test_an_answer_of_another_kind_ends_the_connection(calls: LocalCalls, peers:
     assert not calls.post(RELEASE, got.append)
 
 
-def test_to_post_never_waits_for_a_daemon_that_does_not_read(calls: LocalCalls, peers: list[FakeConnection]) -> None:
+LENGTHS = (
+    (30_000, 1, 20_000, WHOLE_BYTES - 50, 5_000),
+    (WHOLE_BYTES, 48_000, 1, 50_000, 49_000, 17_000, 16_500),
+    (200_000, 1, 64_000, 100_000),
+    (3,),
+    (47_900,),
+)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: str(lengths[0]))
+@pytest.mark.parametrize("buffer", [4_608, 150_000, None], ids=["smallest buffer", "small buffer", "its own buffer"])
+def test_to_post_never_waits_for_a_daemon_that_does_not_read(
+    calls: LocalCalls, peers: list[FakeConnection], lengths: tuple[int, ...], buffer: int | None
+) -> None:
     answer(peers, lookup_reply(1, 5))
     ask(calls)
-
-    def asking(nbytes: int) -> pb.LocalRequest:
-        return pb.LocalRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(nbytes))]))
-
+    if buffer is not None:
+        peers[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer // 2)  # the kernel doubles it
     got: list[Any] = []
-    assert not calls.post(asking(MAX_POST_BYTES), got.append), "longer than what goes whole or not at all"
-    for nbytes in itertools.cycle((30_000, 1, 20_000, MAX_POST_BYTES - 50, 5_000)):
-        if not calls.post(asking(nbytes), got.append):
+    for nbytes in itertools.cycle(lengths):
+        request = pb.LocalRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(nbytes))]))
+        if not calls.post(request, got.append):
             break
     assert not got, "a part of a frame was sent, so the connection had to go"
+
+
+def test_lookups_of_long_prompts_are_posted_while_there_is_room(calls: LocalCalls, peers: list[FakeConnection]) -> None:
+    answer(peers, lookup_reply(1, 5))
+    ask(calls)
+    long = pb.LocalRequest(lookup=pb.LookupRequest(groups=[pb.LookupGroup(hashes=bytes(100_000))]))
+    assert calls.post(long, None)
+    received = next(peers[0].requests())
+    assert received.lookup == long.lookup
 
 
 def test_to_post_does_not_wait_for_a_call_either(calls: LocalCalls, peers: list[FakeConnection]) -> None:

@@ -20,7 +20,7 @@ from kvsidecar.client import (
     LookupMode,
     PendingLookup,
 )
-from kvsidecar.client.local_calls import MAX_POST_BYTES
+from kvsidecar.client.local_calls import WHOLE_BYTES
 from kvsidecar.client.lookup_parts import PART_HASHES
 from kvsidecar.support.breaker import CircuitBreaker
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -116,7 +116,7 @@ def test_nothing_is_begun_without_a_connection(short_dir: Path) -> None:
     with FakeDaemon(short_dir) as daemon, Client(daemon.socket, step_budget=SECONDS) as client:
         assert client.begin_lookup(NAMESPACE, {0: hashes("a")}) is None
         client.lookup(NAMESPACE, {0: hashes("a")})
-        assert begin(client, [bytes(MAX_POST_BYTES // 2)]).result(SECONDS)
+        assert begin(client, [bytes(WHOLE_BYTES // 2)]).result(SECONDS)
 
 
 # -- of any size -------------------------------------------------------------------------------------------------------
