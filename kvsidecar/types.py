@@ -243,8 +243,8 @@ class GroupLayout:
     """A block is readable when this many shards are sealed; 1 for replicated KV (MLA), whatever the TP size."""
     regions: tuple[Region, ...]
     slices: tuple[int, ...] = ()
-    """Cuts the regions, in their order, into slices of so many regions each, all of them together: a load may copy one
-    of them. Empty: there are none."""
+    """Numbers of regions, which split ``regions``, in order and completely, into slices: a load may copy one of them.
+    Empty: there are none."""
 
     @property
     def shard_bytes(self) -> int:

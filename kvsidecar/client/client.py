@@ -312,7 +312,7 @@ class Client(OperatorCalls):
     def give_up(self, reason: str) -> None:
         """End the session with a daemon that hangs, and attach again when one answers. Never waits.
 
-        No copy of it begins any more, whatever the daemon does when it goes on. Each outstanding job ends, as
+        None of its copies begins any more, even if the daemon resumes. Each outstanding job ends, as
         ``daemon_lost``, as soon as its copy is over: at once if it had not begun. A job that has not ended 10 s after
         its timeout does this by itself.
 
@@ -433,7 +433,7 @@ class Client(OperatorCalls):
         then.
 
         Args:
-            groups: as of `lookup`; any number of hashes, which go in several messages beyond 8,192.
+            groups: as for `lookup`, with any number of hashes; more than 8,192 are sent in several messages.
             pause: seconds until the request's prompt is expected to be used again, infinity if it will not be; None: it
                 is not known. A daemon with `Eviction.RHYTHM` goes by it until then; one with `Eviction.LRU` does not
                 count blocks as used that will not be used again.

@@ -403,7 +403,7 @@ async def test_descriptors_of_physical_memory_are_closed_with_the_answer(sizes: 
             await world.attach(peer, allocations=(allocation,))
     assert not any(map(is_open, fds))
     assert closed == [2]
-    with pytest.raises(InvalidRequest, match="that a registration has used: connect again"):
+    with pytest.raises(InvalidRequest, match="that a registration has already used: connect again"):
         await world.attach(peer, allocations=(RANGES,))
     assert closed == [2], "once"
     for session in world.instances.remove_peer(peer):

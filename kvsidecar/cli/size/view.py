@@ -50,7 +50,7 @@ def rows(kv: KV, demand: Demand, machine: Machine, found: Plan, hits: Mapping[st
         "memory limit",
         f"{format_size(found.memory_bytes)}: the pool, and what the daemon and {count(machine.gpus, 'copier')} need",
     )
-    yield "huge pages", f"{found.huge_page_count} of 2 MiB, if the pool is to have its own (else transparent ones)"
+    yield "huge pages", f"{found.huge_page_count} of 2 MiB, if the pool is to have its own (otherwise transparent ones)"
     yield "pinned after", pin_text(machine, found)
     for number, (size, share) in enumerate(hits.items()):
         yield "" if number else "hits", f"{share:.1%}{'' if number else ' of the prompt tokens'} with {size}"
