@@ -48,9 +48,9 @@ class Priority(IntEnum):
 
     NORMAL = 0
     LOW = 1
-    """They go before others."""
+    """They are evicted before others."""
     HIGH = 2
-    """They go after others."""
+    """They are evicted after others."""
 
 
 EVICTION_ORDER = (Priority.LOW, Priority.NORMAL, Priority.HIGH)
@@ -78,7 +78,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What the daemon reports of itself. Bytes and seconds."""
+    """What the daemon reports about itself. Bytes and seconds."""
 
     state: State
     pool_bytes: int = 0
@@ -121,17 +121,17 @@ class Residency(Enum):
     STORED = "stored"
     """They can be looked up."""
     REMOVED = "removed"
-    """They cannot any more."""
+    """They can no longer be looked up."""
     CLEARED = "cleared"
-    """No block of the group can any more."""
+    """No block of the group can be looked up any longer."""
     NOTES = "notes"
     """What a client has noted about them."""
     TIER_STORED = "tier_stored"
     """The node's disk has them."""
     TIER_REMOVED = "tier_removed"
-    """It does not any more."""
+    """The disk no longer has them."""
     TIER_CLEARED = "tier_cleared"
-    """It has no block of the group any more, or is not used."""
+    """The disk has no more blocks of the group, or is not used."""
     RESET = "reset"
     """A snapshot begins: everything received before may be wrong."""
     COMPLETE = "complete"
@@ -168,7 +168,7 @@ def text_problem(name: str, text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must be equal for two instances to share blocks. A missing field here is silent corruption.
+    """What must be equal for two instances to share blocks. A missing field would corrupt silently.
 
     Block hashes of engines do not cover model, dtype, parallel sizes or layout (vLLM: ``extra_keys`` hold LoRA,
     multimodal and salt only), so these are part of every key here. All fields but ``extra`` are required.

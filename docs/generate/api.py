@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 from docs.generate.markdown import code, prose, table
 
@@ -14,8 +15,8 @@ HEAD = """\
 <!-- Made by `make docs` from the docstrings of kvsidecar/client and kvsidecar/integrations: change these. -->
 # Python API
 
-What `kvsidecar-client` has for engines. The [client guide](client.md) leads through it with a program that runs. What
-is not on this page is not part of the interface, and may change in any release.
+What `kvsidecar-client` offers to engines. The [client guide](client.md) introduces it with a program that runs.
+Anything that is not on this page is not part of the interface, and may change in any release.
 """
 CONNECTORS = {
     "kvsidecar.integrations.vllm": ("integrations/vllm/connector.py", "KVSidecarConnector", "vllm.md"),
@@ -51,7 +52,7 @@ def page() -> str:
     parts += ["### Constants\n", table(("Name", "Meaning"), constants) + "\n"]
     parts.append("## kvsidecar.client.torch\n")
     tree = ast.parse((PACKAGE / "client" / "torch.py").read_text())
-    parts.append(prose(ast.get_docstring(tree) or "") + "\n")
+    parts.append(_text(ast.get_docstring(tree) or ""))
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             parts.extend(_class(node))
@@ -134,17 +135,18 @@ def _signature(node: ast.FunctionDef) -> str:
 
 
 def _text(doc: str) -> str:
-    """A docstring: what it says, and a list for each of its sections."""
+    """A docstring: what it says, with indented paragraphs as code, and a list for each of its sections."""
     said, *sections = re.split(r"^(Args|Raises|Returns|Yields):$", doc, flags=re.MULTILINE)
-    paragraphs = filter(None, said.strip().split("\n\n"))
-    parts = [f"```python\n{each}\n```" if ">>>" in each else prose(each) for each in paragraphs]
+    paragraphs = filter(None, said.strip("\n").split("\n\n"))
+    parts = [f"```python\n{dedent(each)}\n```" if each.startswith("    ") else prose(each) for each in paragraphs]
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         parts.append(f"**{title}**")
-        entries = re.split(r"^    (?=\S)", body.strip("\n"), flags=re.MULTILINE)
+        lists = title in ("Args", "Raises")
+        entries = re.split(r"^    (?=\S)", body.strip("\n"), flags=re.MULTILINE) if lists else [body]
         items = []
         for entry in filter(str.strip, entries):
             name, colon, text = entry.partition(":")
             shown = ", ".join(code(each.strip()) for each in name.split(","))
-            items.append(f"- {shown}: {prose(text)}" if colon and title in ("Args", "Raises") else f"- {prose(entry)}")
+            items.append(f"- {shown}: {prose(text)}" if colon and lists else f"- {prose(entry)}")
         parts.append("\n".join(items))
     return "\n\n".join(parts) + "\n"

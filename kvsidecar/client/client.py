@@ -116,15 +116,15 @@ class Client(OperatorCalls):
             buffers: this rank's memory; must stay allocated until `close` has returned True.
             groups: this rank's KV cache groups; their regions index ``buffers.allocations``.
             events: for stores that wait for the engine on the device.
-            options: what the namespace is made of, for `kvsidecar status`, which tells operators in what the namespaces
-                of one model differ: short values that are no secrets, or ``#`` and a digest.
+            options: options that determine the namespace, with which `kvsidecar status` shows how namespaces of one
+                model differ: short values that are not secret, or ``#`` and a digest.
             retry: return at once, and attach in the background whenever a daemon answers.
             timeout: seconds to wait without ``retry``.
 
         Raises:
             DaemonUnreachable: no daemon answers. `attach` may be called again. Not raised with ``retry``.
-            AttachRefused: the daemon refuses the registration; the text says what to change. With ``retry`` it is
-                logged instead, and tried again: another daemon may accept it.
+            AttachRefused: the daemon refuses the registration; the text says what to change. With ``retry``, this is
+                logged instead, and the client tries again: another daemon may accept it.
             ClientError: this client was attached or closed before, or was closed meanwhile.
         """
         if self._supervisor.has_registration or self._closed:
@@ -245,12 +245,12 @@ class Client(OperatorCalls):
             timeout: seconds after which a copy that has not started never starts.
             traceparent: W3C traceparent of the request that the job is for. A daemon with tracing shows the job in that
                 trace, and ignores an invalid one.
-            ttl: seconds after which these blocks are misses, rounded up; None: as the daemon's shares say, or never.
-                Blocks that are present already keep the time that they have.
+            ttl: seconds after which these blocks are misses, rounded up; None: as configured for their share, or never.
+                Blocks that are already present keep their time.
             priority: ``LOW`` blocks are evicted before, and ``HIGH`` ones after, others of their share. Blocks that are
-                present already keep the priority that they have.
+                already present keep their priority.
             idle_ttl: seconds after their last use after which these blocks are misses, rounded up; at most 4,194,303
-                (48 days). Else as ``ttl``.
+                (48 days). Otherwise like ``ttl``.
         """
         job = self._jobs.new(Direction.STORE, blocks, timeout, traceparent)
         job.ttl_seconds = whole_seconds("ttl", ttl, MAX_TTL_SECONDS)
@@ -270,7 +270,7 @@ class Client(OperatorCalls):
         """Copy blocks from the pool to the device. Returns the job's number at once.
 
         The blocks must not be used or freed before the job has ended: DMA cannot be cancelled. Only `poll` and `wait`
-        tell that it has ended, whatever happens to the daemon meanwhile.
+        report that it has ended, even if the daemon dies.
 
         Args:
             timeout, traceparent: as in `store`.
@@ -305,7 +305,7 @@ class Client(OperatorCalls):
             cancel: decline jobs that have not started, as ``cancelled``. Otherwise the daemon runs them first.
 
         Returns:
-            The jobs that still may at the deadline; if it is empty, all of their blocks may be overwritten.
+            The jobs that may still access them at the deadline; if there are none, all blocks may be overwritten.
         """
         return self._jobs.flush(jobs, self._timeout if timeout is None else timeout, cancel=cancel)
 
@@ -314,7 +314,7 @@ class Client(OperatorCalls):
 
         None of its copies begins any more, even if the daemon resumes. Each outstanding job ends, as
         ``daemon_lost``, as soon as its copy is over: at once if it had not begun. A job that has not ended 10 s after
-        its timeout does this by itself.
+        its timeout has the same effect.
 
         Args:
             reason: for the log.
@@ -373,18 +373,18 @@ class Client(OperatorCalls):
     ) -> LookupResult:
         """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
 
-        Any number of hashes may be asked for: beyond 8,192 they go in several messages.
+        There may be any number of hashes; more than 8,192 are sent in several messages.
 
         Args:
-            groups: block hashes by group, in prefix order; joined in one `bytes`, or apart.
+            groups: block hashes by group, in prefix order; joined in one `bytes`, or as a sequence.
             lease_seconds: protect the hits from eviction for this long; 0 takes no lease.
             fetch_seconds: how long the caller can wait for misses that a slower tier has; 0: nothing is fetched. This
                 call does not wait: look up again while the result says that blocks are coming.
-            prefill_rate: tokens a second that the caller computes, to tell what is worth fetching; 0: not known.
-            wanted: in `LookupMode.BITMAP`, which misses to fetch: by group, one flag per hash, as far as there are
-                any; for groups of which a hit does not need every block. The answer says which misses a slower tier
-                holds. None: each group's first misses in a row.
-            fetch_tokens: that the caller need not compute if all that is wanted comes.
+            prefill_rate: tokens that the caller computes per second, to decide what is worth fetching; 0: unknown.
+            wanted: in `LookupMode.BITMAP`, which misses to fetch: by group, one flag per hash (missing ones: False);
+                for groups of which a hit does not need every block. The answer says which misses a slower tier holds.
+                None: each group's first misses in a row.
+            fetch_tokens: tokens that the caller need not compute if everything wanted is fetched.
             lease: of an earlier lookup: it then protects these hits too, from now on. It is released if this lookup is
                 not answered. None: a new one.
             timeout: seconds, instead of ``step_budget``.
@@ -426,17 +426,17 @@ class Client(OperatorCalls):
     def touch_nowait(
         self, namespace: Namespace, groups: Mapping[int, bytes | Sequence[bytes]], pause: float | None = None
     ) -> bool:
-        """Say that the blocks of one request were used without a lookup, as where the engine's own cache had them.
+        """Report that the blocks of one request were used without a lookup, because the engine's own cache had them.
 
         Those that the daemon has count as used now, the head of the request last, so that it is evicted last. Never
-        waits. Before the first connection is made, or has failed, the latest touches are kept, 1 MiB of them, and sent
+        waits. Until the first connection is made or has failed, the latest touches, up to 1 MiB, are kept, and sent
         then.
 
         Args:
             groups: as for `lookup`, with any number of hashes; more than 8,192 are sent in several messages.
             pause: seconds until the request's prompt is expected to be used again, infinity if it will not be; None: it
-                is not known. A daemon with `Eviction.RHYTHM` goes by it until then; one with `Eviction.LRU` does not
-                count blocks as used that will not be used again.
+                is not known. With `Eviction.RHYTHM`, the daemon relies on it until then; with `Eviction.LRU`, blocks
+                that will not be used again do not count as used.
 
         Returns:
             False: it was not sent, because the daemon is lost or hangs, or this client is closed.
@@ -473,8 +473,8 @@ class Client(OperatorCalls):
         """Finish the outstanding jobs, detach, and end all threads.
 
         Returns:
-            True: the daemon has unmapped this rank's memory, or its process has ended: the memory may be freed. False:
-            neither was certain after ``timeout`` seconds, and a load may still write to it; see `unmapped`.
+            True if the daemon has unmapped this rank's memory, or its process has ended: the memory may be freed. False
+            if neither was certain after ``timeout`` seconds: a load may still write to it. See `unmapped`.
         """
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         self._closed = True

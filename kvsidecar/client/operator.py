@@ -72,7 +72,7 @@ class OperatorCalls(ABC):
         """Keep the readable ones of these blocks in the pool. Returns their number and their bytes.
 
         Args:
-            groups: block hashes by group; joined in one `bytes`, or apart.
+            groups: block hashes by group; joined in one `bytes`, or as a sequence.
         """
         request = pb.PinRequest(name=name, namespace=namespace_to_wire(namespace), seconds=math.ceil(seconds))
         _add_groups(request, groups)

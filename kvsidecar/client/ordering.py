@@ -33,7 +33,7 @@ class Completion(Protocol):
 class EventRing(Protocol):
     """A fixed set of interprocess events of the engine; `kvsidecar.client.torch.TorchEventRing` is one.
 
-    The client references it until it is closed: to wait for a destroyed event is undefined.
+    The client references it until the client is closed, because waiting for a destroyed event is undefined.
     """
 
     @property

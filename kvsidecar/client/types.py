@@ -42,15 +42,15 @@ DEFAULT: Final = Default.DEFAULT
 class Blocks:
     """Blocks of one KV cache group: ``hashes[i]`` is the content of block ``block_ids[i]`` of this rank.
 
-    Fastest are hashes joined in one `bytes`, and ids in an array of int64 (numpy's, or any with the buffer protocol) or
-    packed by `pack_ids`.
+    It is fastest to join hashes in one `bytes`, and to pass ids as an array of int64 (numpy's, or any with the buffer
+    protocol) or packed by `pack_ids`.
     """
 
     group: int
     hashes: bytes | Sequence[bytes]
     block_ids: bytes | Sequence[int] | npt.NDArray[np.int64]
     notes: bytes = b""
-    """Stores only: what watchers need to know about each block, as many bytes for each, joined; empty: nothing."""
+    """Stores only: what watchers need to know about each block, equally many bytes for each, joined; or empty."""
     slice: int = 0
     """Loads only: which of `GroupLayout.slices` to copy, from 1 on; 0: all of each block."""
 
@@ -81,8 +81,8 @@ class GroupHits:
     found: tuple[bool, ...] = ()
     """`LookupMode.BITMAP` only: one flag per hash."""
     coming: int = 0
-    """Blocks from the first miss on, or of those that were wanted, that the daemon fetches from a slower tier. They may
-    still fail to come."""
+    """Blocks that the daemon is fetching from a slower tier: from the first miss on, or of those wanted. They may still
+    fail to arrive."""
     held: tuple[bool, ...] = ()
     """If the caller chooses what is fetched: one flag per hash, whether it is missing and a slower tier has it; empty
     for none."""
@@ -117,4 +117,4 @@ class ResidencyChange:
     hashes: bytes = b""
     """Joined."""
     notes: bytes = b""
-    """`Residency.NOTES` only: joined, as many bytes for each hash."""
+    """`Residency.NOTES` only: joined, equally many bytes for each hash."""

@@ -66,15 +66,15 @@ without its answer meanwhile."""
 
 
 class CircuitBreaker:
-    """Opens after consecutive waits for nothing; closes when a probe is answered. Thread-safe.
+    """Opens after consecutive waits without an answer; closes when a probe is answered. Thread-safe.
 
     It makes no calls itself. The user checks `allows` before each call, reports its outcome, and makes the probes in a
     background thread, never in an engine's step.
 
     Args:
         failures: number of consecutive waits without an answer that opens it.
-        silence: seconds without any answer, from the first call that was not answered, before such a wait counts: one
-            that ends sooner tells that the answer takes longer than the caller can wait, not that none comes.
+        silence: seconds without any answer, from the first unanswered call, before such a wait counts: one that ends
+            sooner only shows that the answer takes longer than the caller can wait.
         backoff: delays before the probes.
         clock: monotonic seconds.
     """
