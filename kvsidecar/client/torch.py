@@ -1,10 +1,12 @@
 """Converts KV caches of torch tensors to allocations and regions. Needs the engine's torch.
 
-exporter = TorchExporter()
-regions = exporter.regions(layer_tensors)           # [num_blocks, ...] each
-groups = [GroupLayout(group=0, num_blocks=n, shard=rank, num_shards=tp_size, regions=regions)]
-client.attach(buffers=exporter.kv_buffers(), groups=groups, events=TorchEventRing(), ...)
-client.store(blocks, after=DEVICE)
+In an engine:
+
+    exporter = TorchExporter()
+    regions = exporter.regions(layer_tensors)           # [num_blocks, ...] each
+    groups = [GroupLayout(group=0, num_blocks=n, shard=rank, num_shards=tp_size, regions=regions)]
+    client.attach(buffers=exporter.kv_buffers(), groups=groups, events=TorchEventRing(), ...)
+    client.store(blocks, after=DEVICE)
 """
 
 from __future__ import annotations
