@@ -6,14 +6,15 @@ python -m benchmarks.vllm.agentx --trace agentic.jsonl.xz --tiny              # 
 Each agent asks, waits for the answer, then for the recorded pause divided by --speed, and asks again; a session that
 ends is followed by the next one. A recorded block becomes --block-tokens tokens, so that many sessions are at work with
 the KV of few: prompts keep their shape and are shorter. All modes replay the same sessions; what each asks in the time
-it has depends on how fast it answers. `kvsidecar:POLICY` is a daemon with --eviction POLICY. "known" is what an endless
-cache would hit.
+it has depends on how fast it answers. `kvsidecar:POLICY` is a daemon with --eviction POLICY. `pegaflow` is PegaFlow's
+server with a pool of the same bytes, and its connector. `resident` is the ceiling of the card: no connector, and as
+many blocks as fit into --memory of the GPU, whatever --gpu-tokens says; each engine's `gpu_tokens`, in its `facts`, are
+printed. What they do not hold is computed again there, too. "known" is what an endless cache would hit.
 """
 
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,13 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> l
     """What one engine measured, for each number of agents in turn. Nothing of one is hit by the next."""
     system, _, policy = mode.partition(":")
     flags = ["--eviction", policy] if policy else []
-    llm = runs.llm_options(options, max_model_len=options.max_tokens)
+    llm = runs.llm_options(options, max_model_len=options.max_tokens, resident=system == "resident")
     shape = {name: getattr(options, name) for name in SHAPE}
     shape |= {"path": str(options.trace.resolve()), "seed": options.seed}
     found = []
     with (
-        runs.daemon(options, directory, pool, flags) if system == "kvsidecar" else nullcontext() as daemon,
-        runs.engine(options, directory, system, pool, daemon, **llm) as child,
+        runs.offloads_to(options, directory, system, pool, flags) as server,
+        runs.engine(options, directory, system, pool, server, **llm) as child,
     ):
         facts = ask(child, "facts")
         ask(child, "converse", count=4, turns=2, concurrency=4, first_tokens=256, turn_tokens=64, output_tokens=8)
@@ -58,8 +59,8 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> l
                 "facts": facts,
                 **ask(child, "replay", concurrency=concurrency, **shape),
             }
-            if daemon is not None:
-                each["refusals"] = {what: count for what, count in refusals(daemon.socket).items() if count}
+            if system == "kvsidecar":
+                each["refusals"] = {what: count for what, count in refusals(server.socket).items() if count}
             found.append(each)
     return found
 
@@ -87,13 +88,14 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
     )
     columns = ["mode", "agents", "requests", "tok/s", "output tok/s", "TTFT p50 ms", "p90", "tok/s/user"]
     runs.table("Agents", [*columns, "hits", "known"], rows)
+    runs.show_gpu_tokens({mode: found[-1] for mode, found in results.items()})
     for mode, found in results.items():
         if refused := found[-1].get("refusals"):
             console.print(f"{mode}: the daemon refused, by reason: {refused}")
 
 
 def main() -> None:
-    parser = runs.arguments(__doc__)
+    parser = runs.arguments(__doc__, runs.WORKLOADS)
     parser.add_argument(
         "--trace", type=Path, required=True, help="sessions, as kvsidecar.cli.size.agentic describes them"
     )
@@ -103,7 +105,8 @@ def main() -> None:
     options = runs.parsed(parser, SHAPE, GPU)
     given = options.concurrency or (TINY_CONCURRENCY if options.tiny else CONCURRENCY)
     options.concurrency = [int(each) for each in given.split(",")]
-    chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
+    default = ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar")
+    chosen = runs.modes(options, default, runs.WORKLOADS)
     pool_tokens = TINY_POOL_TOKENS if options.tiny else POOL_TOKENS
     pool = runs.pool_bytes(options, pool_tokens * kv_bytes_per_token(options.tiny))
     results: dict[str, list[dict[str, Any]]] = {}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.vllm import pegaflow
 from benchmarks.vllm.conversations import Conversations
 from benchmarks.vllm.hooks import Hooks
 from benchmarks.vllm.sessions import Sessions
@@ -83,9 +84,12 @@ def kv_bytes_per_token(tiny: bool) -> int:
 
 
 def transfer_config(mode: str, pool_bytes: int, socket: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
-    """The KV transfer configuration of a mode, one of `benchmarks.vllm.runs.MODES`."""
-    if mode == "none":
+    """The KV transfer configuration of a mode, one of `benchmarks.vllm.runs.WORKLOADS`."""
+    if mode in ("none", "resident"):
         return None
+    if mode == "pegaflow":
+        assert socket is not None
+        return pegaflow.transfer_config(socket, extra)
     if mode == "empty":
         module = {"kv_connector": "EmptyConnector", "kv_connector_module_path": "benchmarks.vllm.empty"}
         return {**module, "kv_role": "kv_both"}
@@ -219,6 +223,8 @@ class Engine:
             "build_seconds": self._build_seconds,
             "gpu_blocks": config.cache_config.num_gpu_blocks,
             "block_size": config.cache_config.block_size,
+            "gpu_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            **({"pegaflow": sys.modules["pegaflow"].__version__} if "pegaflow" in sys.modules else {}),
             "async_scheduling": bool(getattr(config.scheduler_config, "async_scheduling", False)),
         }
 

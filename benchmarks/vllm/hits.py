@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--fill", default="", help="further flags of the daemon that fills it")
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs instead of eager mode")
     options = runs.parsed(parser, PROMPTS)
-    chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else runs.MODES)
+    chosen = runs.modes(options, ("none", "kvsidecar") if options.tiny else runs.MODES)
     # Room for all that is ever stored: the prompts twice, and some.
     per_prompt = kv_bytes_per_token(options.tiny) * options.tokens
     pool = runs.pool_bytes(

@@ -94,7 +94,7 @@ def main() -> None:
     options = runs.parsed(parser, SHAPE, GPU)
     if options.rounds < 2:
         raise SystemExit("--rounds: two at least, to see what they differ by")
-    modes = runs.modes(options.modes, MODES)
+    modes = runs.modes(options, MODES)
     pool = runs.pool_bytes(options, 6 << 20 if options.tiny else 16 << 30)
     with runs.folder(options) as directory:
         results = measure(options, modes, directory, pool)

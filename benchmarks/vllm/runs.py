@@ -7,19 +7,24 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.vllm import pegaflow
 from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
 from kvsidecar.bench.processes import Child, PrivateDaemon, private_daemon
 from kvsidecar.support.units import parse_size
 
 MODES = ("none", "empty", "simple", "offload", "kvsidecar")
+WORKLOADS = (*MODES, "pegaflow", "resident")
+"""Modes of the benchmarks whose KV is larger than the GPU's: another daemon, and a GPU that is not kept small."""
+RESIDENT_TINY = 8
+"""On the CPU, how much more KV fits into ``resident``."""
 START_SECONDS = 600.0
 """An engine that compiles its graphs takes minutes."""
 
@@ -31,12 +36,15 @@ if not console.is_terminal:
     console = Console(width=150)  # a log has room
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
+def arguments(description: str | None, known: Sequence[str] = MODES) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", default="", help="comma-separated: none, empty, simple, offload, kvsidecar")
+    more = "; pegaflow: PegaFlow's server; resident: no connector, KV in all of --memory" if known == WORKLOADS else ""
+    parser.add_argument("--modes", default="", help=f"comma-separated: {', '.join(known)}{more}")
     parser.add_argument("--tiny", action="store_true", help="a model for the CPU: shows that everything works")
     parser.add_argument("--pool-size", default="", help="host memory, of the daemon or of vLLM's connector")
-    parser.add_argument("--extra", default="{}", help="JSON: options of this project's connector")
+    parser.add_argument(
+        "--extra", default="{}", help="JSON: options of this project's connector, and of PegaFlow's (pegaflow.NAME)"
+    )
     parser.add_argument("--llm", default="{}", help="JSON: further options of vllm.LLM")
     parser.add_argument("--serve", default="", help="further flags of kvsidecar serve, separated by spaces")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the logs of daemon and engines")
@@ -65,11 +73,12 @@ def folder(options: argparse.Namespace) -> Iterator[Path]:
         yield found
 
 
-def llm_options(options: argparse.Namespace, *, max_model_len: int) -> dict[str, Any]:
+def llm_options(options: argparse.Namespace, *, max_model_len: int, resident: bool = False) -> dict[str, Any]:
     """Of ``vllm.LLM``, for ``options.gpu_tokens`` of KV in a share ``options.memory`` of the GPU.
 
     Args:
         max_model_len: of the real model; the tiny one has 768.
+        resident: as much KV as that share of the GPU holds.
     """
     block = 32 if options.tiny else 16
     found: dict[str, Any] = {
@@ -77,21 +86,27 @@ def llm_options(options: argparse.Namespace, *, max_model_len: int) -> dict[str,
         "max_num_batched_tokens": 1024 if options.tiny else 8192,
         "max_num_seqs": 64,
         "block_size": block,
-        "num_gpu_blocks_override": options.gpu_tokens // block,
         "enforce_eager": options.tiny,
     }
+    if not resident:
+        found["num_gpu_blocks_override"] = options.gpu_tokens // block
     if options.tiny:
-        found["kv_cache_memory_bytes"] = kv_bytes_per_token(True) * options.gpu_tokens
+        found["kv_cache_memory_bytes"] = (
+            kv_bytes_per_token(True) * options.gpu_tokens * (RESIDENT_TINY if resident else 1)
+        )
     else:
         found["gpu_memory_utilization"] = options.memory
     return found
 
 
-def modes(given: str, default: Sequence[str]) -> list[str]:
-    names = given.split(",") if given else list(default)
+def modes(options: argparse.Namespace, default: Sequence[str], known: Sequence[str] = MODES) -> list[str]:
+    """Those to run. Raises SystemExit if one cannot."""
+    names: list[str] = options.modes.split(",") if options.modes else list(default)
     for name in names:
-        if name.partition(":")[0] not in MODES:
-            raise SystemExit(f"--modes: {name!r} is none of {', '.join(MODES)}")
+        if name.partition(":")[0] not in known or (":" in name and not name.startswith("kvsidecar:")):
+            raise SystemExit(f"--modes: {name!r} is none of {', '.join(known)}")
+    if "pegaflow" in names:
+        pegaflow.check(options.tiny)
     return names
 
 
@@ -107,18 +122,36 @@ def daemon(
 
 
 @contextmanager
+def offloads_to(
+    options: argparse.Namespace, directory: Path, mode: str, pool_bytes: int, flags: Sequence[str] = ()
+) -> Iterator[PrivateDaemon | pegaflow.Server | None]:
+    """What the engine of a mode needs beside it, ready: the daemon, PegaFlow's server, or nothing."""
+    if mode == "kvsidecar":
+        chosen: Any = daemon(options, directory, pool_bytes, flags)
+    elif mode == "pegaflow":
+        chosen = pegaflow.server(directory, pool_bytes, getattr(options, "tp", 1))
+    else:
+        chosen = nullcontext()
+    with chosen as running:
+        yield running
+
+
+@contextmanager
 def engine(
     options: argparse.Namespace,
     directory: Path,
     mode: str,
     pool_bytes: int,
-    running: PrivateDaemon | None,
+    running: PrivateDaemon | pegaflow.Server | None,
     *,
     time_hooks: bool = True,
     **llm: Any,
 ) -> Iterator[Child]:
     """An engine that starts; its `started` waits."""
-    extra = json.loads(options.extra) if mode == "kvsidecar" else {}
+    extra = {}
+    if mode in ("kvsidecar", "pegaflow"):
+        given = json.loads(options.extra).items()
+        extra = {name: value for name, value in given if name.startswith("pegaflow.") == (mode == "pegaflow")}
     model = directory / "model"
     if not model.exists():  # rewritten it would be another checkpoint, whose KV is not shared
         model.mkdir()
@@ -170,6 +203,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for row in rows:
         drawn.add_row(*(f"{cell:,.1f}" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(drawn)
+
+
+def show_gpu_tokens(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """By mode, from what has its ``facts``: how many tokens of KV its GPU holds."""
+    held = (f"{mode} {each['facts']['gpu_tokens']:,}" for mode, each in found.items())
+    console.print(f"Tokens of KV that fit on the GPU: {', '.join(held)}")
 
 
 def hooks_table(timed: Iterable[tuple[str, str, dict[str, Any]]]) -> None:

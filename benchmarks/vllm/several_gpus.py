@@ -104,7 +104,7 @@ def main() -> None:
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 16 << 20)
     results: dict[str, dict[str, Any]] = {}
     with runs.folder(options) as directory:
-        for mode in runs.modes(options.modes, ("kvsidecar", "none")):
+        for mode in runs.modes(options, ("kvsidecar", "none")):
             console.print(f"{mode} ...")
             results[mode] = run(mode, options, directory, pool)
             runs.save(options, {"modes": results})

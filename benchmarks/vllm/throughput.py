@@ -6,12 +6,14 @@ python -m benchmarks.vllm.throughput --tiny                     # on the CPU: sh
 A closed loop with so many requests in flight; every conversation's next turn comes when all others had theirs, so its
 history has left the GPU. All modes ask the same. With CUDA graphs, as one would serve. They run twice: first the host's
 pool is empty, then it is full of the first ones, which the second ones evict. What the daemon has refused is printed.
+`pegaflow` is PegaFlow's server with a pool of the same bytes, and its connector. `resident` is the ceiling of the card:
+no connector, and as many blocks as fit into --memory of the GPU, whatever --gpu-tokens says; each engine's
+`gpu_tokens`, in its `facts`, are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,13 @@ POOLS = ("empty", "full")
 
 def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, dict[str, Any]]:
     """What one engine measured with an empty pool, and with a full one."""
-    llm = runs.llm_options(options, max_model_len=16384)
+    llm = runs.llm_options(options, max_model_len=16384, resident=mode == "resident")
     if options.tp > 1:
         llm["tensor_parallel_size"] = options.tp
     shape = {name: getattr(options, name) for name in SHAPE}
     with (
-        runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext() as daemon,
-        runs.engine(options, directory, mode, pool, daemon, **llm) as child,
+        runs.offloads_to(options, directory, mode, pool) as server,
+        runs.engine(options, directory, mode, pool, server, **llm) as child,
     ):
         facts = ask(child, "facts")
         # The engine's first steps compile and allocate; these conversations are others than those counted.
@@ -54,8 +56,8 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
         for seed, name in enumerate(POOLS):
             ask(child, "reset")
             found[name] = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
-            if daemon is not None:
-                found[name]["refusals"] = {what: count for what, count in refusals(daemon.socket).items() if count}
+            if mode == "kvsidecar":
+                found[name]["refusals"] = {what: count for what, count in refusals(server.socket).items() if count}
         return found
 
 
@@ -93,11 +95,11 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
     runs.table("Conversations", [*columns, "prompt cached", "seconds"], rows)
     runs.hooks_table((mode, "", each) for mode, found in results.items() for each in found)
     last = next(iter(results.values()))[-1]
-    gpu = last["facts"]["gpu_blocks"] * last["facts"]["block_size"]
     console.print(
         f"{last['requests']} requests, {last['prompt_tokens']:,} prompt tokens, {last['output_tokens']:,} output "
-        f"tokens; working set {last['working_set_tokens']:,} tokens, on the GPU {gpu:,}"
+        f"tokens; working set {last['working_set_tokens']:,} tokens"
     )
+    runs.show_gpu_tokens({mode.partition(",")[0]: found[-1] for mode, found in results.items()})
 
 
 def conversations_bytes(options: argparse.Namespace) -> int:
@@ -108,12 +110,13 @@ def conversations_bytes(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = runs.arguments(__doc__)
+    parser = runs.arguments(__doc__, runs.WORKLOADS)
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--repeat", type=int, default=1, help="runs of every mode, in turn")
     options = runs.parsed(parser, SHAPE, GPU)
-    chosen = runs.modes(options.modes, ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar"))
+    default = ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar")
+    chosen = runs.modes(options, default, runs.WORKLOADS)
     need = conversations_bytes(options)
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 6 << 20)
     results: dict[str, list[dict[str, Any]]] = {}

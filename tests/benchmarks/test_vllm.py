@@ -1,0 +1,123 @@
+"""The benchmarks of vLLM: which modes can run, what their engines are given, and PegaFlow's server beside them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm import engine, pegaflow, runs
+
+SERVES = """
+import os, pathlib, signal, socket, sys
+given = sys.argv[1:]
+folder = pathlib.Path(__file__).parent
+(folder / "given").write_text(" ".join(given))
+(folder / "pid").write_text(str(os.getpid()))
+host, port = given[given.index("--addr") + 1].rsplit(":", 1)
+listener = socket.create_server((host, int(port)))
+signal.pause()
+"""
+REFUSES = """
+import sys
+sys.exit("error while loading shared libraries: libpython3.12.so.1.0")
+"""
+
+
+def options(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"modes": "", "tiny": False, "memory": 0.5, "gpu_tokens": 4096, **given})
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pegaflow", None)
+
+
+def install(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with this program as its server."""
+    package = folder / "pegaflow"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    server = package / "pegaflow-server-py"
+    server.write_text(f"#!{sys.executable}\n{program}")
+    server.chmod(0o755)
+    monkeypatch.delitem(sys.modules, "pegaflow", raising=False)
+    monkeypatch.syspath_prepend(str(folder))
+    return package
+
+
+def test_a_mode_of_another_benchmark_is_refused() -> None:
+    for name in ("resident", "pegaflow", "kvsidecars", "none:lru"):
+        with pytest.raises(SystemExit, match=f"{name!r} is none of none, empty"):
+            runs.modes(options(modes=f"none,{name}"), ())
+    assert runs.modes(options(modes="none,kvsidecar:lru,resident"), (), runs.WORKLOADS)[1:] == [
+        "kvsidecar:lru",
+        "resident",
+    ]
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_pegaflow_is_refused_before_anything_starts_if_it_is_not_installed() -> None:
+    with pytest.raises(SystemExit, match="pip install pegaflow-llm-cu13"):
+        runs.modes(options(modes="none,pegaflow"), (), runs.WORKLOADS)
+
+
+def test_pegaflow_is_refused_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, SERVES, monkeypatch)
+    assert runs.modes(options(modes="pegaflow"), (), runs.WORKLOADS) == ["pegaflow"]
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        runs.modes(options(modes="pegaflow", tiny=True), (), runs.WORKLOADS)
+
+
+def test_resident_has_all_the_blocks_that_fit() -> None:
+    small = runs.llm_options(options(), max_model_len=2048)
+    large = runs.llm_options(options(), max_model_len=2048, resident=True)
+    assert small.pop("num_gpu_blocks_override") == 4096 // 16
+    assert large == small
+    assert engine.transfer_config("resident", 1 << 30, None, {}) is None
+
+
+def test_resident_has_more_room_on_the_cpu_too() -> None:
+    small, large = (runs.llm_options(options(tiny=True), max_model_len=2048, resident=each) for each in (False, True))
+    assert "num_gpu_blocks_override" not in large
+    assert large["kv_cache_memory_bytes"] > small["kv_cache_memory_bytes"]
+
+
+def test_pegaflows_server_has_the_pool_and_ends_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = install(tmp_path, SERVES, monkeypatch)
+
+    def interrupted() -> None:
+        with pegaflow.server(tmp_path, 3 << 30, gpus=2) as server:
+            host, _, port = server.socket.rpartition(":")
+            socket.create_connection((host, int(port))).close()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    given = (package / "given").read_text()
+    assert f"--pool-size {3 << 30} " in given
+    assert "--devices 0,1 " in given
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((package / "pid").read_text()), 0)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, REFUSES, monkeypatch)
+    with pytest.raises(SystemExit, match=r"libpython3\.12\.so"), pegaflow.server(tmp_path, 1 << 30):
+        pass
+
+
+def test_pegaflows_connector_finds_the_server_and_only_its_own_options() -> None:
+    extra = {"pegaflow.transfer_backend": "kernel"}
+    found = engine.transfer_config("pegaflow", 1 << 30, "127.0.0.1:4321", extra)
+    assert found is not None
+    assert found["kv_connector_extra_config"] == {
+        "pegaflow.host": "http://127.0.0.1",
+        "pegaflow.port": 4321,
+        "pegaflow.transfer_backend": "kernel",
+    }
