@@ -38,7 +38,11 @@ CONCURRENCY, TINY_CONCURRENCY = "8,16,32", "4"
 
 
 def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> list[dict[str, Any]]:
-    """What one engine measured, for each number of agents in turn. Nothing of one is hit by the next."""
+    """What one engine measured, for each number of agents in turn.
+
+    Nothing of one is hit by the next, whose tokens are others. Connectors keep what they have stored: PegaFlow's calls
+    a reset a success, and forgets nothing.
+    """
     system, _, policy = mode.partition(":")
     flags = ["--eviction", policy] if policy else []
     llm = runs.llm_options(options, max_model_len=options.max_tokens, resident=system == "resident")
@@ -105,6 +109,8 @@ def main() -> None:
     options = runs.parsed(parser, SHAPE, GPU)
     given = options.concurrency or (TINY_CONCURRENCY if options.tiny else CONCURRENCY)
     options.concurrency = [int(each) for each in given.split(",")]
+    if len(set(options.concurrency)) < len(options.concurrency):
+        raise SystemExit("--concurrency: as many agents once more would hit what they have stored before")
     default = ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar")
     chosen = runs.modes(options, default, runs.WORKLOADS)
     pool_tokens = TINY_POOL_TOKENS if options.tiny else POOL_TOKENS

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm import engine, pegaflow, runs
+from benchmarks.vllm import agentx, engine, pegaflow, runs
+from benchmarks.vllm.sessions import Sessions
+
+TRACE = Path(__file__).with_name("agentic_excerpt.jsonl")
 
 SERVES = """
 import os, pathlib, signal, socket, sys
@@ -49,6 +52,41 @@ def install(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.delitem(sys.modules, "pegaflow", raising=False)
     monkeypatch.syspath_prepend(str(folder))
     return package
+
+
+def first_blocks(agents: int) -> set[tuple[int, ...]]:
+    """Those of all prompts of a replay in which every answer comes at once. What hits, hits the first block."""
+    sessions = Sessions(
+        str(TRACE),
+        concurrency=agents,
+        seconds=2000.0,
+        warm_seconds=0.0,
+        speed=1.0,
+        block_tokens=4,
+        max_tokens=100_000,
+        max_output_tokens=1,
+        vocabulary=1024,
+    )
+    found, now = set(), 0.0
+    while not sessions.over(now):
+        for name, tokens, _ in sessions.due(now):
+            found.add(tuple(tokens[:4]))
+            sessions.answered(name, 1, now, True, 0)
+        now = max(now, sessions.next_due() or 0.0)
+    return found
+
+
+def test_other_numbers_of_agents_share_no_prefix() -> None:
+    few, more = first_blocks(2), first_blocks(3)
+    assert len(few) > 1
+    assert len(more) > 1
+    assert not few & more
+
+
+def test_the_same_number_of_agents_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["agentx", "--trace", str(TRACE), "--concurrency", "8,16,8"])
+    with pytest.raises(SystemExit, match="--concurrency"):
+        agentx.main()
 
 
 def test_a_mode_of_another_benchmark_is_refused() -> None:
