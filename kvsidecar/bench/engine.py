@@ -125,7 +125,9 @@ class Engine:
                 found = self.client.lookup(self.namespace, {0: of_job}, lease_seconds=seconds, timeout=TIMEOUT)
                 if found.lease is None or found.groups[0].hits != count:
                     hits = found.groups[0].hits if found.groups else 0
-                    raise BenchError(f"{hits} of {count} blocks of {self.layout.name} hit that were stored just before")
+                    raise BenchError(
+                        f"only {hits} of {count} blocks of {self.layout.name} that were just stored are hits"
+                    )
                 leases.append(Held(of_job, found.lease))
             yield leases
         finally:

@@ -219,7 +219,7 @@ class Setting:
     def need_private(self, what: str) -> None:
         """Raises Skipped with --socket."""
         if not self.is_private:
-            raise Skipped(f"{what} is seen only with a daemon that the benchmark starts: leave out --socket")
+            raise Skipped(f"{what} can only be measured with a daemon that the benchmark starts: leave out --socket")
 
     def close(self) -> None:
         self._stack.close()

@@ -48,7 +48,7 @@ def _denied(path: str) -> str:
     except OSError as error:
         return f"{us} is refused at {closed} ({error.strerror})"
     mode, owner, group = stat.S_IMODE(found.st_mode), _user(found.st_uid), _group(found.st_gid)
-    text = f"{closed} has mode {mode:04o} and belongs to {owner}:{group}, and this is {us}: "
+    text = f"{closed} has mode {mode:04o} and belongs to {owner}:{group}, but this process runs as {us}: "
     wanted = stat.S_IXGRP if closed != path else stat.S_IWGRP
     if os.access(closed, os.X_OK if closed != path else os.W_OK, effective_ids=True):
         return text + "a security module of the kernel forbids it"

@@ -34,7 +34,7 @@ def share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:
         sums = {label: sum(map(value, members)) for label, members in labelled.items()}
         yield families.gauge(f"share_{name}", text, ["share"], sums)
     most = {share.name: share.most for share in ordered[:SHARES_SHOWN] if share.most is not None}
-    text = "The most bytes that the share may have. Absent for the whole pool."
+    text = "Maximum bytes that the share may use. Absent if it may use the whole pool."
     yield families.gauge("share_max_bytes", text, ["share"], most)
     evicted = {label: sum([share.evicted for share in members]) for label, members in labelled.items()}
     text = "Bytes of the share's blocks that were evicted."

@@ -159,7 +159,7 @@ class _Addresses:
         size = _sealed(fd).st_size
         if size != nbytes or nbytes % self.granularity:
             raise ImportRefused(
-                f"a range was registered with {nbytes} bytes, and its memfd has {size}: it must be all of it, in whole "
+                f"a range was registered with {nbytes} bytes, but its memfd has {size}: register all of it, in whole "
                 f"pages of {self.granularity} bytes"
             )
         _map_file(address, nbytes, fd)

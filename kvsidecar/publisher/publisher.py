@@ -145,7 +145,7 @@ class Publisher:
         if problem != self._problem:
             self._problem = problem
             if problem:
-                _log.warning("the daemon's namespaces are unknown; it is asked again", error=problem)
+                _log.warning("the daemon has not reported its namespaces; asking again", error=problem)
             else:
                 _log.info("the daemon answers again")
 

@@ -195,7 +195,7 @@ async def take_turn(request: web.Request, handler: Callable[[web.Request], Any])
     assert isinstance(connection, HttpConnection)
     await connection.request_arrived()
     if request.body_exists:
-        response: web.StreamResponse = web.Response(status=400, text="no request has a body here\n")
+        response: web.StreamResponse = web.Response(status=400, text="requests here have no body\n")
         response.force_close()
         return response
     response = await handler(request)

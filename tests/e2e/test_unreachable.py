@@ -49,7 +49,7 @@ def test_a_socket_of_another_group_names_path_mode_owner_and_remedy(short_dir: P
     assert told.returncode == (69 if command[0] == "bench" else 77), told.stderr
     assert told.stderr.count("\n") == 1
     attach = daemon.socket + ".attach"
-    assert f"{attach} has mode 0660 and belongs to root:games, and this is uid {UID}" in told.stderr
+    assert f"{attach} has mode 0660 and belongs to root:games, but this process runs as uid {UID}" in told.stderr
     assert "run this in the group games (gpasswd -a USER games " in told.stderr
     assert "is the daemon running?" not in told.stderr
 
