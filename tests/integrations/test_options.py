@@ -32,7 +32,7 @@ def test_times_are_read_with_units_or_as_seconds() -> None:
         ({"lookup_budget": True}, "lookup_budget is True"),
         ({"lazy_watermark": -1}, "lazy_watermark is -1: it must be a whole number"),
         ({"store_prompt_only": "yes"}, "store_prompt_only is 'yes': it must be true or false"),
-        ({"socket": ""}, "socket is '': it must be a text"),
+        ({"socket": ""}, "socket is '': it must be a non-empty text"),
         ({"lease_seconds": 10}, "lease_seconds is 10.0: it must not be less than load_timeout"),
     ],
 )

@@ -223,6 +223,6 @@ def test_an_address_that_is_in_use_may_be_free_later(short_dir: Path) -> None:
 
 def test_it_waits_for_a_daemon_and_ends_at_once_without_one(short_dir: Path) -> None:
     with PublisherProcess(short_dir, f"{short_dir}/none.sock") as publisher:
-        publisher.wait_log("namespaces are unknown")
+        publisher.wait_log("has not reported its namespaces")
         publisher.process.send_signal(signal.SIGINT)
         assert publisher.process.wait(SECONDS) == 0
