@@ -51,7 +51,7 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
         facts = ask(child, "facts")
         # The engine's first steps compile and allocate; these conversations are others than those counted.
         warm = {**shape, "count": 4, "turns": 2}
-        ask(child, "converse", **warm, seed=1)
+        ask(child, "converse", **warm, seed=len(POOLS))
         found = {}
         for seed, name in enumerate(POOLS):
             ask(child, "reset")

@@ -6,12 +6,13 @@ import argparse
 import os
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.vllm import agentx, engine, pegaflow, runs
+from benchmarks.vllm import agentx, engine, pegaflow, runs, throughput
 from benchmarks.vllm.sessions import Sessions
 
 TRACE = Path(__file__).with_name("agentic_excerpt.jsonl")
@@ -159,3 +160,28 @@ def test_pegaflows_connector_finds_the_server_and_only_its_own_options() -> None
         "pegaflow.port": 4321,
         "pegaflow.transfer_backend": "kernel",
     }
+
+
+class Asked:
+    """An engine's process that keeps what it was asked, and answers anything."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def ask(self, do: str, **arguments: Any) -> None:
+        if do == "converse":
+            self.seeds.append(arguments["seed"])
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        return {"reset": True}
+
+
+def test_no_conversations_of_throughput_are_those_of_its_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked()
+    monkeypatch.setattr(runs, "engine", lambda *_, **__: nullcontext(asked))
+    given = {name: tiny for name, (_, tiny) in throughput.SHAPE.items()}
+    throughput.run("none", options(tiny=True, tp=1, **given), tmp_path, 1 << 20)
+    assert len(asked.seeds) == 3
+    assert len(set(asked.seeds)) == 3
