@@ -6,6 +6,7 @@ import json
 import lzma
 import sys
 from dataclasses import replace
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet import __main__ as command
-from benchmarks.fleet import prefetch
+from benchmarks.fleet import cross_validate, prefetch
 from benchmarks.fleet.cases import ADMISSIONS, SECTIONS, plan
 from benchmarks.fleet.fit import FITTED, TARGETS, lru_hits, statistics
 from benchmarks.fleet.node import Hardware
@@ -23,6 +24,7 @@ from benchmarks.fleet.policies import Task as PoolTask
 from benchmarks.fleet.policies import replay as replay_pool
 from benchmarks.fleet.replay import Case, Router, replay
 from benchmarks.fleet.trace import Mix, Request, Trace, generate, read, uses_of
+from kvsidecar.cache import eviction_rhythm
 from kvsidecar.cli.size.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, read_sessions, schedule
 from kvsidecar.cli.size.hits import Pool
 from kvsidecar.cli.size.json_lines import BadFile
@@ -317,6 +319,58 @@ def test_each_session_is_in_one_half() -> None:
     assert sizes[1]
     assert sizes[2]
     assert schedule(Sessions(EXCERPT, 2, hours=0.2, half=1)).uses != schedule(Sessions(EXCERPT, 2, hours=0.2)).uses
+
+
+def test_a_setting_is_chosen_on_one_half_and_judged_on_the_other() -> None:
+    """On half 1 "CLEARLY 2" is best, on half 2 "patience halved": neither is on the other."""
+    of_half = {
+        1: {"lru": 0.1, "clairvoyant": 0.9, "CLEARLY 2": 0.5, "patience halved": 0.3},
+        2: {"lru": 0.2, "clairvoyant": 0.8, "CLEARLY 2": 0.35, "patience halved": 0.6},
+    }
+    names = (*cross_validate.SETTINGS, "lru", "clairvoyant")
+    found = {
+        (seed, half, cell, name): of_half[half].get(name, 0.4) + more
+        for seed, half, name in product((0, 1), (1, 2), names)
+        for cell, more in (("1/1k", 0.01), ("2/1k", -0.03))
+    }
+    printed = "\n".join(cross_validate.report(found, ("1/1k", "2/1k")))
+    first, second = printed.split("\nchosen by ")[1:]
+    assert first.startswith("half 1: CLEARLY 2; best on half 2: patience halved")
+    assert "1/1k      LRU 0.2100  shipped 0.4100  chosen 0.3600  best 0.6100  possible 0.8100" in first
+    assert "mean      LRU 0.1900  shipped 0.3900  chosen 0.3400  best 0.5900  possible 0.7900" in first
+    assert second.startswith("half 2: patience halved; best on half 1: CLEARLY 2")
+    assert "mean      LRU 0.0900  shipped 0.3900  chosen 0.2900  best 0.4900  possible 0.8900" in second
+
+
+def test_each_setting_differs_from_what_is_shipped_only_while_it_runs() -> None:
+    before = dict(vars(eviction_rhythm))
+    for name, constants in cross_validate.SETTINGS.items():
+        assert (constants == {each: before[each] for each in constants}) is (name == cross_validate.SHIPPED)
+    found = {
+        name: cross_validate.hits((0, 2, "4/40k", name), EXCERPT, 1.0)
+        for name in (cross_validate.SHIPPED, "patience doubled", CLAIRVOYANT)
+    }
+    assert len(set(found.values())) == 3, found
+    assert dict(vars(eviction_rhythm)) == before
+
+
+def test_runs_that_the_file_has_are_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, few = tmp_path / "hits.json", (cross_validate.SHIPPED, "CLEARLY 2")
+    monkeypatch.setattr(cross_validate, "SETTINGS", {name: cross_validate.SETTINGS[name] for name in few})
+    options = ["--agentic", str(EXCERPT), "--cells", "2/20k", "--hours", "0.6", "--seeds", "3", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["cross_validate", *options])
+    cross_validate.main()
+    printed, rows = capsys.readouterr().out, json.loads(file.read_text())
+    assert len(rows) == 2 * (len(few) + 2)
+    assert all(0 < row[-1] < 1 for row in rows)
+    lost, rows[0][-1] = rows.pop(), 0.987
+    file.write_text(json.dumps(rows))
+    cross_validate.main()
+    assert json.loads(file.read_text()) == [*rows, lost]
+    assert "0.9870" in capsys.readouterr().out
+    assert "0.9870" not in printed
 
 
 @pytest.mark.parametrize("pool_tokens", [10_000, 40_000, 100_000])

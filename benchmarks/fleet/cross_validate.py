@@ -1,0 +1,113 @@
+"""Whether constants of ``--eviction rhythm`` that are chosen by some sessions hold for others.
+
+    python -m benchmarks.fleet.cross_validate --agentic FILE [--seeds 0,1] [--json FILE] [--jobs 1]
+
+Each setting, the shipped one and others in which one constant differs, replays each half of a file's sessions, as
+`python -m benchmarks.fleet --agentic FILE --half H --store-tokens 8192 --policy rhythm` does, with all numbers of
+sessions and pools of --cells and all --seeds. By the mean of these hits one setting is chosen on each half, and judged
+on the other, beside the one that is best there, the shipped one, LRU, and what is possible. No session is in both
+halves. With --json the hits are written as they come, and what the file has is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final
+from unittest.mock import patch
+
+from benchmarks.fleet.__main__ import counts, tokens
+from benchmarks.fleet.policies import CLAIRVOYANT, Prefill, Task, run_policy
+from kvsidecar.cache import eviction_rhythm
+from kvsidecar.cache.eviction_rhythm import CLEARLY, FIRST_GAP, PATIENCE, STEPS
+from kvsidecar.cli.size.agentic import Sessions
+from kvsidecar.types import Eviction
+
+STORE_TOKENS: Final = 8192
+LRU: Final = str(Eviction.LRU)
+SHIPPED: Final = "as shipped"
+USUAL_GAP: Final = FIRST_GAP / STEPS
+"""In classes: where all slopes of the patience meet."""
+
+
+def sloped(slope: float) -> tuple[float, ...]:
+    """Patiences that grow with this power of the gap; that of a usual gap is as it is."""
+    return tuple(each * 2.0 ** ((slope - 0.5) * (number - USUAL_GAP)) for number, each in enumerate(PATIENCE))
+
+
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    SHIPPED: {"CLEARLY": CLEARLY},
+    "patience halved": {"PATIENCE": tuple(each / 2 for each in PATIENCE)},
+    "patience doubled": {"PATIENCE": tuple(each * 2 for each in PATIENCE)},
+    "patience by gap^0.35": {"PATIENCE": sloped(0.35)},
+    "patience by gap^0.65": {"PATIENCE": sloped(0.65)},
+    "LRU from 0.75 to 0.7": {"ENOUGH": 0.75, "TOO_LITTLE": 0.7},
+    "LRU from 0.95 to 0.9": {"ENOUGH": 0.95, "TOO_LITTLE": 0.9},
+    "CLEARLY 1.1": {"CLEARLY": 1.1},
+    "CLEARLY 2": {"CLEARLY": 2.0},
+    "LATE_POOLS 4": {"LATE_POOLS": 4.0},
+    "LATE_POOLS 16": {"LATE_POOLS": 16.0},
+}
+"""The constants that differ."""
+Run = tuple[int, int, str, str]
+"""Seed, half, cell, and the setting, or another policy."""
+
+
+def hits(run: Run, path: Path, hours: float) -> float:
+    """Of one run. For a process of its own."""
+    seed, half, cell, name = run
+    sessions, pool = cell.split("/")
+    policy = str(Eviction.RHYTHM) if name in SETTINGS else name
+    source = Sessions(path, int(sessions), hours, seed, half)
+    with patch.multiple(eviction_rhythm, **SETTINGS.get(name, SETTINGS[SHIPPED])):
+        found: float = run_policy(Task(source, policy, tokens(pool), Prefill(1.0, 1.0), STORE_TOKENS))["hits"]
+    return found
+
+
+def report(found: dict[Run, float], cells: Iterable[str]) -> Iterable[str]:
+    """What is printed. All runs of all settings are there."""
+
+    def on(half: int, name: str, cell: str = "") -> float:
+        return mean(each for key, each in found.items() if key[1::2] == (half, name) and cell in ("", key[2]))
+
+    for name in (LRU, *SETTINGS, CLAIRVOYANT):
+        yield f"{name:22}" + "".join(f"  half {half}: {on(half, name):.4f}" for half in (1, 2))
+    for half, other in ((1, 2), (2, 1)):
+        chosen, best = (max(SETTINGS, key=lambda name, by=by: on(by, name)) for by in (half, other))  # type: ignore[misc]
+        yield f"\nchosen by half {half}: {chosen}; best on half {other}: {best}\non half {other}:"
+        for cell in (*cells, ""):
+            row = {"LRU": LRU, "shipped": SHIPPED, "chosen": chosen, "best": best, "possible": CLAIRVOYANT}
+            yield f"{cell or 'mean':8}" + "".join(f"  {key} {on(other, name, cell):.4f}" for key, name in row.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agentic", type=Path, required=True, help="a file of recorded sessions")
+    parser.add_argument("--cells", default="16/0.5M,32/1M,16/1M,32/2M", help="sessions at once / tokens of the pool")
+    parser.add_argument("--hours", type=float, default=Sessions.hours)
+    parser.add_argument("--seeds", type=counts, default="0,1")
+    parser.add_argument("--json", type=Path, help="file for the hits of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args()
+    cells = options.cells.split(",")
+    runs = list(product(options.seeds, (1, 2), cells, (*SETTINGS, LRU, CLAIRVOYANT)))
+    rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    found: dict[Run, float] = {(*run,): each for *run, each in rows}
+    left = [run for run in runs if run not in found]
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as processes:
+        files, hours = [options.agentic] * len(left), [options.hours] * len(left)
+        for run, each in zip(left, processes.map(hits, left, files, hours), strict=True):
+            found[run] = each
+            if options.json:
+                options.json.write_text(json.dumps([[*key, value] for key, value in found.items()]) + "\n")
+    print(*report({run: found[run] for run in runs}, cells), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
