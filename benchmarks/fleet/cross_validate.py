@@ -2,11 +2,11 @@
 
     python -m benchmarks.fleet.cross_validate --agentic FILE [--seeds 0,1] [--json FILE] [--jobs 1]
 
-Each setting, the shipped one and others in which one constant differs, replays each half of a file's sessions, as
-`python -m benchmarks.fleet --agentic FILE --half H --store-tokens 8192 --policy rhythm` does, with all numbers of
-sessions and pools of --cells and all --seeds. By the mean of these hits one setting is chosen on each half, and judged
-on the other, beside the one that is best there, the shipped one, LRU, and what is possible. No session is in both
-halves. With --json the hits are written as they come, and what the file has is not run again.
+Each setting, the shipped one, others in which one constant differs, and others in which all do, replays each half of a
+file's sessions, as `python -m benchmarks.fleet --agentic FILE --half H --store-tokens 8192 --policy rhythm` does, with
+all numbers of sessions and pools of --cells and all --seeds. By the mean of these hits a setting is chosen on each half
+and judged on the other, beside the one that is best there, the shipped one, LRU, and what is possible. No session is in
+both halves. With --json the hits are written as they come, and what the file has is not run again.
 """
 
 from __future__ import annotations
@@ -36,17 +36,29 @@ USUAL_GAP: Final = FIRST_GAP / STEPS
 """In classes: where all slopes of the patience meet."""
 
 
-def sloped(slope: float) -> tuple[float, ...]:
-    """Patiences that grow with this power of the gap; that of a usual gap is as it is."""
-    return tuple(each * 2.0 ** ((slope - 0.5) * (number - USUAL_GAP)) for number, each in enumerate(PATIENCE))
+def patience(slope: float, scale: float = 1.0) -> tuple[float, ...]:
+    """Patiences that grow with this power of the gap; that of a usual gap is so many times as long as it is."""
+    return tuple(scale * each * 2.0 ** ((slope - 0.5) * (number - USUAL_GAP)) for number, each in enumerate(PATIENCE))
 
 
-SETTINGS: Final[dict[str, dict[str, Any]]] = {
+def corner(patient: int, steep: int, clearly: int) -> dict[str, Any]:
+    """A setting of which no constant has the shipped value: of each 0 is a low one, and 1 a high one."""
+    until = (0.9, 0.75)[patient ^ steep]
+    return {
+        "PATIENCE": patience((0.35, 0.65)[steep], (0.7, 1.4)[patient]),
+        "CLEARLY": (1.15, 1.6)[clearly],
+        "ENOUGH": until,
+        "TOO_LITTLE": until - 0.05,
+        "LATE_POOLS": (4.0, 16.0)[patient ^ clearly],
+    }
+
+
+ONE_DIFFERS: Final[dict[str, dict[str, Any]]] = {
     SHIPPED: {"CLEARLY": CLEARLY},
-    "patience halved": {"PATIENCE": tuple(each / 2 for each in PATIENCE)},
-    "patience doubled": {"PATIENCE": tuple(each * 2 for each in PATIENCE)},
-    "patience by gap^0.35": {"PATIENCE": sloped(0.35)},
-    "patience by gap^0.65": {"PATIENCE": sloped(0.65)},
+    "patience halved": {"PATIENCE": patience(0.5, 0.5)},
+    "patience doubled": {"PATIENCE": patience(0.5, 2.0)},
+    "patience by gap^0.35": {"PATIENCE": patience(0.35)},
+    "patience by gap^0.65": {"PATIENCE": patience(0.65)},
     "LRU from 0.75 to 0.7": {"ENOUGH": 0.75, "TOO_LITTLE": 0.7},
     "LRU from 0.95 to 0.9": {"ENOUGH": 0.95, "TOO_LITTLE": 0.9},
     "CLEARLY 1.1": {"CLEARLY": 1.1},
@@ -54,7 +66,11 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "LATE_POOLS 4": {"LATE_POOLS": 4.0},
     "LATE_POOLS 16": {"LATE_POOLS": 16.0},
 }
-"""The constants that differ."""
+ALL_DIFFER: Final = {f"corner {''.join(map(str, levels))}": corner(*levels) for levels in product((0, 1), repeat=3)}
+SETTINGS: Final = {**ONE_DIFFERS, **ALL_DIFFER}
+"""The constants that are set."""
+GROUPS: Final = {"of all settings": SETTINGS, "of those in which all constants differ": ALL_DIFFER}
+"""Of each, one setting is chosen. In the first most constants have values that were chosen on all sessions."""
 Run = tuple[int, int, str, str]
 """Seed, half, cell, and the setting, or another policy."""
 
@@ -78,9 +94,9 @@ def report(found: dict[Run, float], cells: Iterable[str]) -> Iterable[str]:
 
     for name in (LRU, *SETTINGS, CLAIRVOYANT):
         yield f"{name:22}" + "".join(f"  half {half}: {on(half, name):.4f}" for half in (1, 2))
-    for half, other in ((1, 2), (2, 1)):
-        chosen, best = (max(SETTINGS, key=lambda name, by=by: on(by, name)) for by in (half, other))  # type: ignore[misc]
-        yield f"\nchosen by half {half}: {chosen}; best on half {other}: {best}\non half {other}:"
+    for (among, names), (half, other) in product(GROUPS.items(), ((1, 2), (2, 1))):
+        chosen, best = (max(names, key=lambda name, by=by: on(by, name)) for by in (half, other))  # type: ignore[misc]
+        yield f"\n{among}: chosen by half {half}: {chosen}; best on half {other}: {best}\non half {other}:"
         for cell in (*cells, ""):
             row = {"LRU": LRU, "shipped": SHIPPED, "chosen": chosen, "best": best, "possible": CLAIRVOYANT}
             yield f"{cell or 'mean':8}" + "".join(f"  {key} {on(other, name, cell):.4f}" for key, name in row.items())

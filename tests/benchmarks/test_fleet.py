@@ -322,30 +322,35 @@ def test_each_session_is_in_one_half() -> None:
 
 
 def test_a_setting_is_chosen_on_one_half_and_judged_on_the_other() -> None:
-    """On half 1 "CLEARLY 2" is best, on half 2 "patience halved": neither is on the other."""
+    """On half 1 "CLEARLY 2" is best, on half 2 "patience halved": neither is on the other. Of those in which all
+    constants differ, two corners are."""
     of_half = {
-        1: {"lru": 0.1, "clairvoyant": 0.9, "CLEARLY 2": 0.5, "patience halved": 0.3},
-        2: {"lru": 0.2, "clairvoyant": 0.8, "CLEARLY 2": 0.35, "patience halved": 0.6},
+        1: {"lru": 0.1, CLAIRVOYANT: 0.9, "CLEARLY 2": 0.5, "patience halved": 0.3, "corner 011": 0.45},
+        2: {"lru": 0.2, CLAIRVOYANT: 0.8, "CLEARLY 2": 0.35, "patience halved": 0.6, "corner 100": 0.55},
     }
-    names = (*cross_validate.SETTINGS, "lru", "clairvoyant")
+    names = (*cross_validate.SETTINGS, "lru", CLAIRVOYANT)
     found = {
         (seed, half, cell, name): of_half[half].get(name, 0.4) + more
         for seed, half, name in product((0, 1), (1, 2), names)
         for cell, more in (("1/1k", 0.01), ("2/1k", -0.03))
     }
-    printed = "\n".join(cross_validate.report(found, ("1/1k", "2/1k")))
-    first, second = printed.split("\nchosen by ")[1:]
-    assert first.startswith("half 1: CLEARLY 2; best on half 2: patience halved")
+    first, second, third, fourth = "\n".join(cross_validate.report(found, ("1/1k", "2/1k"))).split("\nof ")[1:]
+    assert first.startswith("all settings: chosen by half 1: CLEARLY 2; best on half 2: patience halved")
     assert "1/1k      LRU 0.2100  shipped 0.4100  chosen 0.3600  best 0.6100  possible 0.8100" in first
     assert "mean      LRU 0.1900  shipped 0.3900  chosen 0.3400  best 0.5900  possible 0.7900" in first
-    assert second.startswith("half 2: patience halved; best on half 1: CLEARLY 2")
+    assert second.startswith("all settings: chosen by half 2: patience halved; best on half 1: CLEARLY 2")
     assert "mean      LRU 0.0900  shipped 0.3900  chosen 0.2900  best 0.4900  possible 0.8900" in second
+    assert "differ: chosen by half 1: corner 011; best on half 2: corner 100" in third
+    assert "mean      LRU 0.1900  shipped 0.3900  chosen 0.3900  best 0.5400  possible 0.7900" in third
+    assert "differ: chosen by half 2: corner 100; best on half 1: corner 011" in fourth
 
 
 def test_each_setting_differs_from_what_is_shipped_only_while_it_runs() -> None:
     before = dict(vars(eviction_rhythm))
     for name, constants in cross_validate.SETTINGS.items():
-        assert (constants == {each: before[each] for each in constants}) is (name == cross_validate.SHIPPED)
+        different = [each for each, value in constants.items() if value != before[each]]
+        assert len(different) == (0 if name == cross_validate.SHIPPED else len(constants)), name
+    assert {len(constants) for constants in cross_validate.ALL_DIFFER.values()} == {5}
     found = {
         name: cross_validate.hits((0, 2, "4/40k", name), EXCERPT, 1.0)
         for name in (cross_validate.SHIPPED, "patience doubled", CLAIRVOYANT)
@@ -358,7 +363,9 @@ def test_runs_that_the_file_has_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, few = tmp_path / "hits.json", (cross_validate.SHIPPED, "CLEARLY 2")
-    monkeypatch.setattr(cross_validate, "SETTINGS", {name: cross_validate.SETTINGS[name] for name in few})
+    settings = {name: cross_validate.SETTINGS[name] for name in few}
+    monkeypatch.setattr(cross_validate, "SETTINGS", settings)
+    monkeypatch.setattr(cross_validate, "GROUPS", {"of few": settings})
     options = ["--agentic", str(EXCERPT), "--cells", "2/20k", "--hours", "0.6", "--seeds", "3", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["cross_validate", *options])
     cross_validate.main()
