@@ -112,7 +112,7 @@ def main() -> None:
     if len(set(options.concurrency)) < len(options.concurrency):
         raise SystemExit("--concurrency: as many agents once more would hit what they have stored before")
     default = ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar")
-    chosen = runs.modes(options, default, runs.WORKLOADS)
+    chosen = runs.modes(options, default, runs.WORKLOADS, policies=True)
     pool_tokens = TINY_POOL_TOKENS if options.tiny else POOL_TOKENS
     pool = runs.pool_bytes(options, pool_tokens * kv_bytes_per_token(options.tiny))
     results: dict[str, list[dict[str, Any]]] = {}

@@ -99,11 +99,17 @@ def llm_options(options: argparse.Namespace, *, max_model_len: int, resident: bo
     return found
 
 
-def modes(options: argparse.Namespace, default: Sequence[str], known: Sequence[str] = MODES) -> list[str]:
-    """Those to run. Raises SystemExit if one cannot."""
+def modes(
+    options: argparse.Namespace, default: Sequence[str], known: Sequence[str] = MODES, *, policies: bool = False
+) -> list[str]:
+    """Those to run. Raises SystemExit if one cannot.
+
+    Args:
+        policies: whether ``kvsidecar:POLICY`` is one.
+    """
     names: list[str] = options.modes.split(",") if options.modes else list(default)
     for name in names:
-        if name.partition(":")[0] not in known or (":" in name and not name.startswith("kvsidecar:")):
+        if name not in known and not (policies and name.startswith("kvsidecar:")):
             raise SystemExit(f"--modes: {name!r} is none of {', '.join(known)}")
     if "pegaflow" in names:
         pegaflow.check(options.tiny)

@@ -91,13 +91,11 @@ def test_the_same_number_of_agents_twice_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_mode_of_another_benchmark_is_refused() -> None:
-    for name in ("resident", "pegaflow", "kvsidecars", "none:lru"):
+    for name in ("resident", "pegaflow", "kvsidecars", "none:lru", "kvsidecar:lru"):
         with pytest.raises(SystemExit, match=f"{name!r} is none of none, empty"):
             runs.modes(options(modes=f"none,{name}"), ())
-    assert runs.modes(options(modes="none,kvsidecar:lru,resident"), (), runs.WORKLOADS)[1:] == [
-        "kvsidecar:lru",
-        "resident",
-    ]
+    given = options(modes="none,kvsidecar:lru,resident")
+    assert runs.modes(given, (), runs.WORKLOADS, policies=True) == ["none", "kvsidecar:lru", "resident"]
 
 
 @pytest.mark.usefixtures("not_installed")
