@@ -121,7 +121,8 @@ def main() -> None:
         for run, each in zip(left, processes.map(hits, left, files, hours), strict=True):
             found[run] = each
             if options.json:
-                options.json.write_text(json.dumps([[*key, value] for key, value in found.items()]) + "\n")
+                lines = ",\n".join(json.dumps([*key, value]) for key, value in found.items())
+                options.json.write_text(f"[\n{lines}\n]\n")
     print(*report({run: found[run] for run in runs}, cells), sep="\n")
 
 
