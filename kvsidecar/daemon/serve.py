@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
-COLLECT = (100, 2, 5000)
-"""`gc.set_threshold`: few objects in one go, and seldom all, which takes 13 ms with a thousand connections. Jobs,
-clients and connections leave no garbage for it, and gRPC's calls what is young."""
+COLLECT = (100, 2, 1 << 30)
+"""`gc.set_threshold`: few objects in one go. All, which takes 13 ms with a thousand connections, only as `YoungObjects`
+says: jobs, clients and connections leave hardly any garbage for it, and gRPC's calls what is young."""
 DESCRIPTORS = 65536
 """Room in the table of descriptors from the start, if the limit allows as many: 512 KiB."""
 BAR_COLUMNS = 40

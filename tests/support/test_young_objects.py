@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvsidecar.daemon.serve import COLLECT
 from kvsidecar.support.loop_time import LoopTime
-from kvsidecar.support.young_objects import MANY, SECONDS, YoungObjects
+from kvsidecar.support.young_objects import FULL_SECONDS, MANY, SECONDS, YoungObjects
 from tests.clock import Clock
 
 
@@ -75,6 +76,32 @@ def test_old_ones_that_are_freed_do_not_hide_young_ones(collections: list[int]) 
         assert collections == [0]
     finally:
         gc.set_threshold(*before)
+
+
+def test_all_objects_are_collected_after_a_time(collections: list[int]) -> None:
+    clock = Clock()
+    look = YoungObjects(clock)
+    for _ in range(25):
+        clock.now += FULL_SECONDS / 10
+        look()
+    assert collections.count(2) == 2
+
+
+def test_no_number_of_younger_collections_begins_a_full_one(collections: list[int]) -> None:
+    before = gc.get_threshold()
+    gc.freeze()  # so that few objects are many beside the old ones
+    gc.collect()
+    collections.clear()
+    gc.set_threshold(1, *COLLECT[1:])
+    gc.enable()
+    try:
+        kept = [[] for _ in range(120_000)]  # type: ignore[var-annotated]
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+    assert kept
+    assert collections.count(1) > 5_000
+    assert 2 not in collections
 
 
 async def test_a_turn_of_the_loop_ends_with_a_call() -> None:
