@@ -27,9 +27,9 @@ from benchmarks.fleet.policies import CLAIRVOYANT, Prefill, Task, run_policy
 from kvsidecar.cache import eviction_rhythm
 from kvsidecar.cache.eviction_rhythm import CLEARLY, FIRST_GAP, PATIENCE, STEPS
 from kvsidecar.cli.size.agentic import Sessions
+from kvsidecar.cli.size.hits import STEP_TOKENS
 from kvsidecar.types import Eviction
 
-STORE_TOKENS: Final = 8192
 LRU: Final = str(Eviction.LRU)
 SHIPPED: Final = "as shipped"
 USUAL_GAP: Final = FIRST_GAP / STEPS
@@ -82,7 +82,7 @@ def hits(run: Run, path: Path, hours: float) -> float:
     policy = str(Eviction.RHYTHM) if name in SETTINGS else name
     source = Sessions(path, int(sessions), hours, seed, half)
     with patch.multiple(eviction_rhythm, **SETTINGS.get(name, SETTINGS[SHIPPED])):
-        found: float = run_policy(Task(source, policy, tokens(pool), Prefill(1.0, 1.0), STORE_TOKENS))["hits"]
+        found: float = run_policy(Task(source, policy, tokens(pool), Prefill(1.0, 1.0), STEP_TOKENS))["hits"]
     return found
 
 

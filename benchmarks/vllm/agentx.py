@@ -64,7 +64,7 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> l
                 **ask(child, "replay", concurrency=concurrency, **shape),
             }
             if system == "kvsidecar":
-                each["refusals"] = {what: count for what, count in refusals(server.socket).items() if count}
+                each["refusals"] = refusals(server.socket)
             found.append(each)
     return found
 

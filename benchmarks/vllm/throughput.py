@@ -57,14 +57,14 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
             ask(child, "reset")
             found[name] = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
             if mode == "kvsidecar":
-                found[name]["refusals"] = {what: count for what, count in refusals(server.socket).items() if count}
+                found[name]["refusals"] = refusals(server.socket)
         return found
 
 
 def refusals(socket: str) -> dict[str, int]:
-    """By reason, since the daemon started."""
+    """Since the daemon started, by those reasons that it had."""
     with Client(socket) as client:
-        return dict(client.status().refusals)
+        return {reason: count for reason, count in client.status().refusals.items() if count}
 
 
 def _row(mode: str, found: dict[str, Any]) -> list[object]:

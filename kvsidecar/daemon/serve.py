@@ -35,7 +35,7 @@ from kvsidecar.support import failpoints, kernel_calls, log, protobuf_trim, term
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
 from kvsidecar.support.units import format_duration, format_rate, format_size
-from kvsidecar.support.young_objects import YoungObjects
+from kvsidecar.support.young_objects import COLLECT, YoungObjects
 from kvsidecar.types import Readiness, State
 
 if TYPE_CHECKING:
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
 
-COLLECT = (100, 2, 1 << 30)
-"""`gc.set_threshold`: few objects in one go. All, which takes 13 ms with a thousand connections, only as `YoungObjects`
-says: jobs, clients and connections leave hardly any garbage for it, and gRPC's calls what is young."""
 DESCRIPTORS = 65536
 """Room in the table of descriptors from the start, if the limit allows as many: 512 KiB."""
 BAR_COLUMNS = 40

@@ -10,6 +10,9 @@ from typing import Final
 SECONDS: Final = 0.02
 """Time between two looks at how many young objects there are: a look takes some 10 ns of each."""
 MANY: Final = 300
+COLLECT: Final = (100, 2, 1 << 30)
+"""For `gc.set_threshold`: few objects in one go. All, which takes 13 ms with a thousand connections, only as
+`YoungObjects` says: jobs, clients and connections leave hardly any garbage for it, and gRPC's calls what is young."""
 FULL_SECONDS: Final = 600.0
 """Between full collections, each of which takes 7 ms or more. Python begins them by the number of younger ones: with
 many clients every 50 to 100 s, to find some 20 objects for each second."""
@@ -21,7 +24,7 @@ class YoungObjects:
     Python begins a collection when more objects have been made than freed since the last one, whichever were freed.
     Where connections and calls come and go, about as many old ones are freed as young ones are made, and the young ones
     become thousands, whose collection takes up to 0.8 ms (measured, Python 3.11). Called at the end of each iteration
-    in which there was work. Python must not begin full collections by itself: see `gc.set_threshold`.
+    in which there was work. With `COLLECT`, Python begins no full collections by itself.
 
     Args:
         clock: monotonic seconds.

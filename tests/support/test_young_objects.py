@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvsidecar.daemon.serve import COLLECT
 from kvsidecar.support.loop_time import LoopTime
-from kvsidecar.support.young_objects import FULL_SECONDS, MANY, SECONDS, YoungObjects
+from kvsidecar.support.young_objects import COLLECT, FULL_SECONDS, MANY, SECONDS, YoungObjects
 from tests.clock import Clock
 
 
