@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
@@ -41,7 +42,8 @@ class Rendering:
         self._task: asyncio.Task[bytes] | None = None
         """The rendering that is under way, or waits for the end of the pause."""
         self._begun = False
-        self._askers = 0
+        self._asked: list[asyncio.Future[bytes]] = []
+        """Those who wait for its text."""
         self._may_begin_at = 0.0
         self._text = b""
         self._recent_until = 0.0
@@ -57,27 +59,41 @@ class Rendering:
         """
         while self._clock() >= (self._recent_until if shared else self._shared_until):
             if self._task is None:
-                self._askers = 0
                 self._task = self._tasks.spawn(self._render(), name="render")
-            self._askers += 1
-            old = self._begun and self._askers <= FEW
-            text = await asyncio.shield(self._task)
-            await self._time.turn()  # a crowd would be answered in one
+                self._task.add_done_callback(self._rendered)
+            answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            self._asked.append(answer)
+            old = self._begun and len(self._asked) <= FEW
+            text = await answer
             if not old:
                 return text
         return self._text
 
     async def _render(self) -> bytes:
-        try:
-            await asyncio.sleep(max(0.0, self._may_begin_at - self._clock()))
-            self._begun, began = True, self._clock()
-            text = await self._time.run(self._timed(self._steps()))
-            self._text, self._recent_until = text, began + CROWD_SECONDS
-            if self._askers > FEW:
-                self._shared_until = self._recent_until
-            return text
-        finally:
-            self._task, self._begun = None, False
+        await asyncio.sleep(max(0.0, self._may_begin_at - self._clock()))
+        self._begun, began = True, self._clock()
+        text = await self._time.run(self._timed(self._steps()))
+        self._text, self._recent_until = text, began + CROWD_SECONDS
+        if len(self._asked) > FEW:
+            self._shared_until = self._recent_until
+        return text
+
+    def _rendered(self, task: asyncio.Task[bytes]) -> None:
+        """Answer all who asked, one in each iteration of the loop: each then writes its response."""
+        asked, self._asked, self._task, self._begun = self._asked, [], None, False
+        for each in asked:
+            self._time.later(partial(self._answer, each, task))
+
+    def _answer(self, asked: asyncio.Future[bytes], task: asyncio.Task[bytes]) -> None:
+        if asked.done():
+            return  # its client is gone
+        self._time.end()
+        if task.cancelled():
+            asked.cancel()
+        elif (error := task.exception()) is not None:
+            asked.set_exception(error)
+        else:
+            asked.set_result(task.result())
 
     def _timed(self, steps: Steps) -> Steps:
         """The same steps. What they take says when the next rendering may begin."""

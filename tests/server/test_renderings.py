@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -24,9 +26,10 @@ class Figures:
         self.is_rendering = asyncio.Event()
         self.fails = False
         self.errors: list[BaseException] = []
+        self.tasks = TaskSet(lambda _, error: self.errors.append(error))
         self.rendering = Rendering(
             self.steps,
-            TaskSet(lambda _, error: self.errors.append(error)),
+            self.tasks,
             LoopTime(lambda: self.now),
             lambda: self.now,
         )
@@ -84,6 +87,45 @@ async def test_a_crowd_gets_one_in_a_second(figures: Figures) -> None:
         figures.now += 0.01
     begun = figures.begun[3:]
     assert all(after - before >= CROWD_SECONDS for before, after in pairwise(begun))
+
+
+class Resumed:
+    """Awaits a text, and notes each iteration of the loop in which it goes on."""
+
+    def __init__(self, figures: Figures, iterations: Iterator[int], noted: list[int]) -> None:
+        self._figures, self._iterations, self._noted = figures, iterations, noted
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        for waits in self._figures.rendering.text().__await__():
+            yield waits
+            self._noted.append(next(self._iterations))
+
+
+async def test_a_crowd_goes_on_one_in_each_iteration_of_the_loop(figures: Figures) -> None:
+    noted: list[int] = []
+    iteration = 0
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            await asyncio.sleep(0)
+            iteration += 1
+
+    async def ask() -> None:
+        await Resumed(figures, iter(lambda: iteration, -1), noted)
+
+    counting = asyncio.ensure_future(count())
+    await asyncio.gather(*(ask() for _ in range(50)))
+    counting.cancel()
+    assert len(noted) == len(set(noted)) == 50
+
+
+async def test_who_asks_gets_no_answer_from_a_rendering_that_is_cancelled(figures: Figures) -> None:
+    asking = asyncio.ensure_future(figures.rendering.text())
+    await asyncio.sleep(0)
+    await figures.tasks.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_who_shares_gets_one_in_a_second_and_takes_none_from_who_does_not(figures: Figures) -> None:
