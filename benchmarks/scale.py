@@ -26,10 +26,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.daemon.pool_geometry import auto_slab_bytes
 from kvsidecar.pool.record_table import RecordTable, TableFacts, map_table
 from kvsidecar.types import Eviction, LookupMode, Namespace

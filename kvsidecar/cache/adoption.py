@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvsidecar.cache.arrays import Bools, Ints, Words, all_true, any_true
-from kvsidecar.cache.block import NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_table import BlockTable, create_unknown, require
 from kvsidecar.cache.records import (
     COMMIT,
@@ -33,6 +32,7 @@ from kvsidecar.cache.records import (
     SpaceEntry,
 )
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
+from kvsidecar.cache.space_blocks import NO_SLOT, Space, SpaceBlocks
 from kvsidecar.types import HASH_BYTES_MAX, Priority
 
 

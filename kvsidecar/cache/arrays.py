@@ -26,10 +26,9 @@ _ZERO: Ints = np.zeros(1, np.int64)
 FEW = 8
 """Up to this many rows a loop is faster than a handful of array operations, each of which costs as much for one value
 as for a hundred. Decoding engines send jobs of one to a few blocks, so the steps that dominate such a job have both
-forms: the states of slots (``slots``), the index of hashes (``block_index``), the eviction order
-(``eviction_queues``), and the slots of blocks (``block``). With the array operations only, a store or a load of one
-block takes twice as long (benchmarks/scale.py). ``tests/cache/test_few.py`` checks that both forms give the same
-result."""
+forms: the states of slots (``slots``), the index of hashes (``block_index``), the eviction order (``eviction_lru``),
+and the slots of blocks (``space_blocks``). With the array operations only, a store or a load of one block takes twice
+as long (benchmarks/scale.py). ``tests/cache/test_few.py`` checks that both forms give the same result."""
 
 MAPPED_BYTES = 64 * 1024
 """Arrays of at least this size are mappings of their own; malloc itself maps only larger ones."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Ints, all_true, first_of_each
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import Expiry
@@ -25,6 +24,7 @@ from kvsidecar.cache.records import Records
 from kvsidecar.cache.room import SWEEP, Room
 from kvsidecar.cache.shares import Share, ShareLimits, Shares
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.cache.stats import CacheStats, gather
 from kvsidecar.cache.tier_copies import TierCopies
 from kvsidecar.errors import InvalidRequest, Refusal

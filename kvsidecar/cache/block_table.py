@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
-from kvsidecar.cache.block import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.eviction_rhythm import Rhythm
@@ -18,6 +17,7 @@ from kvsidecar.cache.records import Records
 from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slabs import LARGEST_SHARE
 from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
+from kvsidecar.cache.space_blocks import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.use_times import UseTimes
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import Eviction, Namespace, Residency

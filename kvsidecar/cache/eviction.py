@@ -8,8 +8,9 @@ first; a slab counts as used when the newest of its blocks was. So blocks no new
 that slab, then the blocks up to the next slab, and so on. If slabs did not take part in this order, a second model on
 the node would never get more than its first slab.
 
-"Used" is meant as the policy has it: `SpaceBlocks.ranks` are the ticks of the last uses (LRU), or what
-`kvsidecar.cache.eviction_rhythm` makes of them. A slab goes by the last use alone.
+"Used" is meant as the policy has it: `SpaceBlocks.ranks` are the ticks of the last uses, which is LRU
+(`kvsidecar.cache.eviction_lru`), or what `kvsidecar.cache.eviction_rhythm` makes of them. A slab goes by the last use
+alone.
 
 A block is evicted as a whole, with its slots in other slabs and classes. A later victim may therefore provide what an
 earlier one was chosen for. At the end the plan takes back the victims that turned out to be unnecessary, newest first.
@@ -28,12 +29,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS
-from kvsidecar.cache.block import SpaceBlocks
-from kvsidecar.cache.eviction_order import candidates_of, oldest_blocks, oldest_first, provided, rank_of
+from kvsidecar.cache.eviction_candidates import candidates_of, oldest_blocks, oldest_first, provided, rank_of
 from kvsidecar.cache.eviction_rhythm import NEVER
 from kvsidecar.cache.grants import Chain
 from kvsidecar.cache.shares import Age, Budget, Share, Shares
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import SpaceBlocks
 from kvsidecar.cache.windows import Window
 from kvsidecar.types import Priority
 

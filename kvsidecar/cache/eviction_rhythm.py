@@ -5,7 +5,7 @@ that does not hold all sessions, what will be used next is just what has waited 
 usual time from the end of one use to the beginning of the next. It moves by at most an octave with each use, so that
 one pause changes little. A block that is new has that of its prompt (`kvsidecar.cache.prompts`).
 
-The blocks are in classes by their gaps, one an octave, each a queue of `EvictionQueues` in the order of the last use. A
+The blocks are in classes by their gaps, one an octave, each a queue of `LRUQueues` in the order of the last use. A
 class has a *patience*: so long its blocks are waited for, and no matter how long they have waited already, they stand
 behind those of classes with less of it. The victim is the block whose patience, or time without a use if that is longer
 already, is the longest; of several with the same, the one whose last use is the oldest, and the deepest of a prefix. In

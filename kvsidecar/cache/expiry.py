@@ -15,11 +15,11 @@ from math import ceil, floor
 import numpy as np
 
 from kvsidecar.cache.arrays import Bools, Ints, any_true
-from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.grants import Chain, StoreGrant
 from kvsidecar.cache.shares import NO_AGE, Share, TableOrder
+from kvsidecar.cache.space_blocks import SpaceBlocks
 from kvsidecar.cache.use_times import IDLE_STEPS
 from kvsidecar.types import MAX_IDLE_SECONDS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvsidecar.cache.block import Space
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import NamespaceMismatch
 
 MISMATCH_HINT = (

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, Words
-from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.block_index import Keys
+from kvsidecar.cache.space_blocks import SpaceBlocks
 
 
 @dataclass(slots=True, eq=False)

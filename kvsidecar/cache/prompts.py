@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.cache.arrays import NO_INTS, Bools, Bytes, Ints, all_true, any_true, zeros
-from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.block_index import Keys, Tags
 from kvsidecar.cache.eviction_rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
 from kvsidecar.cache.grants import StorePart
+from kvsidecar.cache.space_blocks import SpaceBlocks
 
 ENTRIES = 1 << 20
 """Of twelve bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest

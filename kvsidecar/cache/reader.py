@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvsidecar.cache.arrays import Bools, Ints, all_true
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.grants import Lease
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.types import LookupMode
 
 Hashes = Sequence[bytes] | bytes

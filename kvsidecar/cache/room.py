@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.cache.arrays import all_true, least
-from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.eviction import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.grants import Chain, StoreGrant
 from kvsidecar.cache.shares import Age, Share
+from kvsidecar.cache.space_blocks import SpaceBlocks
 from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kvsidecar.cache.arrays import Bools, Ints, first_of_each
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.grants import Chain, StoreGrant, WriteGrant
 from kvsidecar.cache.room import Room
+from kvsidecar.cache.space_blocks import Space
 
 
 class TierCopies:

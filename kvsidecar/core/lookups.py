@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache, Part
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.holds import Hold, Holds
 from kvsidecar.core.metrics import Metrics

@@ -14,9 +14,9 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.change_log import MAX_LOG_BYTES, ChangeLog
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core.block_notes import Notes, without_blocks
 from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.metrics import Metrics, ResetReason

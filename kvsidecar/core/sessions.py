@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.copier.link import Imported, Opened
 from kvsidecar.core.access import Access, Caller, Identity, permit

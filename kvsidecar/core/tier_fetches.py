@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import StoreGrant
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal, TierFailed

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.block import Space, SpaceBlocks
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import Chain, LoadGrant, StoreGrant, WriteGrant
+from kvsidecar.cache.space_blocks import Space, SpaceBlocks
 from kvsidecar.core.tier_fetches import CHUNK_BYTES, shard_space
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.backend import WriteEnd

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.tier_fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held, shard_space
 from kvsidecar.core.tier_metrics import TierGauges

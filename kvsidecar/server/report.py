@@ -12,9 +12,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvsidecar import __version__
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.shares import Share
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.copier.copiers import Copiers
 from kvsidecar.core.access import Caller
 from kvsidecar.core.holds import Hold

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode
 from tests.cache.integrity import check_integrity
@@ -120,8 +120,8 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         if rebuilt:  # each table that has a row to spare, at each sweep
-            self.patch.setattr("kvsidecar.cache.block.SPARSE", 1)
-            self.patch.setattr("kvsidecar.cache.block.FIRST_ROWS", 1)
+            self.patch.setattr("kvsidecar.cache.space_blocks.SPARSE", 1)
+            self.patch.setattr("kvsidecar.cache.space_blocks.FIRST_ROWS", 1)
         pool, slab, *self.shards = shape
         self.cache: BlockCache = new_cache(pool, slab, nodes[: -(-pool // slab)], eviction)
         self.one_class = {pages for shards in self.shards for pages in shards} == {1}

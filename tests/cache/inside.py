@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.block import COLUMNS, SpaceBlocks
 from kvsidecar.cache.block_index import BlockIndex
 from kvsidecar.cache.slots import SlotAllocator, SlotState
+from kvsidecar.cache.space_blocks import COLUMNS, SpaceBlocks
 
 
 def state_of(allocator: SlotAllocator, offset: int) -> SlotState:

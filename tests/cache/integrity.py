@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvsidecar.cache.block import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.leases import RELEASED, LeaseTable
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.slabs import LEVELS
 from kvsidecar.cache.slots import NO_OWNER, SlotAllocator, SlotState
+from kvsidecar.cache.space_blocks import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.types import Priority
 from tests.cache.inside import rows_in, state_of
 

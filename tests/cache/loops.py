@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvsidecar.cache import arrays, block, block_index, block_table, eviction, eviction_queues, slots
+from kvsidecar.cache import arrays, block_index, block_table, eviction, eviction_lru, slots, space_blocks
 
-MODULES = (arrays, block, block_index, eviction_queues, slots)
+MODULES = (arrays, space_blocks, block_index, eviction_lru, slots)
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvsidecar.cache.block import NO_SLOT, Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
+from kvsidecar.cache.space_blocks import NO_SLOT, Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Namespace
 from tests.cache.inside import hashes_of

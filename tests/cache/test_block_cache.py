@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.reader import PROBE
 from kvsidecar.cache.slots import SlotAllocator, SlotState
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import LookupMode
 from tests.cache.inside import state_of

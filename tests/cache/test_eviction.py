@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.eviction import AHEAD_SHARE, AHEAD_SLOTS
-from kvsidecar.cache.eviction_queues import SEGMENT
+from kvsidecar.cache.eviction_lru import SEGMENT
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (

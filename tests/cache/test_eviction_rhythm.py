@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.eviction_rhythm import (
     CLASSES,
@@ -31,6 +30,7 @@ from kvsidecar.cache.eviction_rhythm import (
     told,
 )
 from kvsidecar.cache.shares import ShareLimits
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.cache.use_times import UseTimes
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Priority

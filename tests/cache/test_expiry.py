@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvsidecar.cache import expiry
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.records import Records, num_words
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import MAX_IDLE_SECONDS, LookupMode
 from tests.cache.integrity import check_integrity
@@ -406,8 +406,8 @@ class ExpiryMachine(RuleBasedStateMachine):
     def start(self, ttl: float | None, scan: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(expiry, "SCAN", scan)
-        self.patch.setattr("kvsidecar.cache.block.SPARSE", 1)
-        self.patch.setattr("kvsidecar.cache.block.FIRST_ROWS", 1)
+        self.patch.setattr("kvsidecar.cache.space_blocks.SPARSE", 1)
+        self.patch.setattr("kvsidecar.cache.space_blocks.FIRST_ROWS", 1)
         self.cache = new_cache(200)  # also for blocks that leases keep: nothing is evicted to make room
         self.cache.set_shares(limits(ttl=ttl))
         self.ttl = ttl

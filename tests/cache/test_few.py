@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsidecar.cache.arrays import FEW
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvsidecar.cache.arrays import Words
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import StoreGrant
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from tests.cache.cuts import recorded_cache, words_for
 from tests.cache.integrity import check_integrity

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvsidecar.cache.arrays import HUGE_BYTES, MAPPED_BYTES, extended, zeros
-from kvsidecar.cache.block import COPIED_ROWS, SLOTS_BYTES, SPARSE, Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import COPIED_ROWS, SLOTS_BYTES, SPARSE, Space
 from tests.cache.inside import nbytes_of, rows_in
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.records import Records, num_words
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
 from tests.cache.inside import hashes_of

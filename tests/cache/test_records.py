@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvsidecar.cache import records
 from kvsidecar.cache.arrays import FEW, Words
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.records import COMMIT, DIGEST, HASH, RECORD_WORDS, SIZE, SLOT, TABLE, USED, Records
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.types import Namespace
 from tests.cache.cuts import NUM_SPACES, recorded_cache, words_for
 from tests.cache.integrity import check_integrity

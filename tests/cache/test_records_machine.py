@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from kvsidecar.cache.arrays import Ints, Slots, Words
-from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.records import Records
+from kvsidecar.cache.space_blocks import SpaceBlocks
 from tests.cache.cache_machine import NAMES, POOLS, SPACES, CacheMachine, Key, Token
 from tests.cache.cuts import CutMemory, OrderAlone, recorded_cache, words_for
 from tests.cache.integrity import check_integrity

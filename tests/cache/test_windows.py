@@ -9,10 +9,10 @@ from itertools import count, islice
 import pytest
 
 from benchmarks.rounding import POOL, hits_of
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import size_class
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.cache.windows import Window, cheapest
 from kvsidecar.types import EVICTION_ORDER, Priority
 from tests.cache.integrity import check_integrity

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvsidecar.cache import change_log
-from kvsidecar.cache.block import Space
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core import block_notes, residency
 from kvsidecar.core.changes import Change
 from kvsidecar.core.residency import Watch, joined, split

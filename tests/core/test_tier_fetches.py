@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.grants import StoreGrant
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core import tier_fetches
 from kvsidecar.core.tier_fetches import (
     ABSENT_SECONDS,

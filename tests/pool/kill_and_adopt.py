@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.cache.arrays import Words
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.pool.record_table import RecordTable, TableFacts, map_table
 from tests.cache.support import PAGE, key, namespace, open_space
 

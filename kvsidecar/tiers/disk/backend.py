@@ -24,12 +24,12 @@ import numpy as np
 import xxhash
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.block import Space
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.shares import Share, ShareLimits
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, size_class
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal, TierFailed
 from kvsidecar.pool.record_table import TableFacts
 from kvsidecar.support import log

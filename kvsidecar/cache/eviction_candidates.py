@@ -1,4 +1,4 @@
-"""The order in which single blocks go: those of one table, of a share by priority, and of all shares by age.
+"""The candidates for eviction in their order: those of one table, of a share by priority, and of all shares by age.
 
 Changes nothing. Blocks that carry a mark (`SpaceBlocks.marks`) are left out: they are chosen already, or wanted.
 """
@@ -12,9 +12,9 @@ from heapq import merge
 import numpy as np
 
 from kvsidecar.cache.arrays import NO_INTS, Ints
-from kvsidecar.cache.block import SpaceBlocks
 from kvsidecar.cache.grants import Chain
 from kvsidecar.cache.shares import Age, Budget, Share, TableOrder
+from kvsidecar.cache.space_blocks import SpaceBlocks
 from kvsidecar.types import EVICTION_ORDER, Priority
 
 Queue = tuple[SpaceBlocks, Priority]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.cache.eviction_queues import SEGMENT, EvictionQueues
+from kvsidecar.cache.eviction_lru import SEGMENT, LRUQueues
 
 
 def rows(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def order(policy: EvictionQueues, queue: int = 0) -> list[int]:
+def order(policy: LRUQueues, queue: int = 0) -> list[int]:
     for segment, living in policy._live.items():
         assert living == len(policy._live_rows(segment)), f"segment {segment} does not have {living} entries"
     segments = {segment for log in policy._queues.values() for segment in log.segments}
@@ -24,7 +24,7 @@ def order(policy: EvictionQueues, queue: int = 0) -> list[int]:
 
 
 def test_the_oldest_comes_first() -> None:
-    policy = EvictionQueues(10)
+    policy = LRUQueues(10)
     policy.insert(rows(3, 1))
     policy.insert(rows(2))
     assert order(policy) == [3, 1, 2]
@@ -32,14 +32,14 @@ def test_the_oldest_comes_first() -> None:
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_removed_block_is_no_candidate_wherever_it_was(gone: int) -> None:
-    policy = EvictionQueues(10)
+    policy = LRUQueues(10)
     policy.insert(rows(0, 1, 2))
     policy.remove(rows(gone))
     assert order(policy) == [row for row in range(3) if row != gone]
 
 
 def test_a_block_that_comes_back_is_the_newest() -> None:
-    policy = EvictionQueues(10)
+    policy = LRUQueues(10)
     policy.insert(rows(0, 1))
     policy.remove(rows(0))
     policy.insert(rows(0))
@@ -47,7 +47,7 @@ def test_a_block_that_comes_back_is_the_newest() -> None:
 
 
 def test_an_emptied_policy_can_be_filled_again() -> None:
-    policy = EvictionQueues(10)
+    policy = LRUQueues(10)
     policy.insert(rows(0))
     policy.remove(rows(0))
     assert order(policy) == []
@@ -56,7 +56,7 @@ def test_an_emptied_policy_can_be_filled_again() -> None:
 
 
 def test_more_rows_than_foreseen_can_be_reserved() -> None:
-    policy = EvictionQueues(1)
+    policy = LRUQueues(1)
     policy.insert(rows(0))
     policy.reserve(5)
     policy.insert(rows(4))
@@ -67,7 +67,7 @@ def test_more_rows_than_foreseen_can_be_reserved() -> None:
 @given(seed=st.integers(0, 2**32), queues=st.integers(1, 3))
 def test_the_order_is_that_of_a_list_for_each_queue_over_many_segments(seed: int, queues: int) -> None:
     rng = random.Random(seed)
-    policy, models = EvictionQueues(3 * SEGMENT), [list[int]() for _ in range(queues)]
+    policy, models = LRUQueues(3 * SEGMENT), [list[int]() for _ in range(queues)]
     for _ in range(rng.randrange(1, 20)):
         used = rng.sample(range(3 * SEGMENT), rng.choice((1, 7, SEGMENT // 3, SEGMENT, 2 * SEGMENT)))
         gone = set(used)
@@ -85,7 +85,7 @@ def test_the_log_stays_in_proportion_to_the_blocks_whatever_is_used() -> None:
     """One block of each segment stays where it is, and all others are used again and again: nothing but a merge of
     neighbours keeps these segments from staying for ever."""
     count = 40 * SEGMENT
-    policy = EvictionQueues(count)
+    policy = LRUQueues(count)
     every = np.arange(count)
     policy.insert(every)
     for stays in range(1, 20):

@@ -1,4 +1,4 @@
-"""Blocks, and the spaces they live in."""
+"""The blocks of one space: their columns, and the order in which they may be evicted; and the space itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsidecar.cache.arrays import (
     only_value,
 )
 from kvsidecar.cache.block_index import BlockIndex, Keys
-from kvsidecar.cache.eviction_queues import EvictionQueues
+from kvsidecar.cache.eviction_lru import LRUQueues
 from kvsidecar.cache.eviction_rhythm import CLASS_OF, FIRST_GAP, NEVER, Rhythm, class_of, in_order
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.slots import size_class
@@ -91,7 +91,7 @@ class SpaceBlocks:
 
     def _start_empty(self) -> None:
         # One row though there is no block: a lookup of many hashes also reads the columns at row -1.
-        self.queues = EvictionQueues(1)
+        self.queues = LRUQueues(1)
         """The evictable blocks, by priority and, with a rhythm, class of their gaps."""
         self._oldest: dict[int, int] = {}
         """With a rhythm, of each queue that may have blocks, a tick that is not later than the last use of any."""
@@ -176,7 +176,7 @@ class SpaceBlocks:
         return self.priority[rows] if self._ranked else None
 
     def insert(self, rows: Ints) -> None:
-        """Add blocks to the eviction order, as `EvictionQueues.insert`."""
+        """Add blocks to the eviction order, as `LRUQueues.insert`."""
         if not self._ranked:
             self._insert(rows, Priority.NORMAL)
             return

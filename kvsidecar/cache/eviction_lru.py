@@ -1,4 +1,8 @@
-"""The eviction order of the blocks of a table. `kvsidecar.cache.eviction` chooses the victims."""
+"""The eviction policy ``lru``: the blocks of a table go in the order of their last uses, the oldest first.
+
+The policy ``rhythm`` (`kvsidecar.cache.eviction_rhythm`) orders blocks of several classes, and those of each as here.
+`kvsidecar.cache.eviction` chooses the victims.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ class _Queue:
         self.to_merge: Iterator[tuple[int, int]] = iter(())
 
 
-class EvictionQueues:
+class LRUQueues:
     """The evictable blocks of one table in queues, in each of them the least recently used first.
 
     A queue is a log of uses in which only the last entry of a block is live. A removed block leaves its entry behind,
