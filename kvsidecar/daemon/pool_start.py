@@ -18,7 +18,8 @@ from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.device.base import ScratchSource
 from kvsidecar.errors import DeviceError, PinFailed
-from kvsidecar.pool.host_pool import HostPool, PinProgress
+from kvsidecar.pool.host_pool import HostPool
+from kvsidecar.pool.pinning import PinProgress
 from kvsidecar.support import log
 from kvsidecar.types import Direction, GroupLayout, Region
 

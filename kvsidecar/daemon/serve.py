@@ -163,7 +163,7 @@ def _load(
     failpoints.hit("start.load")
     from kvsidecar.copier.copiers import Copiers, Options
     from kvsidecar.copier.link import CopierLink
-    from kvsidecar.copier.pinning import PinsInCopiers
+    from kvsidecar.copier.pins_in_copiers import PinsInCopiers
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.kept_pool import KeptPool
     from kvsidecar.pool.host_pool import HostPool

@@ -1,12 +1,7 @@
-"""The host pool: reserve, bind to NUMA nodes, prefault and pin host memory; all of it or nothing.
+"""The host pool: reserve host memory, bind it to NUMA nodes and have it pinned; all of it or nothing.
 
 Exactly the configured bytes: one file in memory, which other processes can map, registered chunk by chunk. No caching
-allocator that rounds up.
-
-Why faulting and pinning are apart: MADV_POPULATE_WRITE faults with several threads and returns an error where a touch
-would be a SIGBUS; the driver faults with one thread. While a chunk is pinned, the next one is faulted in. Why chunks:
-during one registration the kernel holds this process's ``mmap_lock``, so everything else in it that maps memory waits;
-and one call on 512 GiB or more fails in current drivers.
+allocator that rounds up. `kvsidecar.pool.pinning` faults the chunks in and pins them.
 """
 
 from __future__ import annotations
@@ -17,25 +12,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.errors import PinFailed, PinStopped
+from kvsidecar.pool.pinning import Chunk, PinnedChunks, Pinner, PinProgress, reason_of
 from kvsidecar.support import failpoints, host_memory, log, memory_limits
 from kvsidecar.support.memory_limits import ROOT, HugePages, PageKind, Pages
-from kvsidecar.support.units import GiB, MiB, format_size
+from kvsidecar.support.units import GiB, format_size
 
 _log = log.get("pool")
-
-PREFAULT_BYTES: Final = 32 * MiB
-"""The most that one call faults in. The call holds this process's ``mmap_lock``, for which an engine's attach has to
-wait. (For the same reason these threads keep their priority: a thread of low priority that loses the CPU while it holds
-the lock would delay an attach for seconds.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +47,12 @@ class PoolSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PinProgress:
-    """How far pinning has come. Bytes and seconds since the start of `HostPool.pin`."""
-
-    total_bytes: int
-    pinned_bytes: int
-    bytes_per_second: float
-    eta_seconds: float | None
-    """None until the first chunk is pinned."""
-    seconds: float
-    register_seconds: float = 0.0
-    """Time in calls of `Pinner.pin`. The kernel clears the pages of the next chunk meanwhile."""
-    faulted_seconds: float = 0.0
-    """When the last page so far was faulted in."""
-
-
-@dataclass(frozen=True, slots=True)
 class PoolPart:
     """Contiguous bytes of the pool that belong on one NUMA node. ``offset`` counts from the pool's base."""
 
     offset: int
     nbytes: int
     node: int | None
-
-
-class Pinner(Protocol):
-    """Pins a pool; `kvsidecar.device.base.Platform` has the contract. Called in the thread of `HostPool.pin`."""
-
-    @property
-    def name(self) -> str: ...
-
-    def pin_limit(self) -> int | None: ...
-
-    def pin(self, address: int, nbytes: int) -> None: ...
-
-    def unpin(self, address: int, nbytes: int) -> None: ...
 
 
 class HostPool:
@@ -123,18 +83,15 @@ class HostPool:
         self._spec = spec
         self._platform = platform
         self._root = root
-        self._clock = clock
         self._lock = threading.Lock()
         self._used = False
         self._fd: int | None = None
         self._address: int | None = None
-        self._small = 0
-        """Bytes that have small pages, though huge ones were asked for."""
-        self._pinned: list[PoolPart] = []
-        self._lost = 0
         self._pages: Pages | None = None
         self._bound: tuple[int, ...] = ()
         self._parts = split_over_nodes(spec.nbytes, spec.slab_bytes, self._nodes())
+        chunks = list(_chunks(self._parts, spec.chunk_bytes))
+        self._chunks = PinnedChunks(platform, chunks, spec.prefault_threads, clock)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -166,7 +123,7 @@ class HostPool:
     @property
     def page_kind(self) -> PageKind:
         """Which pages it got, or most of it; known from `pin` on."""
-        return PageKind.SMALL if self._small > self.nbytes / 2 else self.pages.kind
+        return PageKind.SMALL if self._chunks.small_bytes > self.nbytes / 2 else self.pages.kind
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
@@ -247,7 +204,7 @@ class HostPool:
                 pages = self.check()
                 self._reserve(pages)
                 self._bind()
-                self._pin_chunks(pages, on_progress, stop)
+                self._chunks.pin(self.address, pages, on_progress, stop)
                 self._warn_of_small_pages(pages)
             except (PinFailed, PinStopped) as error:
                 before_unpin()
@@ -269,9 +226,9 @@ class HostPool:
         """
         with self._lock:
             self._used = True
-            pinned = len(self._pinned)
+            pinned = self._chunks.num_pinned
             outcome = self._give_back()
-            if self._lost:
+            if self._chunks.num_lost:
                 raise PinFailed(f"of {pinned} chunks, {outcome}")
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -319,7 +276,7 @@ class HostPool:
             # No child has a use for it, and one that lives on would keep the memory.
             host_memory.advise(self._address, self.nbytes, mmap.MADV_DONTFORK)
         except (OSError, failpoints.FailpointError) as error:
-            raise PinFailed(f"{format_size(self.nbytes)} could not be reserved: {_reason(error)}") from error
+            raise PinFailed(f"{format_size(self.nbytes)} could not be reserved: {reason_of(error)}") from error
 
     def _bind(self) -> None:
         for part in self._parts:
@@ -330,44 +287,13 @@ class HostPool:
             except OSError as error:
                 # Docker's default seccomp profile allows mbind only with CAP_SYS_NICE. A pool on the wrong node is
                 # slower, not wrong.
-                _log.warning("the pool is not bound to its NUMA node", node=part.node, error=_reason(error))
+                _log.warning("the pool is not bound to its NUMA node", node=part.node, error=reason_of(error))
             else:
                 self._bound += (part.node,)
 
-    def _pin_chunks(self, pages: Pages, on_progress: Callable[[PinProgress], None], stop: threading.Event) -> None:
-        started = self._clock()
-        registering = faulted = 0.0
-        chunks = list(_chunks(self._parts, self._spec.chunk_bytes))
-        done = 0
-        on_progress(self._progress(done, started, registering, faulted))
-        # Leaving the block waits for all threads, also after a failure: nothing may be unmapped under one that still
-        # touches it.
-        with ThreadPoolExecutor(self._spec.prefault_threads, thread_name_prefix="kvsidecar-prefault") as threads:
-            faulting = [] if stop.is_set() else self._prefault(chunks[0], pages, threads)
-            for number, chunk in enumerate(chunks, start=1):
-                if stop.is_set():
-                    raise PinStopped(f"pinning was stopped before chunk {number} of {len(chunks)}")
-                try:
-                    failpoints.hit("pool.prefault_chunk")
-                    ends, small = zip(*(piece.result() for piece in faulting), strict=True)
-                    faulted = max(ends) - started
-                    self._small += sum(small)
-                    if number < len(chunks):
-                        faulting = self._prefault(chunks[number], pages, threads)
-                    failpoints.hit("pool.pin_chunk")
-                    began = self._clock()
-                    self._platform.pin(self.address + chunk.offset, chunk.nbytes)
-                    registering += self._clock() - began
-                except Exception as error:
-                    where = f"{format_size(chunk.nbytes)} at {format_size(chunk.offset)}"
-                    raise PinFailed(f"chunk {number} of {len(chunks)} ({where}): {_reason(error)}") from error
-                self._pinned.append(chunk)
-                done += chunk.nbytes
-                on_progress(self._progress(done, started, registering, faulted))
-
     def _warn_of_small_pages(self, pages: Pages) -> None:
         if pages.kind is not PageKind.HUGETLB and self._spec.huge_pages is not HugePages.NONE:
-            small = self._small if pages.kind is PageKind.THP else self.nbytes
+            small = self._chunks.small_bytes if pages.kind is PageKind.THP else self.nbytes
             if small >= memory_limits.THP_BYTES:
                 tables = memory_limits.page_table_bytes(small)
                 _log.warning(
@@ -377,36 +303,12 @@ class HostPool:
                     hint=memory_limits.HUGE_PAGES_HINT,
                 )
 
-    def _prefault(self, chunk: PoolPart, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[tuple[float, int]]]:
-        """Begin to fault a chunk in. It is there when all of these are over; each says when it was, and what
-        `host_memory.populate` returned."""
-        step = min(PREFAULT_BYTES, -(-chunk.nbytes // self._spec.prefault_threads))
-        step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
-        start, end = self.address + chunk.offset, self.address + chunk.offset + chunk.nbytes
-
-        def populate(address: int, nbytes: int) -> tuple[float, int]:
-            small = host_memory.populate(address, nbytes, pages.kind)
-            return self._clock(), small
-
-        return [threads.submit(populate, piece, min(step, end - piece)) for piece in range(start, end, step)]
-
-    def _progress(self, done: int, started: float, registering: float, faulted: float) -> PinProgress:
-        seconds = self._clock() - started
-        rate = done / seconds if seconds > 0 else 0.0
-        eta = (self.nbytes - done) / rate if rate else None
-        return PinProgress(self.nbytes, done, rate, eta, seconds, registering, faulted)
-
     def _give_back(self) -> str:
         """Unpin in reverse order and unmap. Returns the result in words, or "" if nothing was pinned."""
-        pinned = len(self._pinned)
-        while self._pinned:
-            chunk = self._pinned.pop()
-            try:
-                self._platform.unpin(self.address + chunk.offset, chunk.nbytes)
-            except Exception as error:  # noqa: BLE001 - the chunks before it must still be given back
-                _log.error("a chunk cannot be unpinned", offset=chunk.offset, nbytes=chunk.nbytes, error=str(error))
-                self._lost += 1
-        if self._address is not None and not self._lost:
+        pinned = self._chunks.num_pinned
+        self._chunks.unpin()
+        lost = self._chunks.num_lost
+        if self._address is not None and not lost:
             host_memory.unmap(self._address, self.nbytes)
         # Memory that the driver still has registered stays mapped: other memory at these addresses would silently be
         # copied from and to the old pages.
@@ -414,14 +316,9 @@ class HostPool:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-        if self._lost:
-            return f"{self._lost} could not be released; restart the daemon"
+        if lost:
+            return f"{lost} could not be released; restart the daemon"
         return "the chunks before it were released" if pinned else ""
-
-
-def _reason(error: Exception) -> str:
-    """The error's text; an OSError without its number, which tells a person nothing."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tuple[PoolPart, ...]:
@@ -439,9 +336,9 @@ def split_over_nodes(nbytes: int, slab_bytes: int, nodes: tuple[int, ...]) -> tu
     return tuple(PoolPart(start, end - start, node) for start, end, node in zip(starts, ends, nodes, strict=True))
 
 
-def _chunks(parts: tuple[PoolPart, ...], chunk_bytes: int) -> Iterator[PoolPart]:
+def _chunks(parts: tuple[PoolPart, ...], chunk_bytes: int) -> Iterator[Chunk]:
     """The pieces that one call pins. A chunk never lies in two parts; the last of a part may be shorter."""
     for part in parts:
         end = part.offset + part.nbytes
         for offset in range(part.offset, end, chunk_bytes):
-            yield PoolPart(offset, min(chunk_bytes, end - offset), part.node)
+            yield Chunk(offset, min(chunk_bytes, end - offset))

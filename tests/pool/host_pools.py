@@ -14,14 +14,20 @@ import pytest
 
 from kvsidecar.device.base import Device
 from kvsidecar.errors import PinFailed
-from kvsidecar.pool.host_pool import PinProgress, PoolSpec
-from kvsidecar.support import failpoints
+from kvsidecar.pool.host_pool import PoolSpec
+from kvsidecar.pool.pinning import PinProgress
+from kvsidecar.support import failpoints, memory_limits
 from kvsidecar.support.memory_limits import HugePages
 from kvsidecar.support.units import KiB, MiB
 
 NBYTES = 4 * MiB + 4 * KiB
 """Not a multiple of a chunk or of a huge page, and inside the usual RLIMIT_MEMLOCK of 8 MiB."""
+CHUNKS = ((0, MiB), (MiB, MiB), (2 * MiB, MiB), (3 * MiB, MiB), (4 * MiB, 4 * KiB))
+"""Offset and size of each chunk of `spec`."""
 
+may_lock = pytest.mark.skipif(
+    (memory_limits.memlock_limit() or 8 * MiB) < 8 * MiB, reason="this process may lock less than 8 MiB"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,6 +76,14 @@ class MlockPlatform:
 
     def close(self) -> None:
         pass
+
+
+def pins(platform: MlockPlatform, base: int) -> list[tuple[int, int]]:
+    return [(address - base, nbytes) for what, address, nbytes in platform.calls if what == "pin"]
+
+
+def unpins(platform: MlockPlatform, base: int) -> list[tuple[int, int]]:
+    return [(address - base, nbytes) for what, address, nbytes in platform.calls if what == "unpin"]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Pins the daemon's pool: in every copier, chunk by chunk, while the daemon faults in the pages of the next one."""
+"""Passes each chunk of the pool that `kvsidecar.pool.pinning` has faulted in to every copier, which pins it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvsidecar.pool.host_pool import HostPool
 
 
 class PinsInCopiers:
-    """Implements `kvsidecar.pool.host_pool.Pinner`. Created in the event loop; called in other threads, which wait."""
+    """Implements `kvsidecar.pool.pinning.Pinner`. Created in the event loop; called in other threads, which wait."""
 
     pool: HostPool
     """To be set before it is pinned."""
