@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvsidecar.support.units import parse_size
 from kvsidecar.tiers.backend import ReadEnd, ShardSpace, WriteEnd
-from kvsidecar.tiers.mooncake import ClusterOptions, MooncakeBackend, _address
+from kvsidecar.tiers.cluster.backend import ClusterBackend, ClusterOptions, _address
 from kvsidecar.types import Namespace
 
 FINDS = (1, 64, 256, 1024, 4096)
@@ -55,7 +55,7 @@ def main() -> None:
     pool = memoryview(mmap.mmap(-1, batch * size))
     pool[:] = os.urandom(len(pool))
     shards = [pool[at : at + size] for at in range(0, len(pool), size)]
-    engine = MooncakeBackend(pool, ClusterOptions(options.master))
+    engine = ClusterBackend(pool, ClusterOptions(options.master))
     store = engine._store
     places = [_address(each) for each in shards], [size] * batch
     speeds: dict[tuple[str, str], list[float]] = {}

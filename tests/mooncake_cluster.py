@@ -17,7 +17,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from kvsidecar.tiers.backend import ReadEnd, ShardSpace, WriteEnd
-from kvsidecar.tiers.mooncake import ClusterOptions, MooncakeBackend
+from kvsidecar.tiers.cluster.backend import ClusterBackend, ClusterOptions
 
 START_SECONDS = 120.0
 LEASE_SECONDS = 5.0
@@ -163,17 +163,17 @@ class Cluster:
                 process.stdout.close()
 
 
-class OwnMemory(MooncakeBackend):
+class OwnMemory(ClusterBackend):
     """Reads and writes any memory of a test: it is registered for the call."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(memoryview(bytearray(4096)), ClusterOptions(cluster.address))
 
     def read(self, space: ShardSpace, hashes: Any, memory: Any) -> list[ReadEnd]:
-        return self.registered(memory, lambda: MooncakeBackend.read(self, space, hashes, memory))
+        return self.registered(memory, lambda: ClusterBackend.read(self, space, hashes, memory))
 
     def write(self, space: ShardSpace, hashes: Any, memory: Any, checksums: Any) -> list[WriteEnd]:
-        return self.registered(memory, lambda: MooncakeBackend.write(self, space, hashes, memory, checksums))
+        return self.registered(memory, lambda: ClusterBackend.write(self, space, hashes, memory, checksums))
 
     def registered(self, memory: list[memoryview], call: Callable[[], Any]) -> Any:
         if not memory:

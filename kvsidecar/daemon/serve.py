@@ -19,7 +19,6 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -40,10 +39,8 @@ from kvsidecar.types import Readiness, State
 
 if TYPE_CHECKING:
     from kvsidecar.core.metrics import Metrics
-    from kvsidecar.core.tiering import TierPlan
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.tracing import Tracing
-    from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.pool.kept_files import Carrier
 
     MakeDaemon = Callable[[Lifecycle, Launched], Awaitable[Daemon]]
@@ -166,6 +163,7 @@ def _load(
     from kvsidecar.copier.pins_in_copiers import PinsInCopiers
     from kvsidecar.daemon.daemon import Daemon
     from kvsidecar.daemon.kept_pool import KeptPool
+    from kvsidecar.daemon.tier_plans import tier_plans
     from kvsidecar.pool.host_pool import HostPool
     from kvsidecar.support.cpu_sleep import CORES_TO_SPARE, SleepGuard
 
@@ -206,7 +204,7 @@ def _load(
         if carrier is not None:
             kept = KeptPool(carrier, pool, geometry.slab_bytes, settings)
             await kept.open()
-        tiers = _tiers(settings, pool, options.given)
+        tiers = tier_plans(settings, pool, options.given)
         try:
             return Daemon(
                 settings,
@@ -226,51 +224,6 @@ def _load(
             raise PoolRefused(why, lasting=True) from None
 
     return make
-
-
-def _tiers(settings: Settings, pool: HostPool, given: Given) -> list[TierPlan]:
-    """The tiers behind the pool, the fastest first.
-
-    Args:
-        given: to their processes.
-    """
-    from kvsidecar.core.tiering import TierPlan
-    from kvsidecar.tiers.link import TierOptions
-    from kvsidecar.tiers.tier import Tier
-
-    plans = []
-    start = partial(TierOptions, given=given)
-    if settings.disk_dir is not None:
-        size = settings.disk_size or 0
-        options = {
-            "directory": settings.disk_dir,
-            "capacity_bytes": size,
-            "write_bytes_per_day": settings.disk_writes_per_day,
-        }
-        disk = start("disk", options, capacity_bytes=size)
-        tier = Tier("disk", disk, pool, deadline=settings.disk_deadline)
-        plans.append(TierPlan(tier, settings.disk_admission, settings.disk_writes_per_day, own=True))
-    if settings.cluster_master is not None:
-        cluster = {
-            "master": settings.cluster_master,
-            "segment_bytes": settings.cluster_segment or 0,
-            "protocol": settings.cluster_protocol,
-            "devices": settings.cluster_devices or "",
-            "hostname": settings.cluster_hostname or "",
-            "replicas": settings.cluster_replicas,
-            "soft_pin_seconds": settings.cluster_soft_pin,
-            "tenant": settings.cluster_tenant,
-        }
-        tier = Tier("cluster", start("cluster", cluster, capacity_bytes=0), pool, deadline=settings.cluster_deadline)
-        plans.append(TierPlan(tier, settings.cluster_admission))
-    if settings.shared_dir is not None:
-        files = start(
-            "files", {"directory": settings.shared_dir, "capacity_bytes": settings.shared_size or 0}, capacity_bytes=0
-        )
-        plans.append(
-            TierPlan(Tier("shared", files, pool, deadline=settings.shared_deadline), settings.shared_admission)
-        )
-    return plans
 
 
 def _raise_descriptor_limit() -> None:

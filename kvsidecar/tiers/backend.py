@@ -1,16 +1,27 @@
-"""What a tier's process asks of a backend: to keep the shards of blocks somewhere, and to bring them back."""
+"""What a tier's process asks of a backend: to keep the shards of blocks somewhere, and to bring them back. And which
+backends there are."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from kvsidecar.types import Namespace
+
+BACKENDS: Final = {
+    "cluster": "kvsidecar.tiers.cluster.backend:open_backend",
+    "disk": "kvsidecar.tiers.disk.backend:open_backend",
+    "shared": "kvsidecar.tiers.shared_directory.backend:open_backend",
+}
+"""By name: the function that opens the backend with the options of its tier, as keyword arguments, and the pool if it
+has an argument of this name."""
 
 
 @dataclass(frozen=True)
@@ -158,3 +169,11 @@ class LimitsShares(Protocol):
     def set_shares(self, shares: Sequence[TierShare]) -> None:
         """Limit them from now on. What is there stays; a share that has too much evicts it when it writes."""
         ...
+
+
+def open_backend(name: str, options: dict[str, Any], pool: memoryview) -> Backend:
+    """Args: name: in `BACKENDS`, or ``module:function`` as there."""
+    module, _, function = BACKENDS.get(name, name).partition(":")
+    open_it: Callable[..., Backend] = getattr(importlib.import_module(module), function)
+    given = {"pool": pool} if "pool" in inspect.signature(open_it).parameters else {}
+    return open_it(**given, **options)

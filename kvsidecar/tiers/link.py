@@ -27,7 +27,7 @@ class TierOptions:
     """How the processes of a tier are started."""
 
     backend: str
-    """A name in `kvsidecar.tiers.process.BACKENDS`."""
+    """A name in `kvsidecar.tiers.backend.BACKENDS`."""
     options: dict[str, Any]
     """Of the backend."""
     capacity_bytes: int

@@ -8,8 +8,6 @@ The main thread takes requests; threads of their own find, read and write, becau
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import os
 import socket
@@ -24,7 +22,7 @@ from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.child_side import EXIT_FAILED, Control, run
-from kvsidecar.tiers.backend import Backend, LimitsShares, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import Backend, LimitsShares, ShardSpace, WriteEnd, open_backend
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import (
     MAX_FRAME,
@@ -41,13 +39,6 @@ from kvsidecar.tiers.messages import (
 from kvsidecar.tiers.residency_report import Teller
 from kvsidecar.types import Residency
 
-BACKENDS: Final = {
-    "cluster": "kvsidecar.tiers.mooncake:open_backend",
-    "disk": "kvsidecar.tiers.disk.backend:open_backend",
-    "files": "kvsidecar.tiers.files.backend:open_backend",
-}
-"""By name: the function that opens the backend with the options of its tier, as keyword arguments, and the pool if it
-has an argument of this name."""
 READS: Final = 8
 WRITES: Final = 4
 """Calls of the backend at a time."""
@@ -188,14 +179,6 @@ def _heard(call: Future[None]) -> None:
     if error is not None and not isinstance(error, ConnectionError):
         _log.error("an answer of the tier was lost", error=str(error), exc_info=error)
         os._exit(EXIT_FAILED)  # the daemon would wait for ever
-
-
-def open_backend(name: str, options: dict[str, Any], pool: memoryview) -> Backend:
-    """Args: name: in `BACKENDS`, or ``module:function`` as there."""
-    module, _, function = BACKENDS.get(name, name).partition(":")
-    open_it: Callable[..., Backend] = getattr(importlib.import_module(module), function)
-    given = {"pool": pool} if "pool" in inspect.signature(open_it).parameters else {}
-    return open_it(**given, **options)
 
 
 def _serve(control: Control) -> None:

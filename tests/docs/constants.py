@@ -67,7 +67,7 @@ SAID = (
     ("docs/tiers.md", "the usual ones of {}; and one page", "tiers.disk.backend.SLAB_BYTES"),
     ("docs/tiers.md", "its last use. {} each; a hole", "tiers.disk.directory.RECORD_BYTES"),
     ("docs/tiers.md", "with pauses of up to {} |", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
-    ("docs/tiers.md", "swept at most every {}.", "tiers.files.sweep.EARLY_SECONDS"),
+    ("docs/tiers.md", "swept at most every {}.", "tiers.shared_directory.sweep.EARLY_SECONDS"),
     ("docs/vllm.md", "Lookups of more than {} get proportionally", "integrations.time_limits.BUDGETED_HASHES"),
     ("docs/vllm.md", "2, 4, and then every {})", "integrations.vllm.stores.MAX_RETRY_SECONDS"),
     ("docs/vllm.md", "has answered nothing for {}, a circuit breaker", "support.breaker.SILENT_SECONDS"),

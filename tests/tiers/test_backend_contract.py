@@ -16,15 +16,15 @@ import xxhash
 
 from kvsidecar.tiers.backend import Backend, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.disk.backend import DiskBackend
-from kvsidecar.tiers.files.backend import FilesBackend
 from kvsidecar.tiers.messages import split
+from kvsidecar.tiers.shared_directory.backend import SharedBackend
 from tests.mooncake_cluster import OwnMemory
 from tests.tiers.support import EMPTY, PAGE, content, key, memory, read, space, there, write
 
 CAPACITY = 64 * PAGE
 Make = Callable[[Path], Backend]
 LOCAL: dict[str, Make] = {"disk": lambda path: DiskBackend(path / "tier", CAPACITY, slab_bytes=16 * PAGE)}
-SHARED: dict[str, Make] = {"files": lambda path: FilesBackend(path / "tier", CAPACITY)}
+SHARED: dict[str, Make] = {"shared": lambda path: SharedBackend(path / "tier", CAPACITY)}
 CLUSTER = "cluster"
 SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 7]
 

@@ -22,10 +22,10 @@ from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import memory_limits
 from kvsidecar.support.file_lock import try_lock
+from kvsidecar.tiers.cluster.backend import reach
 from kvsidecar.tiers.disk.backend import facts_of
 from kvsidecar.tiers.disk.directory import EXTENTS, INDEX, needs
 from kvsidecar.tiers.disk.extents import PAGE
-from kvsidecar.tiers.mooncake import reach
 
 SPEED_BYTES: Final = 256 << 20
 SPEED_SECONDS: Final = 10.0

@@ -1,7 +1,6 @@
-"""The backend of the cluster tier: a client of Mooncake Store, which keeps shards in the memory of other nodes.
+"""Finds, reads and writes shards in a Mooncake Store. Bytes go straight between the pool and the network.
 
-Bytes go straight between the pool and the network. Each shard is stored with a trailer that says of which shard it is
-and what its checksum is: every read verifies it.
+Each shard is stored with a trailer that says of which shard it is and what its checksum is: every read verifies it.
 
 A call may hang for a minute, and the library may end the process: use it in the process of a tier only.
 """
@@ -76,7 +75,7 @@ class ClusterOptions:
     tenant: str = "default"
 
 
-class MooncakeBackend:
+class ClusterBackend:
     """Keeps shards in Mooncake Store. Implements `kvsidecar.tiers.backend.Backend`.
 
     What is there is decided by the master, and changed by other nodes at any time: `keys` is unknown, and `stats` says
@@ -278,10 +277,10 @@ def _failed(what: str, code: int) -> TierFailed:
     return TierFailed(f"{what}: {_MEANINGS.get(code, 'Mooncake Store says')} (code {code})")
 
 
-def open_backend(pool: memoryview, **options: Any) -> MooncakeBackend:
+def open_backend(pool: memoryview, **options: Any) -> ClusterBackend:
     """As the process of the tier opens it.
 
     Args:
         options: of `ClusterOptions`.
     """
-    return MooncakeBackend(pool, ClusterOptions(**options))
+    return ClusterBackend(pool, ClusterOptions(**options))

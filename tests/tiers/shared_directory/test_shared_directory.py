@@ -15,10 +15,10 @@ import pytest
 from kvsidecar.errors import TierFailed
 from kvsidecar.support.file_lock import try_lock
 from kvsidecar.tiers.backend import ReadEnd, WriteEnd
-from kvsidecar.tiers.files import backend as module
-from kvsidecar.tiers.files import sweep as sweeping
-from kvsidecar.tiers.files.backend import ROOT, FilesBackend
-from kvsidecar.tiers.files.sweep import EMPTY_SECONDS, LOCK, UNFINISHED_SECONDS, sweep
+from kvsidecar.tiers.shared_directory import backend as module
+from kvsidecar.tiers.shared_directory import sweep as sweeping
+from kvsidecar.tiers.shared_directory.backend import ROOT, SharedBackend
+from kvsidecar.tiers.shared_directory.sweep import EMPTY_SECONDS, LOCK, UNFINISHED_SECONDS, sweep
 from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually
 from tests.tiers.support import PAGE, content, key, memory, read, space, there, write
@@ -29,10 +29,10 @@ DAY = 86400.0
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[FilesBackend]]:
-    opened: list[FilesBackend] = []
+def nodes(tmp_path: Path) -> Iterator[list[SharedBackend]]:
+    opened: list[SharedBackend] = []
     for _ in range(2):
-        opened.append(FilesBackend(tmp_path / "tier", CAPACITY))
+        opened.append(SharedBackend(tmp_path / "tier", CAPACITY))
         # Its thread sweeps at once, and nobody's turn comes again meanwhile, also if much is written.
         eventually(lambda node=opened[-1]: node._swept_at, "the first sweep")  # type: ignore[misc]
     yield opened
@@ -41,7 +41,7 @@ def nodes(tmp_path: Path) -> Iterator[list[FilesBackend]]:
 
 
 @pytest.fixture
-def node(nodes: list[FilesBackend]) -> FilesBackend:
+def node(nodes: list[SharedBackend]) -> SharedBackend:
     return nodes[0]
 
 
@@ -60,7 +60,7 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-def test_what_one_node_writes_the_other_reads_and_does_not_write_again(nodes: list[FilesBackend]) -> None:
+def test_what_one_node_writes_the_other_reads_and_does_not_write_again(nodes: list[SharedBackend]) -> None:
     one, two = nodes
     of = space()
     assert write(one, of, range(40)) == [WriteEnd.DONE] * 40
@@ -69,7 +69,7 @@ def test_what_one_node_writes_the_other_reads_and_does_not_write_again(nodes: li
     assert write(two, of, range(40), version=1) == [WriteEnd.PRESENT] * 40
 
 
-def test_a_namespace_that_one_node_forgets_is_gone_for_all_and_can_be_written_again(nodes: list[FilesBackend]) -> None:
+def test_a_namespace_that_one_node_forgets_is_gone_for_all_and_can_be_written_again(nodes: list[SharedBackend]) -> None:
     one, two = nodes
     write(one, space(), range(5))
     assert two.forget(space().namespace) == 5
@@ -90,7 +90,7 @@ def test_a_namespace_that_one_node_forgets_is_gone_for_all_and_can_be_written_ag
     ids=["a bit", "the checksum", "cut short", "too long", "empty", "zeros"],
 )
 def test_a_file_that_is_not_what_was_written_is_corrupt_and_removed(
-    node: FilesBackend, tmp_path: Path, damage: Callable[[bytes], bytes]
+    node: SharedBackend, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     write(node, space(), [1, 2])
     path = file_of(tmp_path, 1)
@@ -101,13 +101,13 @@ def test_a_file_that_is_not_what_was_written_is_corrupt_and_removed(
     assert write(node, space(), [1]) == [WriteEnd.DONE]
 
 
-def test_a_file_under_the_name_of_another_shard_is_corrupt(node: FilesBackend, tmp_path: Path) -> None:
+def test_a_file_under_the_name_of_another_shard_is_corrupt(node: SharedBackend, tmp_path: Path) -> None:
     write(node, space(), [1, 2])
     file_of(tmp_path, 1).write_bytes(file_of(tmp_path, 2).read_bytes())
     assert read(node, space(), [1]) == {1: ReadEnd.CORRUPT}
 
 
-def test_nobody_sees_a_file_that_is_being_written(node: FilesBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sees_a_file_that_is_being_written(node: SharedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     of = space()
     rename, seen = os.rename, []
 
@@ -124,7 +124,7 @@ def test_nobody_sees_a_file_that_is_being_written(node: FilesBackend, monkeypatc
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["pwritev", "rename"])
 def test_a_file_system_without_room_refuses_writes_and_serves_reads(
-    node: FilesBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+    node: SharedBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
 ) -> None:
     write(node, space(), [1])
 
@@ -140,7 +140,7 @@ def test_a_file_system_without_room_refuses_writes_and_serves_reads(
 
 
 def test_a_file_system_that_fails_fails_the_call_with_the_file_and_the_reason(
-    node: FilesBackend, monkeypatch: pytest.MonkeyPatch
+    node: SharedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(node, space(), [1])
 
@@ -160,7 +160,7 @@ def test_a_file_system_that_fails_fails_the_call_with_the_file_and_the_reason(
     assert read(node, space(), [1]) == {1: ReadEnd.DONE}
 
 
-def test_writes_go_on_piece_by_piece(node: FilesBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_go_on_piece_by_piece(node: SharedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, [parts[0][:1000]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [memoryview(parts[0])[:900]], at))
@@ -169,7 +169,7 @@ def test_writes_go_on_piece_by_piece(node: FilesBackend, monkeypatch: pytest.Mon
 
 
 def test_a_file_whose_directory_is_forgotten_while_it_is_written_is_written_again(
-    nodes: list[FilesBackend], monkeypatch: pytest.MonkeyPatch
+    nodes: list[SharedBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = nodes
     rename, cleared = os.rename, []
@@ -188,7 +188,9 @@ def test_a_file_whose_directory_is_forgotten_while_it_is_written_is_written_agai
 # -- sweeps ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_files_that_were_not_used_for_longest_go_when_there_is_too_much(node: FilesBackend, tmp_path: Path) -> None:
+def test_the_files_that_were_not_used_for_longest_go_when_there_is_too_much(
+    node: SharedBackend, tmp_path: Path
+) -> None:
     of = space()
     write(node, of, range(50))
     for number in range(50):
@@ -199,14 +201,14 @@ def test_the_files_that_were_not_used_for_longest_go_when_there_is_too_much(node
     assert (usage.nbytes, usage.files, usage.removed) == (18 * FILE, 18, 32)
 
 
-def test_of_files_of_one_age_no_more_go_than_are_too_much(node: FilesBackend, tmp_path: Path) -> None:
+def test_of_files_of_one_age_no_more_go_than_are_too_much(node: SharedBackend, tmp_path: Path) -> None:
     write(node, space(), range(50))
     assert sweep(tmp_path / "tier" / ROOT, 40 * FILE, 0.0).files == 36
     assert len(there(node, space(), range(50))) == 36
 
 
 def test_a_node_whose_turn_it_is_not_leaves_the_lock_to_one_whose_it_is(
-    node: FilesBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: SharedBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
     monkeypatch.setattr(sweeping, "try_lock", taken.append)
@@ -216,7 +218,7 @@ def test_a_node_whose_turn_it_is_not_leaves_the_lock_to_one_whose_it_is(
     assert len(taken) == 1
 
 
-def test_what_was_never_finished_is_removed_after_a_while(node: FilesBackend, tmp_path: Path) -> None:
+def test_what_was_never_finished_is_removed_after_a_while(node: SharedBackend, tmp_path: Path) -> None:
     write(node, space(), [1])
     old, young = (file_of(tmp_path, 1).parent / f".{name}" for name in ("old", "young"))
     for each in (old, young):
@@ -237,7 +239,7 @@ def age_directories(root: Path) -> None:
 
 
 def test_directories_that_are_empty_for_a_while_go_from_the_last_to_the_first(
-    node: FilesBackend, tmp_path: Path
+    node: SharedBackend, tmp_path: Path
 ) -> None:
     root, of, other = tmp_path / "tier" / ROOT, space(), space(shard=1)
     write(node, of, range(40))
@@ -259,7 +261,7 @@ def test_directories_that_are_empty_for_a_while_go_from_the_last_to_the_first(
 
 
 def test_a_directory_in_which_a_file_appears_while_it_is_removed_stays(
-    nodes: list[FilesBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: list[SharedBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, rmdir = tmp_path / "tier" / ROOT, os.rmdir
     write(nodes[0], space(), [1])
@@ -276,7 +278,7 @@ def test_a_directory_in_which_a_file_appears_while_it_is_removed_stays(
 
 
 def test_directories_that_go_while_a_file_is_written_are_made_again(
-    nodes: list[FilesBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: list[SharedBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node sweeps between any two steps of a write, each time as if a minute had passed for what is empty."""
     root, steps = tmp_path / "tier" / ROOT, {name: getattr(os, name) for name in ("open", "mkdir", "rename")}
@@ -307,7 +309,7 @@ def test_directories_that_go_while_a_file_is_written_are_made_again(
         assert read(nodes[1], space(), [number]) == {number: ReadEnd.DONE}
 
 
-def test_a_read_renews_a_file_that_lies_in_the_future(node: FilesBackend, tmp_path: Path) -> None:
+def test_a_read_renews_a_file_that_lies_in_the_future(node: SharedBackend, tmp_path: Path) -> None:
     write(node, space(), [1])
     age(file_of(tmp_path, 1), -7200.0)  # written before the clock was set back
     read(node, space(), [1])
@@ -333,7 +335,7 @@ def test_a_full_directory_refuses_writes_until_its_own_thread_has_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeping, "EARLY_SECONDS", 0.0)
-    node = FilesBackend(tmp_path / "tier", 10 * FILE)
+    node = SharedBackend(tmp_path / "tier", 10 * FILE)
     numbers, ends = iter(range(1 << 20)), set()
 
     def is_full_and_swept() -> bool:
@@ -346,7 +348,7 @@ def test_a_full_directory_refuses_writes_until_its_own_thread_has_swept(
     node.close()
 
 
-def test_what_is_written_while_a_sweep_looks_is_counted(node: FilesBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_while_a_sweep_looks_is_counted(node: SharedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def sweeps(*args: Any) -> Any:
         seen = sweep(*args)
         write(node, space(), [7])
@@ -359,7 +361,7 @@ def test_what_is_written_while_a_sweep_looks_is_counted(node: FilesBackend, monk
 
 
 def test_what_this_node_has_written_counts_though_the_last_sweep_did_not_see_it(tmp_path: Path) -> None:
-    node = FilesBackend(tmp_path / "tier", 10 * FILE)
+    node = SharedBackend(tmp_path / "tier", 10 * FILE)
     lock = tmp_path / "tier" / ROOT / LOCK
     eventually(lambda: lock.exists() and lock.stat().st_size)
     ends = write(node, space(), range(20))
@@ -380,13 +382,13 @@ def test_a_sweep_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.
         return sweep(*args)
 
     monkeypatch.setattr(module, "sweep", sweeps)
-    node = FilesBackend(tmp_path / "tier", CAPACITY, sweep_seconds=0.01)
+    node = SharedBackend(tmp_path / "tier", CAPACITY, sweep_seconds=0.01)
     assert swept.wait(60)
     node.close()
 
 
 def test_what_a_call_that_forgets_has_no_time_to_remove_is_gone_and_removed_by_a_sweep(
-    node: FilesBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: SharedBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FORGET_SECONDS", 0.0)
     write(node, space(), range(5))
@@ -407,15 +409,15 @@ def test_a_directory_that_others_could_write_to_is_refused(tmp_path: Path) -> No
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o770)
     with pytest.raises(TierFailed, match="has mode 0770: others could write to it"):
-        FilesBackend(tmp_path / "open", CAPACITY)
+        SharedBackend(tmp_path / "open", CAPACITY)
     (tmp_path / "link").symlink_to(tmp_path / "open")
     with pytest.raises(TierFailed, match=r"cannot be opened: (Not a directory|Too many levels)"):
-        FilesBackend(tmp_path / "link", CAPACITY)
+        SharedBackend(tmp_path / "link", CAPACITY)
     with pytest.raises(TierFailed, match="No such file or directory"):
-        FilesBackend(tmp_path / "no" / "where", CAPACITY)
+        SharedBackend(tmp_path / "no" / "where", CAPACITY)
 
 
-def test_files_and_directories_are_for_their_owner_only(node: FilesBackend, tmp_path: Path) -> None:
+def test_files_and_directories_are_for_their_owner_only(node: SharedBackend, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         write(node, space(), [1])
@@ -425,7 +427,7 @@ def test_files_and_directories_are_for_their_owner_only(node: FilesBackend, tmp_
         assert each.stat().st_mode & 0o077 == 0, each
 
 
-def test_shards_of_one_call_may_be_of_any_size(node: FilesBackend) -> None:
+def test_shards_of_one_call_may_be_of_any_size(node: SharedBackend) -> None:
     of = space(nbytes=3 * PAGE + 7)
     slots = memory(of, 1)
     slots[0][:] = content(of, 1)

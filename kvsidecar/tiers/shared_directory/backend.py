@@ -25,8 +25,8 @@ import xxhash
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
 from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
-from kvsidecar.tiers.files.sweep import SWEEP_SECONDS, TRASH, Sweeper, sweep
 from kvsidecar.tiers.private_directory import open_directory
+from kvsidecar.tiers.shared_directory.sweep import SWEEP_SECONDS, TRASH, Sweeper, sweep
 from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
 from kvsidecar.types import Namespace
 
@@ -49,7 +49,7 @@ _GONE: Final = {errno.ENOENT, errno.ESTALE}
 _log = log.get("shared tier")
 
 
-class FilesBackend:
+class SharedBackend:
     """Keeps shards in a directory that several nodes share. Implements `kvsidecar.tiers.backend.Backend`.
 
     What is there is changed by other nodes at any time: `keys` is unknown, and `stats` is as of the last sweep.
@@ -320,6 +320,6 @@ def _failed(what: str, path: str, error: OSError) -> TierFailed:
     return TierFailed(f"{path} cannot be {what}: {error.strerror}")
 
 
-def open_backend(directory: str, capacity_bytes: int, **options: Any) -> FilesBackend:
+def open_backend(directory: str, capacity_bytes: int, **options: Any) -> SharedBackend:
     """As the process of the tier opens it."""
-    return FilesBackend(Path(directory), capacity_bytes, **options)
+    return SharedBackend(Path(directory), capacity_bytes, **options)

@@ -13,7 +13,7 @@ import pytest
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.backend import ReadEnd, WriteEnd
-from kvsidecar.tiers.mooncake import BATCH, ClusterOptions, MooncakeBackend, _address, _keys
+from kvsidecar.tiers.cluster.backend import BATCH, ClusterBackend, ClusterOptions, _address, _keys
 from kvsidecar.tiers.tier import FAILURES
 from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually, eventually_in_loop
@@ -217,7 +217,7 @@ def test_a_shard_under_the_name_of_another_is_corrupt(own_cluster: Cluster) -> N
 
 def test_without_a_master_the_engine_says_so_at_once() -> None:
     with pytest.raises(TierFailed, match=r"the Mooncake master 127\.0\.0\.1:1 cannot be reached: .*refused"):
-        MooncakeBackend(memoryview(bytearray(4096)), ClusterOptions("127.0.0.1:1"))
+        ClusterBackend(memoryview(bytearray(4096)), ClusterOptions("127.0.0.1:1"))
 
 
 def test_calls_under_way_share_no_trailer(cluster: Cluster) -> None:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.mooncake import open_backend
+from kvsidecar.tiers.cluster.backend import open_backend
 
 
 def test_without_the_package_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
