@@ -12,7 +12,7 @@ from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.note_format import NoteFormat
 from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, media
-from kvsidecar.publisher.topic import Topic, dialect_of
+from kvsidecar.publisher.events import Topic, dialect_of
 from kvsidecar.types import OF_TIER
 
 STEP_BYTES = 256 * 1024

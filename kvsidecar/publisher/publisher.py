@@ -17,12 +17,12 @@ from kvsidecar.client import Client, ClientError, Namespace
 from kvsidecar.protocol.wire import namespace_from_wire
 from kvsidecar.publisher import zmtp
 from kvsidecar.publisher.endpoint import SILENCE_SECONDS, Connection, Endpoint, both, frames
+from kvsidecar.publisher.events import Event, Topic
 from kvsidecar.publisher.follower import Follower, keep_below
 from kvsidecar.publisher.http import MetricsServer
 from kvsidecar.publisher.metrics import Metrics, Reason, RouterRefused
 from kvsidecar.publisher.options import Options
 from kvsidecar.publisher.sequence import END, Sequence
-from kvsidecar.publisher.topic import Event, Topic
 from kvsidecar.support import free_memory, log
 from kvsidecar.v1 import sidecar_pb2 as pb
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvsidecar.publisher.topic import Event
+from kvsidecar.publisher.events import Event
 
 MAX_KEPT = 10_000
 """Messages, as vLLM's ``buffer_steps``."""

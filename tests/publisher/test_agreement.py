@@ -18,8 +18,8 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.residency import Watches
 from kvsidecar.core.tier_fetches import shard_space
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
+from kvsidecar.publisher.events import VLLM, Topic
 from kvsidecar.publisher.follower import Follower
-from kvsidecar.publisher.topic import VLLM, Topic
 from kvsidecar.server import convert
 from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import LookupMode, Residency

@@ -22,8 +22,8 @@ import numpy as np
 from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.hashes import first_bytes, split_hashes
 from kvsidecar.integrations.residency.announcements import Announcements
+from kvsidecar.integrations.residency.event_builder import EventBuilder
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.integrations.residency.kv_events import KVEvents
 from kvsidecar.integrations.residency.note_format import NAME_BYTES, TOKEN_BYTES
 from kvsidecar.integrations.residency.residents import Residents, Watch, media
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
@@ -74,7 +74,7 @@ class Events:
         self._early: list[Any] = []
         """SGLang's own that it has not got yet: some are taken before it asks for them."""
         # One event for a chain, as SGLang does.
-        self._made = KVEvents[Any](wire.BlockStored, wire.BlockRemoved, most_blocks=1 << 30)
+        self._made = EventBuilder[Any](wire.BlockStored, wire.BlockRemoved, most_blocks=1 << 30)
         self._failed = False
         self._tree: Callable[[], Tree | None] = lambda: None
         self._take: Callable[[Tree], list[Any]] = lambda _: []

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvsidecar.integrations.residency.announcements import Announcements
+from kvsidecar.integrations.residency.event_builder import EventBuilder
 from kvsidecar.integrations.residency.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
-from kvsidecar.integrations.residency.kv_events import KVEvents
 from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, group_of, media
 from kvsidecar.integrations.vllm.groups import Group, Kind
 
@@ -47,7 +47,7 @@ class Events:
 
         groups = list(groups)
         self._groups = media(groups)
-        self._events = KVEvents[Any](kv_events.BlockStored, kv_events.BlockRemoved)
+        self._events = EventBuilder[Any](kv_events.BlockStored, kv_events.BlockRemoved)
         self._media = {0: kv_events.MEDIUM_CPU, DISK: getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")}
         self._external = kv_cache_utils.maybe_convert_block_hash
         # Not as they are hashed (`adapter_hooks`): routers know an adapter by its name.

@@ -1,4 +1,4 @@
-"""The events of one topic: blocks under the names that routers know, and which of them were said."""
+"""The events of one topic: their fields, blocks under the names that routers know, and which of them were said."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvsidecar.integrations.residency.event_builder import EventBuilder
 from kvsidecar.integrations.residency.known_blocks import BlockInfo
-from kvsidecar.integrations.residency.kv_events import KVEvents
 from kvsidecar.integrations.residency.note_format import NAME_BYTES
 
 Event = dict[str, Any]
@@ -110,7 +110,7 @@ class Topic:
         """And before that: those whose parent was said. Clients choose how many have one parent."""
         self._waiting: dict[tuple[int, int], dict[_Entry, None]] = {}
         """By group and number of a block that is not said: those that have it as their parent."""
-        self._events = KVEvents[Event](
+        self._events = EventBuilder[Event](
             partial(dict, type="BlockStored"), partial(dict, type="BlockRemoved"), MAX_CHAIN, MAX_CHAIN_TOKENS
         )
         # An earlier publisher may have said what has gone since.

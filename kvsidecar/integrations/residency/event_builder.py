@@ -1,4 +1,8 @@
-"""KV cache events, as routers read them, whoever says them: each engine in its own classes, the publisher as maps."""
+"""Builds KV cache events, one of a chain of blocks, as routers read them: of an engine's own classes, or as maps.
+
+What an event says of a block besides its name, parent and tokens comes from each engine's ``events.py``, and from
+`kvsidecar.publisher.events`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from typing import Any, Generic, TypeVar
 _Event = TypeVar("_Event")
 
 
-class KVEvents(Generic[_Event]):
-    """Makes events, and keeps them until they are taken.
+class EventBuilder(Generic[_Event]):
+    """Builds events, and keeps them until they are taken.
 
     Args:
         stored: makes a ``BlockStored`` of its fields. It keeps the lists that it is given: a block whose parent is the
