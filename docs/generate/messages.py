@@ -11,7 +11,7 @@ from grpc_tools import protoc
 
 from docs.generate.markdown import code, prose, table
 from kvsidecar import errors, types
-from kvsidecar.core import layout, lookups, registration
+from kvsidecar.core import layout_checks, lookups, registration
 from kvsidecar.core import sessions as instances
 from kvsidecar.protocol import framing
 from kvsidecar.server import (
@@ -49,9 +49,9 @@ LIMITS = (
     (types, "HASH_BYTES_MIN"),
     (types, "HASH_BYTES_MAX"),
     (types, "MAX_TEXT_BYTES"),
-    (layout, "MAX_BLOCKS"),
-    (layout, "MAX_REGIONS"),
-    (layout, "MAX_ROWS"),
+    (layout_checks, "MAX_BLOCKS"),
+    (layout_checks, "MAX_REGIONS"),
+    (layout_checks, "MAX_ROWS"),
     (registration, "MAX_GROUPS"),
     (registration, "MAX_ALLOCATIONS"),
     (registration, "MAX_SHARDS"),

@@ -16,8 +16,8 @@ with gc_disabled():
     import click
 
     from kvsidecar.cli.common import EXIT_OUTPUT, EXIT_UNAVAILABLE, fail
-    from kvsidecar.cli.operate import cli as operate
-    from kvsidecar.cli.size.cli import size
+    from kvsidecar.cli.operate import commands as operate
+    from kvsidecar.cli.size.command import size
 
     if sys.platform == "linux":
         from kvsidecar.cli import node_commands

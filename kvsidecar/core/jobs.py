@@ -18,7 +18,7 @@ from kvsidecar.copier.messages import Checks, Done, Ended, Part
 from kvsidecar.core.checksums import BlocksInSlots, Checksums
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.job import Job, JobBlocks, JobResult
-from kvsidecar.core.layout import check_block_ids
+from kvsidecar.core.layout_checks import check_block_ids
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import RankSession, SessionGroup

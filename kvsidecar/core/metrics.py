@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from kvsidecar import __version__
 from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
-from kvsidecar.core import families
-from kvsidecar.core.labels import DeviceCounts, ModelCounts
+from kvsidecar.core import metric_families
+from kvsidecar.core.labelled_counts import DeviceCounts, ModelCounts
 from kvsidecar.core.process_metrics import ProcessMetrics
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.share_metrics import share_metrics
@@ -267,8 +267,10 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at a scrape."""
-        yield families.gauge("build_info", "Always 1.", ["version", "backend"], {(__version__, self._backend): 1})
-        yield families.lost_log_lines("log_lines_lost")
+        yield metric_families.gauge(
+            "build_info", "Always 1.", ["version", "backend"], {(__version__, self._backend): 1}
+        )
+        yield metric_families.lost_log_lines("log_lines_lost")
         if self._gauges is None:
             return
         now = self._gauges()
@@ -276,7 +278,7 @@ class Metrics:
         ready = pool.state is State.READY
         yield GaugeMetricFamily("kvsidecar_ready", "1 if the daemon is ready, else 0.", value=ready)
         states = {each.value: each is pool.state for each in State}
-        yield families.gauge("state", "1 for the current state, 0 for the others.", ["state"], states)
+        yield metric_families.gauge("state", "1 for the current state, 0 for the others.", ["state"], states)
         for name, text, value in (
             ("pool_total_bytes", "Configured size of the host pool, in bytes.", pool.pool_bytes),
             ("pool_pinned_bytes", "Bytes of the pool that are pinned.", pool.pinned_bytes),
@@ -325,8 +327,10 @@ class Metrics:
             ("jobs_running", "Jobs whose copies are in flight.", now.jobs_running),
             ("oldest_inflight_seconds", "Age of the oldest unfinished job; 0 if none.", now.oldest_inflight_seconds),
         ):
-            yield families.gauge(name, text, ["direction"], {each.value: values.get(each, 0) for each in Direction})
-        yield families.gauge(
+            yield metric_families.gauge(
+                name, text, ["direction"], {each.value: values.get(each, 0) for each in Direction}
+            )
+        yield metric_families.gauge(
             "imported_gpu_bytes", "Engine memory mapped by the daemon.", ["device"], now.imported_bytes
         )
         yield from tier_metrics(now.tiers)

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.records import MAX_SHARDS
-from kvsidecar.core.layout import MAX_ROWS, checking_regions
+from kvsidecar.core.layout_checks import MAX_ROWS, checking_regions
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Namespace, text_problem
 

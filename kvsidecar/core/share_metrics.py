@@ -8,7 +8,7 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from kvsidecar.cache.shares import Share
-from kvsidecar.core import families
+from kvsidecar.core import metric_families
 from kvsidecar.core.shares import REST
 from kvsidecar.tiers.backend import ShareUse
 
@@ -32,13 +32,13 @@ def share_metrics(shares: Sequence[Share]) -> Iterable[Metric]:
     )
     for name, text, value in values:
         sums = {label: sum(map(value, members)) for label, members in labelled.items()}
-        yield families.gauge(f"share_{name}", text, ["share"], sums)
+        yield metric_families.gauge(f"share_{name}", text, ["share"], sums)
     most = {share.name: share.most for share in ordered[:SHARES_SHOWN] if share.most is not None}
     text = "Maximum bytes that the share may use. Absent if it may use the whole pool."
-    yield families.gauge("share_max_bytes", text, ["share"], most)
+    yield metric_families.gauge("share_max_bytes", text, ["share"], most)
     evicted = {label: sum([share.evicted for share in members]) for label, members in labelled.items()}
     text = "Bytes of the share's blocks that were evicted."
-    yield families.counter("share_evicted_bytes", text, ["share"], evicted)
+    yield metric_families.counter("share_evicted_bytes", text, ["share"], evicted)
 
 
 def by_label(ordered: Sequence[S]) -> dict[str, Sequence[S]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 
-from kvsidecar.core import families
+from kvsidecar.core import metric_families
 from kvsidecar.core.share_metrics import by_label
 from kvsidecar.tiers.backend import BackendStats
 from kvsidecar.tiers.tier import TierCounts
@@ -40,9 +40,9 @@ def _tier_share_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
             used[tier.name, label] = sum([share.used for share in members])
             guaranteed[tier.name, label] = sum([share.guaranteed for share in members])
     labels = ["tier", "share"]
-    yield families.gauge("tier_share_used_bytes", "Bytes of the tier that the share uses.", labels, used)
+    yield metric_families.gauge("tier_share_used_bytes", "Bytes of the tier that the share uses.", labels, used)
     text = "Bytes of the tier that no other share can take."
-    yield families.gauge("tier_share_guaranteed_bytes", text, labels, guaranteed)
+    yield metric_families.gauge("tier_share_guaranteed_bytes", text, labels, guaranteed)
 
 
 def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
@@ -66,10 +66,10 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
         ),
     )
     for name, text, value in gauges:
-        yield families.gauge(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
+        yield metric_families.gauge(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
     budgets = {tier.name: tier.write_budget_bytes for tier in tiers if tier.write_budget_bytes is not None}
     text = "Bytes of the day's budget that may be written now. Absent without a limit."
-    yield families.gauge("tier_write_budget_bytes", text, ["tier"], budgets)
+    yield metric_families.gauge("tier_write_budget_bytes", text, ["tier"], budgets)
     counters: tuple[tuple[str, str, Callable[[TierGauges], float]], ...] = (
         ("failures", "Calls to the tier that failed or took too long.", lambda tier: tier.counts.failures),
         ("deaths", "Processes of the tier that ended unexpectedly.", lambda tier: tier.deaths),
@@ -86,7 +86,7 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
         ),
     )
     for name, text, value in counters:
-        yield families.counter(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
+        yield metric_families.counter(f"tier_{name}", text, ["tier"], {tier.name: value(tier) for tier in tiers})
     yield from _tier_share_metrics(tiers)
     for unit, text in (
         ("blocks", "Shards copied between the pool and the tier."),
@@ -94,4 +94,4 @@ def tier_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
         ("seconds", "Time spent in calls to the tier; several may run at the same time."),
     ):
         copied = {(tier.name, way): tier.counts.copied[way, unit] for tier in tiers for way in ("read", "write")}
-        yield families.counter(f"tier_copied_{unit}", text, ["tier", "direction"], copied)
+        yield metric_families.counter(f"tier_copied_{unit}", text, ["tier", "direction"], copied)

@@ -29,10 +29,10 @@ from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import WarmStart
-from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances
 from kvsidecar.core.shares import resolve, resolve_disk
 from kvsidecar.core.tiering import Tiering, TierPlan
+from kvsidecar.core.watches import Watches
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.daemon.kept_pool import KeptPool
 from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvsidecar.core.families import lost_log_lines
+from kvsidecar.core.metric_families import lost_log_lines
 from kvsidecar.errors import InvalidRequest, Refusal
 
 ENDPOINTS: Final = ("bind", "replay")

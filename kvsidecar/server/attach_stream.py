@@ -10,8 +10,8 @@ from functools import partial
 from kvsidecar.core.job import Job, JobResult, StoreOrder
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
+from kvsidecar.core.watches import Watches
 from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.protocol.wire import readiness_to_wire
 from kvsidecar.server import convert

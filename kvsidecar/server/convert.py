@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvsidecar.core.changes import Update
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.job import JobBlocks, JobResult
-from kvsidecar.core.layout import MAX_REGIONS, STEP
+from kvsidecar.core.layout_checks import MAX_REGIONS, STEP
 from kvsidecar.core.lookups import Choice
 from kvsidecar.core.namespace_options import taken
 from kvsidecar.core.registration import (

@@ -18,8 +18,8 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.registration import MAX_GROUPS
-from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import ID_BITS, Instances, RankSession
+from kvsidecar.core.watches import Watches
 from kvsidecar.errors import (
     InvalidRequest,
     KVSidecarError,

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import HttpProcessingError, web
-from kvsidecar.server.pace import Pace
+from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.support import log
 
 MAX_CONNECTIONS = 128
@@ -32,9 +32,9 @@ _TOO_LATE = (
 class Connections:
     """The open connections of one server."""
 
-    def __init__(self, refuse: Callable[[Refusal], None], pace: Pace) -> None:
+    def __init__(self, refuse: Callable[[Refusal], None], turns: TcpTurns) -> None:
         self.refuse = refuse
-        self.pace = pace
+        self.turns = turns
         self._open: dict[HttpConnection, None] = {}
         """In the order in which they connected or last sent a whole request."""
 
@@ -109,7 +109,7 @@ class HttpConnection(web.RequestHandler):
         self.transport.pause_reading()
         if len(self._unread) == 1:
             self.waits = True
-            self._connections.pace.take(self._read)
+            self._connections.turns.take(self._read)
 
     def _read(self) -> None:
         """It is its turn."""
@@ -129,7 +129,7 @@ class HttpConnection(web.RequestHandler):
             self._reading = None
         if not self._paid:
             self.waits = True
-            await self._connections.pace.wait()
+            await self._connections.turns.wait()
             self.waits = False
         self._paid = False
         self._connections.used(self)

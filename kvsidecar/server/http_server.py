@@ -8,8 +8,8 @@ from collections.abc import Callable
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_connection import Connections, HttpConnection, before_response, take_turn
-from kvsidecar.server.pace import Pace
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
+from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.support import log
 from kvsidecar.support.addresses import cannot_listen
 from kvsidecar.support.tasks import TaskSet
@@ -25,8 +25,8 @@ class HttpServer:
         application.middlewares.append(take_turn)
         application.on_response_prepare.append(before_response)
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
-        self._pace, self._tasks = Pace(), tasks
-        self._connections = Connections(refuse, self._pace)
+        self._turns, self._tasks = TcpTurns(), tasks
+        self._connections = Connections(refuse, self._turns)
         self._listener: TcpListener | None = None
 
     async def start(self, host: str, port: int, option: str) -> int:
@@ -48,7 +48,7 @@ class HttpServer:
                     lambda: HttpConnection(server, self._connections), connection
                 ),
                 SocketOptions(RECEIVE_BYTES),
-                self._pace,
+                self._turns,
                 self._tasks,
                 _caused,
             )

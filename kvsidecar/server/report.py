@@ -21,10 +21,10 @@ from kvsidecar.core.holds import Hold
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.metrics import Gauges, Metrics
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.core.residency import Watches
 from kvsidecar.core.sessions import Instances, RankSession
 from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.core.tiering import Tiering
+from kvsidecar.core.watches import Watches
 from kvsidecar.protocol.as_json import field_json, message_json
 from kvsidecar.protocol.wire import namespace_from_wire, namespace_to_wire, readiness_to_wire
 from kvsidecar.tiers.backend import ShareUse

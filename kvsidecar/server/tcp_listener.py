@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvsidecar.server.pace import Pace
+from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.support.accepting import accept
 from kvsidecar.support.log import Limited
 from kvsidecar.support.tasks import TaskSet
@@ -39,11 +39,11 @@ class TcpListener:
         self,
         accepted: Callable[[socket.socket, Any], Awaitable[object]],
         options: SocketOptions,
-        pace: Pace,
+        turns: TcpTurns,
         tasks: TaskSet,
         caused: Limited,
     ) -> None:
-        self._accepted, self._options, self._pace = accepted, options, pace
+        self._accepted, self._options, self._turns = accepted, options, turns
         self._tasks, self._caused = tasks, caused
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -80,7 +80,7 @@ class TcpListener:
         while True:
             connection, address = await accept(listener, self._caused)
             try:
-                await self._pace.wait(connection=True)
+                await self._turns.wait(connection=True)
                 await self._accepted(connection, address)
             except BaseException as error:
                 connection.close()

@@ -18,8 +18,8 @@ from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.grpc_front import CONNECTION_BYTES, Client, GrpcFront, Limits, Most
 from kvsidecar.server.handshakes import MAX_ALL_HANDSHAKES, Handshake, Handshakes
-from kvsidecar.server.pace import Pace
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
+from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.server.tls import Certificates
 from kvsidecar.server.tls_end import RECORD_BYTES, Tls, TlsEnd
 from kvsidecar.support import log
@@ -65,7 +65,7 @@ class TlsFront:
         self._handshakes = Handshakes()
         self._under_way: dict[Handshake, asyncio.Task[bool]] = {}
         self._thread = ThreadPoolExecutor(1, "handshakes")
-        self._listener = TcpListener(self._accepted, _SOCKET, Pace(), tasks, _caused)
+        self._listener = TcpListener(self._accepted, _SOCKET, TcpTurns(), tasks, _caused)
         self._seconds: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:

@@ -10,7 +10,7 @@ from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.core.residency import Receiver, Watches
+from kvsidecar.core.watches import Receiver, Watches
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 from kvsidecar.protocol.wire import readiness_to_wire
 from kvsidecar.server import convert

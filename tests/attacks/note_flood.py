@@ -9,7 +9,7 @@ import sys
 import time
 
 from kvsidecar.client import Blocks, Client
-from kvsidecar.core.residency import MAX_NOTE_BYTES
+from kvsidecar.core.watches import MAX_NOTE_BYTES
 from tests.attacks.support import become
 from tests.harness import NUM_BLOCKS, Rank
 

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 
 from kvsidecar.client import Blocks, Client
-from kvsidecar.core.residency import MAX_NOTE_BYTES
+from kvsidecar.core.watches import MAX_NOTE_BYTES
 from kvsidecar.integrations.residency.note_format import CHECK_BYTES, TOKEN_BYTES, NoteFormat
 from kvsidecar.publisher import zmtp
 from tests.harness import NAMESPACE, NUM_BLOCKS, Rank

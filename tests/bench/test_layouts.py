@@ -8,7 +8,7 @@ import pytest
 
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.layouts import ALL_LAYOUTS, BLOCK_COUNTS, IN_FLIGHT, LAYOUTS, MOST_BLOCKS, STACKED, TINY, Layout
-from kvsidecar.core.layout import checking_regions
+from kvsidecar.core.layout_checks import checking_regions
 from kvsidecar.support.units import GiB
 
 ALL = pytest.mark.parametrize("layout", [*ALL_LAYOUTS, TINY], ids=lambda layout: layout.name)

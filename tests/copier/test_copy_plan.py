@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvsidecar.copier import copy_plan
 from kvsidecar.copier.copy_plan import BlockCopies, bind, pitched_pays, run_pays_from
-from kvsidecar.core.layout import check_block_ids, checking_regions
+from kvsidecar.core.layout_checks import check_block_ids, checking_regions
 from kvsidecar.device.base import CopyCall
 from kvsidecar.types import GroupLayout, Region
 from tests.plans import calls_of, copies_of

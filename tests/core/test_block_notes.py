@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvsidecar.core import block_notes, residency
+from kvsidecar.core import block_notes, watches
 from kvsidecar.core.block_notes import LOOKS, STEP_NOTES, Notes
 from kvsidecar.core.changes import Change
 from kvsidecar.types import Namespace, Residency
@@ -183,8 +183,8 @@ def test_what_is_counted_is_what_is_kept_whatever_comes_and_goes(seed: int, monk
 
 def test_a_message_is_made_in_each_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much has changed, whoever asks in between waits for one of them."""
-    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 1000)
-    monkeypatch.setattr(residency, "TAKEN_BYTES", 4000)
+    monkeypatch.setattr(watches, "MAX_UPDATE_BYTES", 1000)
+    monkeypatch.setattr(watches, "TAKEN_BYTES", 4000)
     daemon, readers = Daemon(), [Reader(), Reader()]
     for reader in readers:
         daemon.watch(reader)
@@ -214,11 +214,11 @@ def test_changes_are_joined_in_a_turn_of_their_own(monkeypatch: pytest.MonkeyPat
     def counted(log: Sequence[Change], width: int) -> list[Change]:
         nonlocal joined
         joined += bool(log)
-        return residency_joined(log, width)
+        return really_joined(log, width)
 
-    residency_joined = residency.joined
-    monkeypatch.setattr(residency, "joined", counted)
-    monkeypatch.setattr(residency, "TAKEN_BYTES", 4000)
+    really_joined = watches.joined
+    monkeypatch.setattr(watches, "joined", counted)
+    monkeypatch.setattr(watches, "TAKEN_BYTES", 4000)
     daemon, reader = Daemon(), Reader()
     daemon.watch(reader)
     daemon.settle()
@@ -239,7 +239,7 @@ def test_changes_are_joined_in_a_turn_of_their_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_watchers_that_come_and_go_between_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 1000)
+    monkeypatch.setattr(watches, "MAX_UPDATE_BYTES", 1000)
     daemon, stays, goes, comes = Daemon(64), Reader(), Reader(), Reader()
     space = open_space(daemon.cache)
     daemon.watch(stays)

@@ -16,7 +16,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import HostBuffer
 from kvsidecar.core.access import Access
-from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
+from kvsidecar.core.layout_checks import MAX_REGIONS, MAX_ROWS
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, RangesAllocation, RankRegistration
 from kvsidecar.core.sessions import Instances, RankSession

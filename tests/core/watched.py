@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvsidecar.core.changes import Update
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.residency import Watch, Watches
+from kvsidecar.core.watches import Watch, Watches
 from kvsidecar.types import Residency
 from tests.cache.support import namespace, new_cache
 

@@ -20,7 +20,7 @@ import kvsidecar
 from kvsidecar.copier import copy_plan
 from kvsidecar.copier.copy_plan import BlockCopies, bind
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
-from kvsidecar.core.layout import checking_regions
+from kvsidecar.core.layout_checks import checking_regions
 from kvsidecar.device.base import (
     CopyCall,
     CopyPlan,

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvsidecar.client import Blocks, Client, ClientError, HostBuffer
-from kvsidecar.core.layout import MAX_REGIONS, MAX_ROWS
+from kvsidecar.core.layout_checks import MAX_REGIONS, MAX_ROWS
 from kvsidecar.core.registration import MAX_GROUPS
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.server import arrivals

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.cli.operate.commands import LISTED
+from kvsidecar.cli.operate.targets import LISTED
 from kvsidecar.cli.status_view import SHOWN
 from kvsidecar.client import HostBuffer
-from kvsidecar.core.labels import LABEL_CHARACTERS, MODELS_SHOWN
+from kvsidecar.core.labelled_counts import LABEL_CHARACTERS, MODELS_SHOWN
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.server.report import NAMESPACES_BYTES, RANKS_BYTES
@@ -165,7 +165,7 @@ def test_one_answer_is_of_bounded_size_and_pages_have_the_rest_whatever_comes_an
 
 
 def _namespace(wanted: str, client: Any) -> Any:
-    from kvsidecar.cli.operate.commands import find_namespace
+    from kvsidecar.cli.operate.targets import find_namespace
 
     return find_namespace(wanted, client.status(everything=True))
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvsidecar.client import BreakerState, LeaseRenewal
 from kvsidecar.client.types import BREAKER_OPEN, DAEMON_LOST, NO_ANSWER
-from kvsidecar.core.layout import check_block_ids
+from kvsidecar.core.layout_checks import check_block_ids
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.offload_condition import GAUGES, WhyNot
 from kvsidecar.integrations.vllm import stores

@@ -15,8 +15,8 @@ from kvsidecar.client import ResidencyChange
 from kvsidecar.client.inbox import Inbox
 from kvsidecar.core.changes import Update
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.residency import Watches
 from kvsidecar.core.tier_fetches import shard_space
+from kvsidecar.core.watches import Watches
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.publisher.events import VLLM, Topic
 from kvsidecar.publisher.follower import Follower

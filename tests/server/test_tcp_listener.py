@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.server.pace import Pace
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
+from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 from tests.harness import SECONDS
@@ -37,7 +37,7 @@ async def test_a_wildcard_means_both_families_where_it_should(host: str, *, both
         arrived.put_nowait(address[0])
 
     options = SocketOptions(receive_bytes=65536, send_bytes=65536, both_families=both)
-    listener = TcpListener(accepted, options, Pace(), tasks, log.limited("test"))
+    listener = TcpListener(accepted, options, TcpTurns(), tasks, log.limited("test"))
     port = await listener.start(host, 0)
     reached = set()
     for client in ("127.0.0.1", "::1"):
@@ -67,7 +67,7 @@ async def test_a_connection_whose_callee_fails_is_closed_and_others_are_accepted
             raise ConnectionResetError
         two.set()
 
-    listener = TcpListener(accepted, SocketOptions(65536), Pace(), tasks, log.limited("test"))
+    listener = TcpListener(accepted, SocketOptions(65536), TcpTurns(), tasks, log.limited("test"))
     port = await listener.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     assert await reader.read() == b""

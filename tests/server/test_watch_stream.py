@@ -13,7 +13,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.core.residency import Watches
+from kvsidecar.core.watches import Watches
 from kvsidecar.errors import KVSidecarError, LimitExceeded, NotPermitted, ProtocolMismatch, UnknownPeer
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.server.handler import Handler

@@ -1,1 +1,1 @@
-"""What operators do to a running daemon: ``kvsidecar top | engines | clear | drain``."""
+"""What operators do to a running daemon, such as ``kvsidecar top | clear | drain``. Begin with `commands`."""

@@ -1,219 +1,260 @@
-"""`kvsidecar engines`, `clear`, `pins` and `drain`."""
+"""The commands of operators: ``kvsidecar status | top | engines | clear | pin | unpin | pins | drain``.
+
+Each command imports what it needs when it runs, so that help is fast.
+"""
 
 from __future__ import annotations
 
-import socket as sockets
-import time
-from typing import TYPE_CHECKING, TextIO
+import sys
+from typing import Any
 
-from rich.console import Console, RenderableType
+import click
 
-from kvsidecar.cli.status_view import brief, no_engine, plain_table, printable, rank_cells
-from kvsidecar.client import Namespace, RemoteClient
-from kvsidecar.errors import DaemonUnreachable
-from kvsidecar.protocol.wire import STATE_FROM_WIRE, namespace_from_wire
-from kvsidecar.support.units import count, format_duration, format_size
-from kvsidecar.types import State
-from kvsidecar.v1 import sidecar_pb2 as pb
-
-if TYPE_CHECKING:
-    from kvsidecar.client import Client
-
-POLL_SECONDS = 0.2
-LISTED = 20
-"""Maximum number of namespaces in an error message."""
+from kvsidecar.cli.common import connected, daemon_options, fail
 
 
-# -- engines -----------------------------------------------------------------------------------------------------
+@click.command()
+@daemon_options
+@click.option("--json", "as_json", is_flag=True, help="Print the complete status as one JSON object.")
+def status(as_json: bool, **where: str | None) -> None:
+    """Show the state, pool, namespaces, engines and jobs of the running daemon.
 
-
-def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
-    """The attached engines, one rank per line, with complete GPU UUIDs if the width allows it."""
-    if not reply.ranks:
-        return no_engine(reply)
-    columns = ["engine", "rank", "device", "pid", "mapped", "jobs", "stored", "loaded", "attached"]
-    columns += ["model"] if width >= 110 else []
-    table = plain_table(None, *columns)
-    table.columns[-1].justify = "left" if width >= 110 else "right"
-    for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
-        cells = rank_cells(rank) | ({"device": brief(rank.device)} if width >= 140 else {})
-        table.add_row(*(cells[column] for column in columns))
-    return table
-
-
-# -- clear -------------------------------------------------------------------------------------------------------
-
-
-def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
-    """The namespace that the operator means, or an error message if there is not exactly one.
-
-    Args:
-        wanted: the model as `kvsidecar status` shows it, or the full text if several namespaces have that model.
+    Lists the largest namespaces only; --json lists all of them.
     """
-    known = [namespace_from_wire(each.namespace) for each in reply.namespaces]
-    found = [each for each in known if str(each) == wanted] or [each for each in known if each.model == wanted]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        listed = _some([f"  --namespace {str(each)!r}" for each in found], "\n")
-        return f"several namespaces have the model {wanted!r}; choose one:\n{listed}"
-    models = _some([repr(model) for model in dict.fromkeys(each.model for each in known)], ", ")
-    return f"no namespace has the model {wanted!r}; " + (
-        f"known models: {models}" if models else "there are no namespaces"
-    )
+    import json
 
+    from rich.console import Console
 
-def _some(texts: list[str], separator: str) -> str:
-    more = [f"and {len(texts) - LISTED} more: kvsidecar status --json lists all"] if len(texts) > LISTED else []
-    return separator.join(texts[:LISTED] + more)
+    from kvsidecar.cli.status_view import render
+    from kvsidecar.protocol.as_json import message_json
 
-
-def clear_question(reply: pb.StatusReply) -> str:
-    totals = reply.totals
-    return (
-        f"Clear all {totals.blocks} blocks ({format_size(totals.bytes)}) in {totals.namespaces} namespaces? "
-        "Engines will recompute them."
-    )
-
-
-# -- holds --------------------------------------------------------------------------------------------------------
-
-
-def read_hashes(file: TextIO) -> list[bytes] | str:
-    """The block hashes in a file, one a line in hexadecimal; or an error message."""
-    hashes = []
-    for number, line in enumerate(file, 1):
-        try:
-            hashes += [bytes.fromhex(line)] if line.strip() else []
-        except ValueError:
-            return f"line {number} is not a hash in hexadecimal"
-    if len({len(each) for each in hashes}) > 1:
-        return "the hashes have different lengths"
-    return hashes or "there are no hashes"
-
-
-def holds_table(reply: pb.StatusReply) -> RenderableType:
-    """The operators' holds, one per line."""
-    table = plain_table(None, "name", "by", "model", "blocks", "size", "ends in")
-    for each in sorted(reply.pins, key=lambda hold: hold.name):
-        left = format_duration(each.seconds_left)
-        model = brief(each.namespace.model)
-        table.add_row(each.name, printable(each.owner), model, str(each.blocks), format_size(each.bytes), left)
-    return table if reply.pins else "There are no pins."
-
-
-# -- drain -------------------------------------------------------------------------------------------------------
-
-
-def open_jobs(reply: pb.StatusReply) -> int:
-    """Number of unfinished jobs. Only ranks count jobs before and after their copy; only workers count the jobs of
-    engines that are gone."""
-    listed = sum(rank.jobs_running for rank in reply.ranks)
-    return max(listed, reply.totals.jobs_running, reply.jobs.running + reply.jobs.queued)
-
-
-def waits_for(reply: pb.StatusReply) -> str:
-    """The unfinished jobs, their engines, and the age of the oldest job, as the end of a sentence."""
-    text = _open_jobs_by_rank(reply)
-    if reply.jobs.oldest_inflight_seconds:
-        text += f", the oldest for {format_duration(reply.jobs.oldest_inflight_seconds)}"
-    return text
-
-
-def _open_jobs_by_rank(reply: pb.StatusReply) -> str:
-    text = f"{count(open_jobs(reply), 'job')} to end"
-    busy = [f"{rank.instance} {rank.rank}/{rank.world_size}" for rank in reply.ranks if rank.jobs_running]
-    more = f" and {len(busy) - 4} more" if len(busy) > 4 else ""
-    return text + (f" ({', '.join(busy[:4])}{more})" if busy else "")
-
-
-def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, console: Console) -> bool:
-    """Drain the daemon and print the jobs that still run. True if no job is left, or without ``wait``.
-
-    Raises:
-        ClientError: no daemon answers.
-    """
-    before = client.status()
-    client.drain()
-    reply = client.status()
-    if STATE_FROM_WIRE[before.readiness.state] is State.DRAINING:
-        _say(console, "The daemon was already draining.")
-    _say(
-        console,
-        "Draining: no new work is accepted until `kvsidecar drain --cancel` or a restart. Engines continue without "
-        "offload.",
-    )
-    if not wait:
-        _say(console, f"Still running: {waits_for(reply)}." if open_jobs(reply) else "No job is running.")
-        return True
-    return _wait(client, reply, timeout, console)
-
-
-def cancel_drain(client: Client | RemoteClient, console: Console) -> bool:
-    """Cancel a drain and print the result. False if the daemon is shutting down.
-
-    Raises:
-        ClientError: no daemon answers.
-    """
-    cancelled = client.cancel_drain()
-    now = client.status().readiness
-    state = STATE_FROM_WIRE[now.state]
-    if state is State.DRAINING and not cancelled:
-        _say(console, f"Drain not cancelled: {now.reason}.")
-        return False
-    if not cancelled:
-        _say(console, f"The daemon was not draining. It is {state.value}.")
-    elif state is State.READY:
-        _say(console, "Drain cancelled: new work is accepted again, and stored blocks are still there.")
+    with connected(where, "kvsidecar status") as client:
+        reply = client.status(everything=as_json)
+    if as_json:
+        click.echo(json.dumps(message_json(reply), indent=2))
     else:
-        _say(console, f"Drain cancelled, but the daemon is {state.value}: {now.reason}.")
-    return True
+        Console().print(render(reply))
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(printable(text), soft_wrap=True)  # a file has no width
+@click.command()
+@daemon_options
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 60.0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Refresh interval. Rates are averages over one interval.",
+)
+@click.option("--once", is_flag=True, help="Print one screen, with rates over one interval, and exit.")
+@click.option(
+    "--prefill-rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="TOKENS",
+    help="Prompt tokens that an engine computes in a second: also show what loads save in prefill.",
+)
+@click.option(
+    "--engine-price",
+    default=0.0,
+    type=click.FloatRange(0),
+    metavar="EUROS",
+    help="Price of one engine, with all its GPUs, per hour: also show what is saved. Requires --prefill-rate.",
+)
+def top(interval: float, once: bool, prefill_rate: float | None, engine_price: float, **where: str | None) -> None:
+    """Watch the running daemon: pin progress, pool, rates, hits, what is saved, engines, the oldest job, refusals.
 
+    Refreshes until q or Ctrl-C, and keeps trying while no daemon answers. Rates count a job when it ends.
 
-def _wait(client: Client | RemoteClient, reply: pb.StatusReply, timeout: float | None, console: Console) -> bool:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    epoch, last_line = reply.epoch, ""
-    with console.status("") as shown:
-        while open_jobs(reply):
-            text = f"waiting for {waits_for(reply)}"
-            shown.update(printable(text))
-            # A terminal shows the current state, a file gets a line whenever the jobs change.
-            if not console.is_terminal and (line := f"waiting for {_open_jobs_by_rank(reply)}") != last_line:
-                _say(console, line)
-                last_line = line
-            if deadline is not None and time.monotonic() >= deadline:
-                _say(console, f"Timed out after {timeout:g} s, still {text}.")
-                return False
-            time.sleep(POLL_SECONDS)
-            try:
-                reply = client.status()
-            except DaemonUnreachable:
-                if _listens(client):
-                    continue  # it is busy or hangs, and may still copy
-                _say(console, "The daemon has exited.")
-                return True
-            if reply.epoch != epoch:
-                _say(console, "The daemon has exited and was restarted.")
-                return True
-    _say(console, "Drained: no job is running.")
-    return True
+    Exit codes: 0, and 69 no daemon answers (with --once).
+    """
+    from rich.console import Console
 
+    from kvsidecar.cli.operate import top as top_command
+    from kvsidecar.cli.status_figures import Worth
 
-def _listens(client: Client | RemoteClient) -> bool:
-    try:
-        if isinstance(client, RemoteClient):
-            host, _, port = client.address.rpartition(":")
-            sockets.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    if engine_price and prefill_rate is None:
+        raise click.UsageError("--engine-price requires --prefill-rate")
+    worth = None if prefill_rate is None else Worth(prefill_rate, engine_price)
+    if not once and not sys.stdout.isatty():
+        raise click.UsageError("standard output is not a terminal: use --once")
+    with connected(where, "kvsidecar top", top_command.ANSWER_SECONDS) as client:
+        if once:
+            top_command.once(client, interval, Console(), worth)
         else:
-            with sockets.socket(sockets.AF_UNIX) as probe:
-                probe.settimeout(1.0)
-                probe.connect(client.socket)
-    except TimeoutError:
-        return True
-    except OSError:
-        return False
-    return True
+            top_command.live(client, interval, Console(), worth)
+
+
+@click.command()
+@daemon_options
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array with all fields of each rank.")
+def engines(as_json: bool, **where: str | None) -> None:
+    """Show the attached engines, one rank per line.
+
+    Exit codes: 0, even if no engine is attached, and 69 no daemon answers.
+    """
+    import json
+
+    from rich.console import Console
+
+    from kvsidecar.cli.operate.tables import engines_table
+    from kvsidecar.protocol.as_json import message_json
+
+    with connected(where, "kvsidecar engines") as client:
+        reply = client.status(everything=True)
+    if as_json:
+        click.echo(json.dumps([message_json(rank) for rank in reply.ranks], indent=2))
+    else:
+        console = Console()
+        console.print(engines_table(reply, console.width))
+
+
+@click.command()
+@daemon_options
+@click.option("--namespace", metavar="MODEL", help="Clear the namespace of this model, as `kvsidecar status` shows it.")
+@click.option("--share", metavar="NAME", help="Clear all namespaces of this share.")
+@click.option("--all", "everything", is_flag=True, help="Clear all namespaces. Asks for confirmation.")
+@click.option("--yes", is_flag=True, help="Skip the confirmation.")
+@click.option(
+    "--hashes", "file", type=click.File(), metavar="FILE|-", help="Only these blocks: hex hashes, one per line."
+)
+@click.option("--group", default=0, show_default=True, metavar="NUMBER", help="KV cache group of the hashes.")
+@click.option(
+    "--unused", default=0, type=click.IntRange(min=0), metavar="SECONDS", help="Only blocks not used for this long."
+)
+def clear(
+    namespace: str | None,
+    share: str | None,
+    everything: bool,
+    yes: bool,
+    file: Any,
+    group: int,
+    unused: int,
+    **where: str | None,
+) -> None:
+    """Discard stored blocks, so that lookups no longer hit them.
+
+    Use it for KV that must not be reused, for example after weights were changed in place. Copies in flight finish.
+    Engines stay attached and store again. Slower tiers forget whole namespaces, also with --hashes and --unused.
+
+    Exit codes: 0, 1 not confirmed, no such namespace, or not a hash, 69 no daemon answers, 77 permission denied.
+    """
+    from kvsidecar.cli.operate.targets import clear_question, find_namespace, read_hashes
+    from kvsidecar.support.units import count
+
+    if (namespace is not None) + (share is not None) + everything != 1:
+        raise click.UsageError("give either --namespace MODEL, --share NAME or --all")
+    if file is not None and (namespace is None or unused):
+        raise click.UsageError("--hashes requires --namespace, and cannot be combined with --unused")
+    hashes = None if file is None else read_hashes(file)
+    if isinstance(hashes, str):
+        fail(hashes, 1)
+    with connected(where, "kvsidecar clear") as client:
+        chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
+        if isinstance(chosen, str):
+            fail(chosen, 1)
+        if everything and not yes:
+            click.confirm(clear_question(client.status()), abort=True)
+        groups = None if hashes is None else {group: hashes}
+        blocks = client.clear(chosen, share=share, groups=groups, unused_seconds=unused)
+    click.echo(f"{count(blocks, 'block')} cleared.")
+
+
+@click.command()
+@daemon_options
+@click.argument("name")
+@click.option("--namespace", metavar="MODEL", required=True, help="Namespace of the blocks, as for `kvsidecar clear`.")
+@click.option("--hashes", "file", type=click.File(), required=True, metavar="FILE|-", help="Hex hashes, one per line.")
+@click.option("--group", default=0, show_default=True, metavar="NUMBER", help="KV cache group of the blocks.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=86400.0, show_default=True, help="Time until the pin expires."
+)
+def pin(name: str, namespace: str, file: Any, group: int, seconds: float, **where: str | None) -> None:
+    """Keep blocks in the pool, such as those of a common system prompt.
+
+    Those of the blocks that are in the pool now stay there until they are unpinned or the pin expires. A restart that
+    keeps the cache keeps the pin; otherwise it ends with the daemon. A pin of the same NAME is replaced. All pins
+    together may take at most the daemon's --pin-max.
+
+    Exit codes: 0, 1 no such namespace, or not a hash, 69 no daemon answers or it refuses, 77 permission denied.
+    """
+    from kvsidecar.cli.operate.targets import find_namespace, read_hashes
+    from kvsidecar.support.units import count, format_size
+
+    hashes = read_hashes(file)
+    if isinstance(hashes, str):
+        fail(hashes, 1)
+    with connected(where, "kvsidecar pin") as client:
+        chosen = find_namespace(namespace, client.status(everything=True))
+        if isinstance(chosen, str):
+            fail(chosen, 1)
+        blocks, nbytes = client.pin(name, chosen, {group: hashes}, seconds)
+    click.echo(f"{count(blocks, 'block')} of {len(hashes)} pinned, {format_size(nbytes)}.")
+
+
+@click.command()
+@daemon_options
+@click.argument("name")
+def unpin(name: str, **where: str | None) -> None:
+    """End a pin: its blocks can be evicted again.
+
+    Exit codes: 0, 1 no such pin, 69 no daemon answers, 77 permission denied.
+    """
+    with connected(where, "kvsidecar unpin") as client:
+        unpinned = client.unpin(name)
+    if not unpinned:
+        fail(f"there is no pin {name!r}", 1)
+
+
+@click.command()
+@daemon_options
+def pins(**where: str | None) -> None:
+    """Show the pins: who pinned how much, and for how long.
+
+    Exit codes: 0, 69 no daemon answers.
+    """
+    from rich.console import Console
+
+    from kvsidecar.cli.operate.tables import holds_table
+
+    with connected(where, "kvsidecar pins") as client:
+        Console().print(holds_table(client.status()))
+
+
+@click.command()
+@daemon_options
+@click.option("--wait", is_flag=True, help="Wait until no job is running, and show which are.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0.0),
+    metavar="SECONDS",
+    help="With --wait: give up after this time. [default: never]",
+)
+@click.option("--cancel", is_flag=True, help="Cancel a drain: the daemon accepts new work again.")
+def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) -> None:
+    """Stop accepting new work, and finish running jobs.
+
+    Until --cancel or a restart, lookups miss, stores and loads are declined, and engines continue without offload. The
+    daemon keeps running, and keeps its blocks. SIGTERM ends it.
+
+    Exit codes: 0, 1 jobs still running after --timeout, or the daemon is shutting down, 69 no daemon answers, 77
+    permission denied.
+    """
+    from rich.console import Console
+
+    from kvsidecar.cli.operate.drain import cancel_drain
+    from kvsidecar.cli.operate.drain import drain as drain_daemon
+
+    if cancel and wait:
+        raise click.UsageError("--cancel cannot be combined with --wait")
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout requires --wait")
+    console = Console()
+    with connected(where, "kvsidecar drain") as client:
+        if cancel:
+            succeeded = cancel_drain(client, console)
+        else:
+            succeeded = drain_daemon(client, wait=wait, timeout=timeout, console=console)
+    sys.exit(0 if succeeded else 1)
+
+
+COMMANDS = (status, top, engines, clear, pin, unpin, pins, drain)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvsidecar.cli.operate.commands import cancel_drain, find_namespace, open_jobs, waits_for
+from kvsidecar.cli.operate.drain import cancel_drain, open_jobs, waits_for
+from kvsidecar.cli.operate.targets import find_namespace
 from kvsidecar.client import Blocks, Namespace
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb

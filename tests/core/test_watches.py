@@ -9,10 +9,10 @@ import pytest
 
 from kvsidecar.cache import change_log
 from kvsidecar.cache.space_blocks import Space
-from kvsidecar.core import block_notes, residency
+from kvsidecar.core import block_notes, watches
 from kvsidecar.core.changes import Change
-from kvsidecar.core.residency import Watch, joined, split
 from kvsidecar.core.tier_fetches import shard_space
+from kvsidecar.core.watches import Watch, joined, split
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import LookupMode, Residency
@@ -97,9 +97,9 @@ def test_a_flood_is_given_up_and_becomes_a_snapshot(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_snapshot_is_sent_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "SNAPSHOT_ROWS", 2)
-    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 2 * WIDTH)
-    monkeypatch.setattr(residency, "PIECES", 3)
+    monkeypatch.setattr(watches, "SNAPSHOT_ROWS", 2)
+    monkeypatch.setattr(watches, "MAX_UPDATE_BYTES", 2 * WIDTH)
+    monkeypatch.setattr(watches, "PIECES", 3)
     daemon, reader = Daemon(64), Reader()
     space = open_space(daemon.cache)
     store(daemon.cache, space, *range(40))
@@ -112,9 +112,9 @@ def test_a_snapshot_is_sent_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_the_last_word_on_each_block_is_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "SNAPSHOT_ROWS", 2)
-    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 2 * WIDTH)
-    monkeypatch.setattr(residency, "PIECES", 1)
+    monkeypatch.setattr(watches, "SNAPSHOT_ROWS", 2)
+    monkeypatch.setattr(watches, "MAX_UPDATE_BYTES", 2 * WIDTH)
+    monkeypatch.setattr(watches, "PIECES", 1)
     monkeypatch.setattr(change_log, "MAX_LOG_BYTES", 600)
     choose = random.Random(seed)
     daemon = Daemon(6)
@@ -153,9 +153,9 @@ def test_whatever_happens_the_last_word_on_each_block_is_right(seed: int, monkey
 
 def test_a_snapshot_survives_that_the_table_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are renumbered: what was at the end may come before the place that the snapshot has reached."""
-    monkeypatch.setattr(residency, "SNAPSHOT_ROWS", 64)
-    monkeypatch.setattr(residency, "MAX_UPDATE_BYTES", 64 * WIDTH)
-    monkeypatch.setattr(residency, "PIECES", 1)
+    monkeypatch.setattr(watches, "SNAPSHOT_ROWS", 64)
+    monkeypatch.setattr(watches, "MAX_UPDATE_BYTES", 64 * WIDTH)
+    monkeypatch.setattr(watches, "PIECES", 1)
     daemon, reader = Daemon(512), Reader()
     space, other = open_space(daemon.cache), open_space(daemon.cache, "other")
     store(daemon.cache, space, *range(500))
@@ -199,7 +199,7 @@ def test_many_small_notes_fill_few_messages() -> None:
     daemon.watch(reader)
     daemon.settle()
     assert len(reader.notes) == 4000
-    assert len(reader.updates) < 2 + 2 * 4000 * 132 / residency.MAX_UPDATE_BYTES
+    assert len(reader.updates) < 2 + 2 * 4000 * 132 / watches.MAX_UPDATE_BYTES
 
 
 def test_what_many_jobs_changed_is_three_changes() -> None:
@@ -337,7 +337,7 @@ def test_notes_go_with_their_namespace() -> None:
     assert daemon.watches.notes_bytes == both // 2
 
 
-@pytest.mark.parametrize("notes", [b"x", b"x" * (2 * residency.MAX_NOTE_BYTES + 2)])
+@pytest.mark.parametrize("notes", [b"x", b"x" * (2 * watches.MAX_NOTE_BYTES + 2)])
 def test_notes_that_fit_no_block_are_refused(notes: bytes) -> None:
     with pytest.raises(InvalidRequest):
         Daemon().watches.note(namespace(), 0, b"".join(keys("a", "b")), notes, user=0)
@@ -347,7 +347,7 @@ def test_no_update_is_longer_than_one_may_be() -> None:
     hashes = b"".join(keys(*range(5000)))
     pieces = split(Change(Residency.NOTES, 1, hashes, bytes(5000 * 100)), WIDTH)
     assert b"".join(each.hashes for each in pieces) == hashes
-    assert all(len(each.hashes) + len(each.notes) <= residency.MAX_UPDATE_BYTES for each in pieces)
+    assert all(len(each.hashes) + len(each.notes) <= watches.MAX_UPDATE_BYTES for each in pieces)
     assert all(len(each.notes) * WIDTH == len(each.hashes) * 100 for each in pieces)
 
 
@@ -429,7 +429,7 @@ def test_a_disk_that_is_not_used_delays_no_snapshot() -> None:
 
 
 def test_a_disk_that_never_answers_ends_no_snapshot_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "LISTING_TURNS", 600)
+    monkeypatch.setattr(watches, "LISTING_TURNS", 600)
     daemon, _ = with_disk()
     store(daemon.cache, open_space(daemon.cache), 1)
     reader = Reader()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvsidecar.core.labels import LABEL_CHARACTERS, MODELS_SHOWN, QUIET_SECONDS, DeviceCounts, ModelCounts
+from kvsidecar.core.labelled_counts import LABEL_CHARACTERS, MODELS_SHOWN, QUIET_SECONDS, DeviceCounts, ModelCounts
 from kvsidecar.types import Direction
 from tests.clock import Clock
 

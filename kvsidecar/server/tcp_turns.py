@@ -19,7 +19,7 @@ CONNECTION_EVERY = 4
 """While requests wait, each so many-th turn is a new connection's: those that are open cannot keep it out."""
 
 
-class Pace:
+class TcpTurns:
     """Calls functions in order of `take`, one in each iteration of the event loop.
 
     Args:

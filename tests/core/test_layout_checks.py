@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.core.layout import MAX_ROWS, check_block_ids, checking_regions
+from kvsidecar.core.layout_checks import MAX_ROWS, check_block_ids, checking_regions
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Region
 

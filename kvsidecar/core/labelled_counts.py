@@ -9,7 +9,7 @@ from typing import Final
 
 from prometheus_client.core import Metric
 
-from kvsidecar.core import families
+from kvsidecar.core import metric_families
 from kvsidecar.core.shares import REST
 from kvsidecar.types import Direction
 
@@ -91,11 +91,13 @@ class ModelCounts:
         used_bytes = {label: by_label.get(label, 0) for label in self._counts}
         used_bytes[REST] = sum(by_label.values()) - sum(used_bytes.values())
         text = "Bytes of the pool that the model's blocks occupy."
-        yield families.gauge("model_used_bytes", text, ["model"], {label: used_bytes[label] for label in labelled})
+        yield metric_families.gauge(
+            "model_used_bytes", text, ["model"], {label: used_bytes[label] for label in labelled}
+        )
         hits = {(label, "hit"): counts.hits for label, counts in labelled.items()}
         misses = {(label, "miss"): counts.misses for label, counts in labelled.items()}
         text = "Blocks requested by lookups, by model and result."
-        yield families.counter("model_lookup_blocks", text, ["model", "result"], hits | misses)
+        yield metric_families.counter("model_lookup_blocks", text, ["model", "result"], hits | misses)
         yield from _copies("model", labelled)
 
 
@@ -115,8 +117,8 @@ class DeviceCounts:
 def _copies(name: str, labelled: Mapping[str, Counts]) -> Iterable[Metric]:
     labels = [name, "direction"]
     copies = {(label, way): count for label, counts in labelled.items() for way, count in counts.copies.items()}
-    yield families.counter(f"{name}_copies", f"Successful copies, by {name} and direction.", labels, copies)
+    yield metric_families.counter(f"{name}_copies", f"Successful copies, by {name} and direction.", labels, copies)
     nbytes = {(label, way): count for label, counts in labelled.items() for way, count in counts.copied_bytes.items()}
-    yield families.counter(
+    yield metric_families.counter(
         f"{name}_copied_bytes", f"Bytes moved by successful copies, by {name} and direction.", labels, nbytes
     )

@@ -1,0 +1,58 @@
+"""Which blocks an operator means: the namespace and the hashes that `kvsidecar clear` and `kvsidecar pin` are given."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from kvsidecar.client import Namespace
+from kvsidecar.protocol.wire import namespace_from_wire
+from kvsidecar.support.units import format_size
+from kvsidecar.v1 import sidecar_pb2 as pb
+
+LISTED = 20
+"""Maximum number of namespaces in an error message."""
+
+
+def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
+    """The namespace that the operator means, or an error message if there is not exactly one.
+
+    Args:
+        wanted: the model as `kvsidecar status` shows it, or the full text if several namespaces have that model.
+    """
+    known = [namespace_from_wire(each.namespace) for each in reply.namespaces]
+    found = [each for each in known if str(each) == wanted] or [each for each in known if each.model == wanted]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = _some([f"  --namespace {str(each)!r}" for each in found], "\n")
+        return f"several namespaces have the model {wanted!r}; choose one:\n{listed}"
+    models = _some([repr(model) for model in dict.fromkeys(each.model for each in known)], ", ")
+    return f"no namespace has the model {wanted!r}; " + (
+        f"known models: {models}" if models else "there are no namespaces"
+    )
+
+
+def _some(texts: list[str], separator: str) -> str:
+    more = [f"and {len(texts) - LISTED} more: kvsidecar status --json lists all"] if len(texts) > LISTED else []
+    return separator.join(texts[:LISTED] + more)
+
+
+def clear_question(reply: pb.StatusReply) -> str:
+    totals = reply.totals
+    return (
+        f"Clear all {totals.blocks} blocks ({format_size(totals.bytes)}) in {totals.namespaces} namespaces? "
+        "Engines will recompute them."
+    )
+
+
+def read_hashes(file: TextIO) -> list[bytes] | str:
+    """The block hashes in a file, one a line in hexadecimal; or an error message."""
+    hashes = []
+    for number, line in enumerate(file, 1):
+        try:
+            hashes += [bytes.fromhex(line)] if line.strip() else []
+        except ValueError:
+            return f"line {number} is not a hash in hexadecimal"
+    if len({len(each) for each in hashes}) > 1:
+        return "the hashes have different lengths"
+    return hashes or "there are no hashes"
