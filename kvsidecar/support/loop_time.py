@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Final, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -93,23 +93,10 @@ class LoopTime:
     async def run(self, steps: Generator[None, None, T]) -> T:
         """Run a long computation, a step at a time, and return the generator's return value. Many at the same time take
         turns, so that a short one need not wait for the end of a long one."""
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def step() -> None:
-            if result.done():
-                return  # nobody waits for it any more
-            try:
-                next(steps)
-            except StopIteration as end:
-                result.set_result(end.value)
-            except Exception as error:  # noqa: BLE001 - for whoever waits for the result
-                result.set_exception(error)
-            else:
-                self.later(step)
-
-        self.later(step)
+        computation = _Computation(self, steps)
+        self.later(computation.step)
         try:
-            return await result
+            return await computation.result
         finally:
             steps.close()
 
@@ -142,3 +129,25 @@ class LoopTime:
         if self._lanes and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._iterate)
+
+
+class _Computation(Generic[T]):
+    """A long computation. No closure that calls itself: it would be garbage that only a collection finds."""
+
+    __slots__ = ("_steps", "_time", "result")
+
+    def __init__(self, loop_time: LoopTime, steps: Generator[None, None, T]) -> None:
+        self._time, self._steps = loop_time, steps
+        self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def step(self) -> None:
+        if self.result.done():
+            return  # nobody waits for it any more
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self.result.set_result(end.value)
+        except Exception as error:  # noqa: BLE001 - for whoever waits for the result
+            self.result.set_exception(error)
+        else:
+            self._time.later(self.step)

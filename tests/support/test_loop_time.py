@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Generator
 from itertools import pairwise
@@ -162,3 +163,21 @@ async def test_a_computation_that_fails_lets_the_others_have_their_turns() -> No
     await asyncio.sleep(0)
     cancelled.cancel()
     assert await time.run(goes_on()) == 7
+
+
+async def test_a_long_computation_leaves_nothing_to_the_garbage_collector() -> None:
+    time = LoopTime()
+
+    def steps() -> Generator[None, None, int]:
+        yield
+        yield
+        return 3
+
+    gc.collect()
+    gc.disable()  # the daemon collects all of it every ten minutes only
+    try:
+        for _ in range(100):
+            assert await time.run(steps()) == 3
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
