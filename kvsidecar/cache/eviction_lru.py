@@ -1,7 +1,7 @@
 """The eviction policy ``lru``: the blocks of a table go in the order of their last uses, the oldest first.
 
 The policy ``rhythm`` (`kvsidecar.cache.eviction_rhythm`) orders blocks of several classes, and those of each as here.
-`kvsidecar.cache.eviction` chooses the victims.
+`kvsidecar.cache.victims` chooses the victims.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class SpaceBlocks:
         self.gaps = np.zeros(1, np.uint8)
         """Usual time between its uses, as `kvsidecar.cache.eviction_rhythm` has it; 0 without a rhythm."""
         self.marks = np.zeros(1, np.uint8)
-        """Scratch space of `kvsidecar.cache.eviction`; 0 outside of it."""
+        """Scratch space of `kvsidecar.cache.victims`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
         """Whether the block has left the index. It exists until its last reference ends."""
         self.superseded: set[int] = set()

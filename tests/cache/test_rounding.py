@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.rounding import lost_of, mix_of
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.eviction import AHEAD_SHARE
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slabs import LARGEST_SHARE, LONGEST_SHARE, MAX_WASTE
 from kvsidecar.cache.slots import SlotAllocator, size_class
 from kvsidecar.cache.space_blocks import Space
+from kvsidecar.cache.victims import AHEAD_SHARE
 from tests.cache.integrity import check_slots
 from tests.cache.support import key, namespace
 

@@ -39,7 +39,7 @@ def test_every_path_exists() -> None:
 
 
 def test_a_path_that_does_not_exist_is_seen() -> None:
-    assert missing(["cache/eviction.py", "types.py", "client/", "proto/", "a/renamed.py", "gone/"]) == [
+    assert missing(["cache/victims.py", "types.py", "client/", "proto/", "a/renamed.py", "gone/"]) == [
         "a/renamed.py",
         "gone/",
     ]

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.eviction import AHEAD_SHARE, AHEAD_SLOTS
 from kvsidecar.cache.eviction_lru import SEGMENT
+from kvsidecar.cache.victims import AHEAD_SHARE, AHEAD_SLOTS
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
