@@ -143,7 +143,8 @@ def test_a_daemon_that_dies_fails_the_loads_and_the_next_one_is_used(short_dir: 
         worker.step()
         epoch = worker.report.attached[0]
         mark = Mark()
-        worker.side._order = Marks(mark)  # the load has not begun when the daemon dies
+        # The load has not begun when the daemon dies.
+        worker.side._order = Marks(mark)  # type: ignore[assignment]
         worker.step(loads=(load(1, "a", at=[0]),))
         worker.side._order = None
         first.process.kill()
@@ -238,7 +239,7 @@ def test_a_load_comes_after_what_the_stream_was_given_before_the_step(daemon: Da
     worker.step(store(1, "a", at=[0]))
     worker.until(lambda w: w.report.stored)
     mark = Mark()
-    worker.side._order = Marks(mark)
+    worker.side._order = Marks(mark)  # type: ignore[assignment]
     worker.step(loads=(load(2, "a", at=[5]),))
     worker.side._order = None
     # A later job is over, this one is not: its copy has not begun.
@@ -257,7 +258,7 @@ def test_a_store_comes_after_what_the_stream_was_given_before_where_events_canno
 ) -> None:
     worker = Worker(daemon.socket).register()
     mark = Mark()
-    worker.side._order = Marks(mark)
+    worker.side._order = Marks(mark)  # type: ignore[assignment]
     worker.step(store(1, "a", at=[0]))
     worker.side._order = None
     worker.step(store(2, "b", at=[1]))

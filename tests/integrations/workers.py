@@ -13,7 +13,7 @@ from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
-from kvsidecar.integrations.vllm.worker import LoadResults, Order, WorkerSide
+from kvsidecar.integrations.vllm.worker import LoadResults, WorkerSide
 from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, eventually, hashes, layout
 
 
@@ -49,7 +49,7 @@ class Worker:
         self.report = RankReport()
         self.results = LoadResults()
 
-    def register(self, *, attached: bool = True, order: Order | None = None) -> Worker:
+    def register(self, *, attached: bool = True, order: LateKernels | None = None) -> Worker:
         self.side.register(RankMemory(self.buffer.kv_buffers(), tuple(self.layouts)), order)
         if attached:
             assert self.side.wait_attached(SECONDS)

@@ -19,7 +19,7 @@ RETRACTED_PER_STEP = 1024
 
 
 class Announcements:
-    """An `Announcer`: makes each event once, and takes it back once.
+    """Makes each event once, and takes it back once.
 
     Args:
         indexes: of the groups, in the pool and on the disk.
@@ -46,6 +46,7 @@ class Announcements:
         return block_hash in self._announced[index]
 
     def confirm(self, index: int, block_hash: bytes) -> bool:
+        """Doubt a block no more. Returns whether it was doubted."""
         if block_hash not in self._doubted[index]:
             return False
         del self._doubted[index][block_hash]
@@ -53,11 +54,13 @@ class Announcements:
         return True
 
     def doubt(self) -> None:
+        """What is announced may be gone."""
         for index, announced in self._announced.items():
             self._doubted[index] |= announced
             self._announced[index] = {}
 
     def doubt_no_more(self) -> None:
+        """What was not announced again since `doubt` is gone."""
         for index, doubted in self._doubted.items():
             self._to_retract[index] |= doubted
             self._doubted[index] = {}
@@ -78,6 +81,7 @@ class Announcements:
                 lost[each] = None
 
     def retract(self, index: int, hashes: Iterable[bytes]) -> None:
+        """Those that are announced."""
         announced, doubted = self._announced[index], self._doubted[index]
         gone = [each for each in hashes if each in announced or each in doubted]
         for each in gone:

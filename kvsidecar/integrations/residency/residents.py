@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.hashes import split_hashes
+from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, Group, KnownBlocks
 from kvsidecar.types import OF_TIER
 
@@ -51,28 +52,6 @@ class Watch(Protocol):
     def take_residency(self, most_bytes: int) -> list[ResidencyChange]: ...
 
 
-class Announcer(Protocol):
-    """Makes events. Remembers what is announced."""
-
-    def is_announced(self, index: int, block_hash: bytes) -> bool: ...
-
-    def confirm(self, index: int, block_hash: bytes) -> bool:
-        """Doubt a block no more. Returns whether it was doubted."""
-
-    def announce(self, index: int, block_hash: bytes, info: BlockInfo) -> None: ...
-
-    def retract(self, index: int, hashes: Iterable[bytes]) -> None:
-        """Those that are announced."""
-
-    def retract_all(self, index: int) -> None: ...
-
-    def doubt(self) -> None:
-        """What is announced may be gone."""
-
-    def doubt_no_more(self) -> None:
-        """What was not announced again since `doubt` is gone."""
-
-
 class Residents:
     """Follows the daemon, a little in every step.
 
@@ -90,13 +69,13 @@ class Residents:
         hash_bytes: int,
         watch: Watch,
         known: KnownBlocks,
-        announcer: Announcer,
+        announcements: Announcements,
         keys: Callable[[bytes], bytes],
     ) -> None:
         groups = list(groups)
         self._groups = media(groups)
         self._hash_bytes, self._keys = hash_bytes, keys
-        self._watch, self._known, self._announcer = watch, known, announcer
+        self._watch, self._known, self._announcements = watch, known, announcements
         self.live = False
         """The daemon tells everything: since a snapshot has begun."""
         self._told: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
@@ -158,11 +137,11 @@ class Residents:
         """Announce a block if all that is needed has come together; those that wait for it follow in the next steps."""
         if not self.is_held(index, block_hash):
             return
-        if not self._announcer.confirm(index, block_hash) and self._may_announce(index, block_hash):
+        if not self._announcements.confirm(index, block_hash) and self._may_announce(index, block_hash):
             info = self._known.get(group_of(index), block_hash)
             assert info is not None
-            self._announcer.announce(index, block_hash, info)
-        if self._announcer.is_announced(index, block_hash):
+            self._announcements.announce(index, block_hash, info)
+        if self._announcements.is_announced(index, block_hash):
             for medium in (index, index ^ DISK):
                 if orphans := self._orphans.pop((medium, block_hash), None):
                     self._num_orphans -= len(orphans)
@@ -178,12 +157,12 @@ class Residents:
 
     def _may_announce(self, index: int, block_hash: bytes) -> bool:
         info = self._known.get(group_of(index), block_hash)
-        if info is None or self._announcer.is_announced(index, block_hash):
+        if info is None or self._announcements.is_announced(index, block_hash):
             return False
         if info.parent is None or not self._groups[index].chained:
             return True
         media = (index, index ^ DISK)
-        if any(self._announcer.is_announced(each, info.parent) for each in media):
+        if any(self._announcements.is_announced(each, info.parent) for each in media):
             return True
         # The router knows the parent of an own block from the GPU, or does not any more: if it is to be announced as
         # well, that comes first.
@@ -242,23 +221,23 @@ class Residents:
                 for each in self._split(self._keys(change.hashes)) if self._orphans else ():
                     if (info := self._known.get(group_of(index), each)) is not None:
                         self.wait_no_more(index, each, info)
-                self._announcer.retract(index, self._split(self._keys(change.hashes)))
+                self._announcements.retract(index, self._split(self._keys(change.hashes)))
             case Residency.CLEARED:
                 self._remember_gone(index, self._told[index])
                 self._told[index] = {}
                 self._orphans = {place: waiting for place, waiting in self._orphans.items() if place[0] != index}
                 self._num_orphans = sum(map(len, self._orphans.values()))
-                self._announcer.retract_all(index)
+                self._announcements.retract_all(index)
             case Residency.RESET:
                 self._forget()
                 self.live = True
-                self._announcer.doubt()
+                self._announcements.doubt()
             case Residency.COMPLETE:
-                self._announcer.doubt_no_more()
+                self._announcements.doubt_no_more()
             case Residency.LOST:
                 self._forget()
                 for index in self._groups:
-                    self._announcer.retract_all(index)
+                    self._announcements.retract_all(index)
         return len(change.hashes) // self._hash_bytes
 
     def _forget(self) -> None:

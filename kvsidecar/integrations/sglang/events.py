@@ -15,7 +15,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,12 +37,6 @@ MIN_PAGE_TOKENS = 8
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
-
-
-class Tree(Protocol):
-    """The part of SGLang's ``UnifiedRadixCache`` that is needed."""
-
-    def take_events(self) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +70,8 @@ class Events:
         # One event for a chain, as SGLang does.
         self._made = EventBuilder[Any](wire.BlockStored, wire.BlockRemoved, most_blocks=1 << 30)
         self._failed = False
-        self._tree: Callable[[], Tree | None] = lambda: None
-        self._take: Callable[[Tree], list[Any]] = lambda _: []
+        self._tree: Callable[[], Any] = lambda: None
+        self._take: Callable[[Any], list[Any]] = lambda _: []
 
     # -- of SGLang ------------------------------------------------------------------------------------------------
 

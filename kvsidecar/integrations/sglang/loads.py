@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,12 +61,11 @@ class Loads:
     """Also SGLang's layer counter: `set_consumer` and `wait_until` are called by the forward.
 
     Args:
-        order: called at the start of a batch: what its copies wait for; None for nothing.
         timeout: seconds from the start of a batch to its deadline.
     """
 
-    def __init__(self, shared: Shared, order: Callable[[], Completion | None], timeout: float) -> None:
-        self._jobs, self._groups, self._order, self._timeout = shared.jobs, shared.groups, order, timeout
+    def __init__(self, shared: Shared, timeout: float) -> None:
+        self._jobs, self._groups, self._order, self._timeout = shared.jobs, shared.groups, shared.order, timeout
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._queued: dict[str, _Queued] = {}
         self._batches: dict[int, _Batch] = {}
@@ -102,7 +101,7 @@ class Loads:
         requests, self._queued = self._queued, {}
         number, self._next = self._next, self._next + 1
         batch = self._batches[number] = _Batch(requests, self._clock() + self._timeout)
-        after = self._order()
+        after = None if self._order is None else self._order.mark()
         for chunk in range(self._groups.num_chunks):
             batch.jobs.append([self._submit(batch, blocks, after) for blocks in self._blocks(requests, chunk)])
         return number

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvsidecar.client import Blocks, JobDone, Outcome
+from kvsidecar.client import DEVICE, Blocks, JobDone, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, Pages, split
 from kvsidecar.integrations.sglang.shared import Shared
@@ -40,22 +40,16 @@ class _Offload:
 class Offloads:
     """
     Args:
-        stores: whether this rank stores its part of a group's blocks.
-        order: called for each store: what it comes after, as `Client.store` takes it.
         notes: of a group's blocks with these keys, joined.
         num_pages: of the pool of full attention.
+        is_first_rank: of those that split a page. It alone stores what is the same on all of them.
     """
 
     def __init__(
-        self,
-        shared: Shared,
-        stores: Callable[[int], bool],
-        order: Callable[[], Any],
-        notes: Callable[[int, bytes], bytes],
-        num_pages: int,
+        self, shared: Shared, notes: Callable[[int, bytes], bytes], num_pages: int, *, is_first_rank: bool
     ) -> None:
-        self._jobs, self._groups, self._stores, self._order = shared.jobs, shared.groups, stores, order
-        self._notes = notes
+        self._jobs, self._groups, self._order = shared.jobs, shared.groups, shared.order
+        self._notes, self._is_first_rank = notes, is_first_rank
         self._most_held = max(1, int(num_pages * HELD_FRACTION))
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._pending: deque[_Offload] = deque()
@@ -69,7 +63,7 @@ class Offloads:
         parts, known = [], False
         for pool, found in pages.items():
             group = self._groups.of(pool)
-            if group is None or not self._stores(group.index) or not len(found):
+            if group is None or (group.replicated and not self._is_first_rank) or not len(found):
                 continue
             tags = tags_of(group.index, found.keys, len(found))
             if not self._known.find(tags).all():
@@ -86,9 +80,14 @@ class Offloads:
             self._counters.offloads += 1
             self._held += offload.pages
             for blocks in split(parts, MAX_JOB_BLOCKS):
-                job = self._jobs.client.store(blocks, after=self._order())
+                job = self._jobs.client.store(blocks, after=self._after())
                 offload.jobs.append(self._jobs.add(job, partial(self._ended, offload)))
         self._pending.append(offload)
+
+    def _after(self) -> Any:
+        if self._order is None:
+            return None
+        return DEVICE if self._order.ring is not None else self._order.mark()
 
     def decline(self) -> None:
         """Store nothing; `pop` will tell so."""

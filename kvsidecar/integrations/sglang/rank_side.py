@@ -9,9 +9,9 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvsidecar.client import DEVICE, BreakerState, Client, Completion, EventRing
+from kvsidecar.client import BreakerState, Client
 from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.next_use import pause_after, said_in
 from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
@@ -28,6 +28,10 @@ from kvsidecar.integrations.sglang.touches import Touches
 from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
 from kvsidecar.integrations.sglang.weights import Weights
 
+if TYPE_CHECKING:  # they need torch
+    from kvsidecar.integrations.sglang.pools import Order
+    from kvsidecar.integrations.sglang.ranks import Ranks
+
 _log = logging.getLogger("kvsidecar.sglang")
 
 CLOSE_SECONDS = 10.0
@@ -36,29 +40,6 @@ CLOSE_SECONDS = 10.0
 def no_notes(_group: int, _keys: bytes) -> bytes:
     """No other engine needs to know anything."""
     return b""
-
-
-class Order(Protocol):
-    """The interface of `kvsidecar.integrations.sglang.pools.Order`, which needs torch."""
-
-    @property
-    def ring(self) -> EventRing | None: ...
-
-    def mark(self) -> Completion:
-        """Record an event behind all that may still write the pools."""
-
-
-class Ranks(Protocol):
-    """The interface of `kvsidecar.integrations.sglang.ranks.Ranks`, which needs torch."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def agree(self, yes: bool) -> bool:
-        """Whether every rank says yes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +74,9 @@ class RankSide:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        identity, groups, order = facts.identity, facts.groups, facts.order
-        self._options, self._groups, self._ranks, self._page_size = options, groups, ranks, facts.page_size
-        self._weights, self._counters, self._order = weights, counters, order
+        namespace, order = facts.identity.namespace, facts.order
+        self._options, self._ranks, self._page_size = options, ranks, facts.page_size
+        self._weights, self._counters = weights, counters
         self._client = Client(
             options.socket,
             name=f"{facts.instance} rank {ranks.rank}",
@@ -104,37 +85,27 @@ class RankSide:
         )
         self._layouts, self._epoch = facts.memory.groups, 0
         self._jobs = Jobs(self._client, counters)
-        shared = Shared(self._jobs, groups, counters, clock)
+        shared = Shared(self._jobs, facts.groups, counters, clock, order)
         self._known = shared.known
-        self._lookups = Lookups(shared, identity.namespace, weights.keys, options.lookup_budget)
-        self.loads = Loads(shared, self._mark, options.load_timeout)
-        self._touches = Touches(shared, identity.namespace, weights.keys, facts.trailing)
+        self._lookups = Lookups(shared, namespace, weights.keys, options.lookup_budget)
+        self.loads = Loads(shared, options.load_timeout)
+        self._touches = Touches(shared, namespace, weights.keys, facts.trailing)
         self._tool_tokens = frozenset(options.tool_tokens)
-        replicated = {group.index for group in groups.all if group.replicated}
         num_pages = max(layout.num_blocks for layout in self._layouts)
-        self._offloads = Offloads(
-            shared, lambda group: ranks.rank == 0 or group not in replicated, self._after, facts.notes, num_pages
-        )
+        self._offloads = Offloads(shared, facts.notes, num_pages, is_first_rank=ranks.rank == 0)
         self._failures: set[str] = set()
         """Those that the log has already."""
         self._client.attach(
             instance=facts.instance,
-            namespace=identity.namespace,
+            namespace=namespace,
             buffers=facts.memory.buffers,
             groups=self._layouts,
             rank=ranks.rank,
             world_size=ranks.size,
             events=order.ring if order is not None else None,
-            options=identity.options,
+            options=facts.identity.options,
             retry=True,
         )
-
-    def _mark(self) -> Completion | None:
-        return None if self._order is None else self._order.mark()
-
-    def _after(self) -> Any:
-        order = self._order
-        return None if order is None else DEVICE if order.ring is not None else order.mark()
 
     def _watch_epoch(self) -> None:
         """What an earlier daemon had is gone."""

@@ -9,19 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvsidecar.client import (
-    DEVICE,
-    Blocks,
-    Client,
-    Completion,
-    EventRing,
-    GroupLayout,
-    JobDone,
-    Namespace,
-    Outcome,
-)
+from kvsidecar.client import DEVICE, Blocks, Client, GroupLayout, JobDone, Namespace, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.offload_condition import node_id
 from kvsidecar.integrations.rank_memory import RankMemory
@@ -30,24 +20,12 @@ from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
 
+if TYPE_CHECKING:
+    from kvsidecar.integrations.device_order import DeviceOrder
+
 _log = logging.getLogger("kvsidecar.vllm")
 
 CLOSE_SECONDS = 10.0
-
-
-class Mark(Completion, Protocol):
-    def query(self) -> bool:
-        """Whether the work recorded before it has completed."""
-
-
-class Order(Protocol):
-    """The interface of `kvsidecar.integrations.device_order.DeviceOrder`, which needs torch."""
-
-    @property
-    def ring(self) -> EventRing | None: ...
-
-    def mark(self) -> Mark:
-        """Record an event on the engine's current stream."""
 
 
 @dataclass(slots=True)
@@ -113,7 +91,7 @@ class WorkerSide:
         self._client: Client | None = None
         self._layouts: tuple[GroupLayout, ...] = ()
         self._held: frozenset[int] = frozenset()
-        self._order: Order | None = None
+        self._order: DeviceOrder | None = None
         self._reported_epoch = 0
         # Jobs of this step that were not submitted yet. Callers check these fields before a call: the step leaves the
         # CPU's caches cold, and a call that does nothing takes about a microsecond.
@@ -123,7 +101,8 @@ class WorkerSide:
         """As reported to the client."""
         self._idle_unsent = False
         """Whether a change of ``_idle`` waits for the next job or poll."""
-        self._loads_after: Mark | None = None
+        self._loads_after: Any = None
+        """An event of the engine's stream, which this step's loads wait for; None for nothing."""
         # By job number of the client.
         self._stores: dict[int, StoreJob] = {}
         self._loads: dict[int, LoadJob] = {}
@@ -146,14 +125,13 @@ class WorkerSide:
 
     # -- registration ----------------------------------------------------------------------------------------------
 
-    def register(self, memory: RankMemory, order: Order | None = None) -> None:
+    def register(self, memory: RankMemory, order: DeviceOrder | None = None) -> None:
         """Share this rank's memory as soon as a daemon answers. Returns at once.
 
         Args:
             order: for a GPU; by default that of the last registration.
         """
-        self._order = order or self._order
-        order = self._order
+        self._order = order = order or self._order
         self._layouts = memory.groups
         self._held = frozenset(layout.group for layout in memory.groups)
         self._client, self._idle = self._new_client(), False
