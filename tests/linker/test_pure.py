@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvsidecar.client import Blocks
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
 from kvsidecar.integrations.sglang.loads import split
+from kvsidecar.integrations.sglang.lookups import restorable
 from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.restorable import restorable
 from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
 from tests.linker.transfers import PoolName, Transfer, keys
 

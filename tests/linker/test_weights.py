@@ -30,7 +30,7 @@ def update(mine: Weights, serving: Serving, name: str | None = None, *, flush: b
     serving.version = name or serving.version
     if flush:
         mine.reset()
-    mine.changed(empty=flush)
+    mine.changed(lambda: flush)
 
 
 def test_weights_as_started_are_shared_with_all_who_started_so() -> None:
@@ -105,14 +105,14 @@ def test_an_engine_that_was_flushed_before_a_change_needs_no_flush_after_it() ->
     mine, serving = weights()
     mine.reset()
     mine.changing("begin_weight_update")
-    mine.changed(empty=True)
+    mine.changed(lambda: True)
     for _ in range(3):
         mine.changing(TENSOR)
         serving.version = "step 1"
-        mine.changed(empty=True)
+        mine.changed(lambda: True)
         assert mine.mixed, "further parts follow"
     mine.changing("end_weight_update")
-    mine.changed(empty=True)
+    mine.changed(lambda: True)
     other, served = weights("other")
     update(other, served, "step 1")
     assert (mine.mixed, mine.keys(HASHES), mine.unnamed) == (False, other.keys(HASHES), 0)
@@ -123,13 +123,13 @@ def test_a_session_ends_the_mixture_if_nothing_was_computed_meanwhile(empty: boo
     """A flush in a session is before its end, and SGLang may convert the weights there."""
     mine, _ = weights()
     mine.changing("begin_weight_update")
-    mine.changed(empty=True)
+    mine.changed(lambda: True)
     mine.changing(TENSOR)
     mine.reset()
-    mine.changed(empty=True)
+    mine.changed(lambda: True)
     assert mine.mixed
     mine.changing("end_weight_update")
-    mine.changed(empty)
+    mine.changed(lambda: empty)
     assert mine.mixed is not empty
     mine.reset()
     assert not mine.mixed
@@ -138,7 +138,7 @@ def test_a_session_ends_the_mixture_if_nothing_was_computed_meanwhile(empty: boo
 def test_a_session_that_ends_without_a_begin_changes_nothing() -> None:
     mine, _ = weights()
     mine.changing("end_weight_update")
-    mine.changed(empty=False)
+    mine.changed(lambda: False)
     assert (mine.mixed, mine.keys(HASHES)) == (False, HASHES)
 
 

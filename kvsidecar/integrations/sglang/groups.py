@@ -7,7 +7,7 @@ first ones while the others are still being copied: of each pool, such a job cop
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 KV, SWA, MAMBA = "kv", "swa", "mamba"
 """The values of SGLang's ``PoolName`` that its linker contract moves."""
@@ -43,16 +43,15 @@ class Groups:
     all: tuple[Group, ...]
     num_layers: int
     num_chunks: int
-    _by_pool: Mapping[str, Group] = field(default_factory=dict)
 
     def of(self, pool: str) -> Group | None:
-        return self._by_pool.get(pool)
+        return next((group for group in self.all if group.pool == pool), None)
 
     def chunk_of(self, layer: int) -> int:
-        return chunk_of(layer, self.num_layers, self.num_chunks)
+        return _chunk_of(layer, self.num_layers, self.num_chunks)
 
 
-def chunk_of(layer: int, num_layers: int, num_chunks: int) -> int:
+def _chunk_of(layer: int, num_layers: int, num_chunks: int) -> int:
     return min(layer, num_layers - 1) * num_chunks // num_layers
 
 
@@ -67,8 +66,8 @@ def groups_of(pools: Sequence[tuple[str, Iterable[int], bool]], num_layers: int,
     for pool, layers, replicated in pools:
         slices: dict[int, tuple[int, ...]] = {}
         for layer in sorted(set(layers)):
-            chunk = chunk_of(layer, num_layers, num_chunks)
+            chunk = _chunk_of(layer, num_layers, num_chunks)
             slices[chunk] = (*slices.get(chunk, ()), layer)
         if slices:
             found.append(Group(len(found), pool, slices, replicated))
-    return Groups(tuple(found), num_layers, num_chunks, {each.pool: each for each in found})
+    return Groups(tuple(found), num_layers, num_chunks)

@@ -10,7 +10,6 @@ import atexit
 import logging
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import sglang
@@ -24,7 +23,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel, get_serving
 
-from kvsidecar.client import Client, Namespace
+from kvsidecar.client import Client
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.sglang import adapters, endings, pools, ranks, sleeping
@@ -37,6 +36,7 @@ from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide, no_notes
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 from kvsidecar.integrations.sglang.weights import Weights, holds_no_kv, watch
+from kvsidecar.integrations.wrapping import together
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -71,13 +71,12 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._side: RankSide | None = None
         self._metrics: Metrics | None = None
         self._events: Announcing | None = None
-        self._end_endings: Callable[[], None] = lambda: None
         began = time.monotonic()
         mine = ranks.ranks_of(params)
         token = mine.token()
-        start, problem = None, None
+        prepared, problem = None, None
         try:
-            start = self._prepared(server_args, params, components, options, mine, token)
+            prepared = self._prepared(server_args, params, components, options, mine, token)
         except (KVSidecarError, ValueError) as error:
             problem = str(error)
         # Either all ranks offload or none: SGLang's ranks count each other's calls.
@@ -86,25 +85,31 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         several_nodes = len({host for _, host in found}) > 1
         if several_nodes:
             problems.append("the tensor-parallel ranks are on several nodes, each of which has a daemon of its own")
-        if problems or start is None:
+        if problems or prepared is None:
             _log.error("kvsidecar: no offload: %s", problems[0])
             if params.enable_metrics:
                 why_not = WhyNot.SEVERAL_NODES if several_nodes else WhyNot.UNSUPPORTED
                 gauges = {ATTACHED: 0, **reason_gauges(why_not)}
                 Metrics(self.counters, options.instance, lambda: gauges).publish()
             return
-        self._side, found_pools, self._events = start()
-        side, allocator = self._side, params.token_to_kv_pool_allocator
-        self._end_watch = watch(
-            SchedulerWeightUpdaterManager,
-            side.weights_changing,
-            lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
-        )
-        self._end_sleep = sleeping.watch(SchedulerWeightUpdaterManager, self._released)
+        facts, found_pools = prepared
+        self._events = _announcing(options, facts, params, self._weights)
+        notes = no_notes if self._events is None else self._events.notes
+        side = self._side = RankSide(options, facts, mine, self._weights, self.counters, notes)
+        allocator = params.token_to_kv_pool_allocator
+        ends = [
+            watch(
+                SchedulerWeightUpdaterManager,
+                side.weights_changing,
+                lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
+            ),
+            sleeping.watch(SchedulerWeightUpdaterManager, self._released),
+            adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token)),
+        ]
         if mine.rank == 0:  # the pages are the same on all ranks
-            self._end_endings = endings.watch(UnifiedRadixCache, self.is_mine, self._request_ended, side.session_ended)
-        self._end_adapters = adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token))
-        self.layer_done_counter = self._side.loads
+            ends.append(endings.watch(UnifiedRadixCache, self.is_mine, self._request_ended, side.session_ended))
+        self._end_watches = together(ends)
+        self.layer_done_counter = side.loads
         self.pools = {PoolName(pool.name): pool for pool in found_pools}
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -117,8 +122,8 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _prepared(
         self, server_args: Any, params: Any, components: set[Any], options: Options, mine: ranks.Ranks, token: str
-    ) -> Any:
-        """Everything that may fail. Returns a function that starts to offload.
+    ) -> tuple[RankFacts, list[pools.Pool]]:
+        """Everything that may fail.
 
         Raises:
             KVSidecarError, ValueError: this cache cannot be offloaded.
@@ -148,32 +153,9 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         order = pools.Order(device, self.forward_stream) if device.type == "cuda" else None
         self._weights = Weights(HASH_BYTES, lambda: get_serving().weight_version, token)
         instance = f"{options.instance} {token[:8]}"
-        full = groups.of(KV)
-
-        def start() -> tuple[RankSide, list[pools.Pool], Announcing | None]:
-            events = None
-            wanted = params.enable_kv_cache_events and (options.residency or options.publisher) and full is not None
-            if options.publisher and not params.enable_kv_cache_events:
-                _log.warning(
-                    "kvsidecar: this engine's pages will not be announced to routers: the option publisher needs "
-                    "SGLang's --kv-events-config, from which the tokens come"
-                )
-            if wanted and params.page_size < MIN_PAGE_TOKENS:
-                _log.warning(
-                    "kvsidecar: KV events do not include the daemon's pages: with %d tokens each they would take the "
-                    "scheduler too long; use --page-size %d or more",
-                    params.page_size,
-                    MIN_PAGE_TOKENS,
-                )
-            elif wanted and full is not None:
-                events = Announcing(options, identity.namespace, instance, full.index, params.page_size, self._weights)
-            notes = no_notes if events is None else events.notes
-            window = -(-(getattr(params, "swa_retain_window", 0) or 0) // params.page_size)
-            trailing = {SWA: window, MAMBA: 1}
-            facts = RankFacts(identity, instance, groups, memory, params.page_size, order, notes, trailing)
-            return RankSide(options, facts, mine, self._weights, self.counters), found, events
-
-        return start
+        window = -(-(params.swa_retain_window or 0) // params.page_size)
+        trailing = {SWA: window, MAMBA: 1}
+        return RankFacts(identity, instance, groups, memory, params.page_size, order, trailing), found
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         return [] if self._side is None else self._side.lookup(rid, transfers)
@@ -233,10 +215,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         side, self._side = self._side, None
         if side is not None:
             atexit.unregister(self.close)
-            self._end_watch()
-            self._end_sleep()
-            self._end_endings()
-            self._end_adapters()
+            self._end_watches()
             if self._events is not None:
                 self._events.close()
             side.close()
@@ -246,12 +225,10 @@ class Announcing:
     """KV events of what the daemon holds, told to a client of its own: nothing that it waits for delays a lookup. With
     the option ``publisher`` there are only notes: the client is told nothing."""
 
-    def __init__(
-        self, options: Options, namespace: Namespace, instance: str, group: int, page_size: int, weights: Weights
-    ) -> None:
-        self._namespace, self._watches = namespace, not options.publisher
-        self._client = Client(options.socket, name=f"{instance} events", local_protocol=options.local_protocol)
-        self._events = Events(kv_events, group, page_size, self._client, lambda hashes: weights.keys(hashes))
+    def __init__(self, options: Options, facts: RankFacts, group: int, weights: Weights) -> None:
+        self._namespace, self._watches = facts.identity.namespace, not options.publisher
+        self._client = Client(options.socket, name=f"{facts.instance} events", local_protocol=options.local_protocol)
+        self._events = Events(kv_events, group, facts.page_size, self._client, weights.keys)
         self.notes = self._events.notes
 
     def start(self, linker: KVSidecarLinker) -> None:
@@ -262,3 +239,24 @@ class Announcing:
     def close(self) -> None:
         self._end_wrap()
         self._client.close()
+
+
+def _announcing(options: Options, facts: RankFacts, params: Any, weights: Weights) -> Announcing | None:
+    """None if nobody is told of the daemon's pages; the log says so where somebody might expect it."""
+    if options.publisher and not params.enable_kv_cache_events:
+        _log.warning(
+            "kvsidecar: this engine's pages will not be announced to routers: the option publisher needs "
+            "SGLang's --kv-events-config, from which the tokens come"
+        )
+    full = facts.groups.of(KV)
+    if full is None or not (params.enable_kv_cache_events and (options.residency or options.publisher)):
+        return None
+    if facts.page_size < MIN_PAGE_TOKENS:
+        _log.warning(
+            "kvsidecar: KV events do not include the daemon's pages: with %d tokens each they would take the "
+            "scheduler too long; use --page-size %d or more",
+            facts.page_size,
+            MIN_PAGE_TOKENS,
+        )
+        return None
+    return Announcing(options, facts, full.index, weights)

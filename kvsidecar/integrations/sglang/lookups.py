@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy.typing as npt
 from kvsidecar.client import LeaseRenewal, LookupMode, Namespace
 from kvsidecar.client.types import LookupResult
 from kvsidecar.integrations.sglang.groups import KV, Group
-from kvsidecar.integrations.sglang.restorable import restorable
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of, name_of
 from kvsidecar.integrations.stored_filter import tags_of
@@ -138,16 +137,11 @@ class Lookups:
         """The lease of a request's hit, extended until its load has ended. None: it has ended, or the daemon that has
         granted it; the load must not be queued."""
         offer = self._offers.pop(rid, None)
-        alive = (
-            offer is not None
-            and offer.lease is not None
-            and self._clock() < offer.expires - MARGIN_SECONDS
-            and self._client.attached
-            and offer.epoch == self._client.attached_epoch
-        )
-        if offer is None or offer.lease is None or not alive:
-            if offer is not None:
-                self._release(offer)
+        if offer is None or offer.lease is None:
+            return None
+        is_granted = self._client.attached and offer.epoch == self._client.attached_epoch
+        if not is_granted or self._clock() >= offer.expires - MARGIN_SECONDS:
+            self._release(offer)
             return None
         renewal = self._client.renew_nowait(offer.lease, lease_seconds)
         return renewal if renewal.sent else None
@@ -172,3 +166,25 @@ class Lookups:
         lease, offer.lease = offer.lease, None
         if lease is not None:
             self._client.release_nowait(lease)
+
+
+def restorable(
+    num_pages: int, prefix: int, windows: Mapping[int, Sequence[Sequence[bool] | npt.NDArray[np.bool_]]]
+) -> list[int]:
+    """Every prefix length, in pages, at which each pool has what a request needs to go on; ascending.
+
+    Args:
+        num_pages: that were looked up.
+        prefix: pages from the first that the pool of full attention has.
+        windows: by the number of pages at the end of a prefix that a pool needs (1 for a state): which pages it has,
+            for each of its groups. A shorter prefix needs all of its pages.
+    """
+    lengths = np.arange(1, min(prefix, num_pages) + 1)
+    good = np.ones(len(lengths), bool)
+    for window, groups in windows.items():
+        for found in groups:
+            has = np.asarray(found[: len(lengths)], bool)
+            # Length of the run of pages that ends at each page.
+            last_miss = np.maximum.accumulate(np.where(has, 0, lengths))
+            good &= lengths - last_miss >= np.minimum(lengths, window)
+    return [int(each) for each in lengths[good]]

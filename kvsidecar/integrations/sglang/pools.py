@@ -65,11 +65,7 @@ def pools_of(kvcache: Any, params: Any, page_size: int, components: set[Any]) ->
     else:
         return _ready_made(kvcache, params, page_size, components)
     pools[0] = _with_drafts(pools[0], params, page_size)
-    return pools, _num_layers(pools)
-
-
-def _num_layers(pools: Sequence[Pool]) -> int:
-    return 1 + max(layer for pool in pools for layer in pool.layers)
+    return pools, 1 + max(layer for pool in pools for layer in pool.layers)
 
 
 def _own_layers(pool: Any) -> dict[int, int]:
@@ -94,19 +90,16 @@ def _attention(pool: Any, page_size: int, mapping: Mapping[int, int]) -> dict[in
         scales = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "native_v_scale_buffer")
         if any(getattr(pool, name, None) is not None for name in scales):
             raise NotExportable("a KV cache with separate scales is not supported: choose another --kv-cache-dtype")
-        rows_are_pages = layout == "hnd"
+        rows = 1 if layout == "hnd" else page_size
         buffers: list[tuple[torch.Tensor, ...]] = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
     elif kind == "MLATokenToKVPool":
         if getattr(pool, "kv_scale_buffer", None) is not None or getattr(pool, "layer_shard_enabled", False):
             raise NotExportable("an MLA cache with scales beside it, or split by layers over ranks, is not supported")
-        rows_are_pages = False
+        rows = page_size
         buffers = [(each,) for each in pool.kv_buffer]
     else:
         raise NotExportable(f"a KV cache of the kind {kind} is not supported")
-    return {
-        layer: tuple(by_page(each, 1 if rows_are_pages else page_size) for each in buffers[index])
-        for layer, index in mapping.items()
-    }
+    return {layer: tuple(by_page(each, rows) for each in buffers[index]) for layer, index in mapping.items()}
 
 
 def by_page(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -157,9 +150,8 @@ def _ready_made(kvcache: Any, params: Any, page_size: int, components: set[Any])
         mine = layers.setdefault(entry.indices_from_pool.value, {})
         for layer, tensors in _entry_layers(entry).items():
             mine[layer] = (*mine.get(layer, ()), *tensors)
-    return [
-        Pool(name, each, group.rank_replicated and name != MAMBA) for name, each in layers.items()
-    ], group.num_layers
+    pools = [Pool(name, each, group.rank_replicated and name != MAMBA) for name, each in layers.items()]
+    return pools, group.num_layers
 
 
 def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
@@ -167,7 +159,7 @@ def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
     last layer."""
     last = max(full.layers)
     layers = dict(full.layers)
-    for draft in (*getattr(params, "sidecar_draft_device_pools", ()), *getattr(params, "mtp_draft_device_pools", ())):
+    for draft in (*params.sidecar_draft_device_pools, *params.mtp_draft_device_pools):
         if full.replicated and not _is_mla(draft):
             raise NotExportable(
                 "a draft model's KV is split over ranks and the target model's is not, which is not supported"

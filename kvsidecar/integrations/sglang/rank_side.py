@@ -55,14 +55,17 @@ class RankFacts:
     """Tokens in a page."""
     order: Order | None = None
     """None if kernels are synchronous."""
-    notes: Callable[[int, bytes], bytes] = no_notes
-    """What other engines need to know about a group's blocks with these keys, joined."""
     trailing: Mapping[str, int] = field(default_factory=dict)
     """By pool: how many pages at the end of a request a hit needs. Of other pools it needs all."""
 
 
 class RankSide:
-    """One per rank. ``clock`` tells monotonic seconds."""
+    """One per rank.
+
+    Args:
+        notes: what other engines need to know about a group's blocks with these keys, joined.
+        clock: tells monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class RankSide:
         ranks: Ranks,
         weights: Weights,
         counters: Counters,
+        notes: Callable[[int, bytes], bytes] = no_notes,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,7 +96,7 @@ class RankSide:
         self._touches = Touches(shared, namespace, weights.keys, facts.trailing)
         self._tool_tokens = frozenset(options.tool_tokens)
         num_pages = max(layout.num_blocks for layout in self._layouts)
-        self._offloads = Offloads(shared, facts.notes, num_pages, is_first_rank=ranks.rank == 0)
+        self._offloads = Offloads(shared, notes, num_pages, is_first_rank=ranks.rank == 0)
         self._failures: set[str] = set()
         """Those that the log has already."""
         self._client.attach(
@@ -203,8 +207,7 @@ class RankSide:
 
     def weights_changed(self, holds_no_kv: Callable[[], bool]) -> None:
         """The method has ended, on all ranks."""
-        if self._weights.may_end:
-            self._weights.changed(self._ranks.agree(holds_no_kv()))
+        self._weights.changed(lambda: self._ranks.agree(holds_no_kv()))
         self._counters.unnamed_weights = self._weights.unnamed
 
     def reset(self) -> None:

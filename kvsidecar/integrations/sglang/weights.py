@@ -45,6 +45,7 @@ class Weights:
         self._seen = current()
         name = None if self._seen == UNNAMED else self._seen
         self._version = WeightsVersion(hash_bytes, name, token=lambda: f"{token} {next(numbers)}")
+        self.keys = self._version.keys
         self._in_session = False
         self._warned = False
         self.mixed = False
@@ -52,15 +53,6 @@ class Weights:
         no other added to it."""
         self.unnamed = 0
         """Changes of the weights without a new name until now."""
-
-    @property
-    def keys(self) -> Callable[[bytes], bytes]:
-        return self._version.keys
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the mixture ends if SGLang holds no KV."""
-        return self.mixed and not self._in_session
 
     def changing(self, method: str) -> None:
         """The weights are about to change, by this method of SGLang's."""
@@ -71,15 +63,15 @@ class Weights:
             self.mixed = True
             self._version.advance()  # until the end nothing has these keys
 
-    def changed(self, empty: bool) -> None:
+    def changed(self, empty: Callable[[], bool]) -> None:
         """A method that changes weights has ended.
 
         Args:
-            empty: whether SGLang holds no KV.
+            empty: tells whether SGLang holds no KV. Called only if the mixture would end then, on all ranks.
         """
-        if not self.may_end:
+        if not self.mixed or self._in_session:
             return
-        if empty:
+        if empty():
             self._begin_version()
         elif not self._warned:
             self._warned = True
