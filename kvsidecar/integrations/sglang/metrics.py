@@ -27,20 +27,18 @@ class Metrics:
 
         self._counters, self._gauges, self._instance = counters, gauges, instance
         self._families: dict[str, Any] = {}
+        known: Any = prometheus_client.REGISTRY._names_to_collectors
         for name, text in GAUGES.items():
             labels = ["instance", "reason"] if name == NOT_OFFLOADING else ["instance"]
             # Of several ranks the one that is worst off: one that is not attached keeps all from hits.
             mode: Any = "livemin" if name == ATTACHED else "livemax"
-            known_gauge: Any = prometheus_client.REGISTRY._names_to_collectors.get(PREFIX + name)
-            self._families[name] = known_gauge or prometheus_client.Gauge(
+            self._families[name] = known.get(PREFIX + name) or prometheus_client.Gauge(
                 PREFIX + name, text, labels, multiprocess_mode=mode
             )
-        self._published = dict.fromkeys(HELP, 0)
-        self._series: dict[str, Any] = {}
+        self._counts: dict[str, Any] = {}
         for name, text in HELP.items():
-            known: Any = prometheus_client.REGISTRY._names_to_collectors.get(PREFIX + name)
-            series = known or prometheus_client.Counter(PREFIX + name, text, ["instance"])
-            self._series[name] = series.labels(instance)
+            family = known.get(PREFIX + name) or prometheus_client.Counter(PREFIX + name, text, ["instance"])
+            self._counts[name] = family.labels(instance)
         self._next = 0.0
 
     def publish(self) -> None:
@@ -48,11 +46,8 @@ class Metrics:
         if now < self._next:
             return
         self._next = now + PUBLISH_SECONDS
-        for name, before in self._published.items():
-            value = getattr(self._counters, name)
-            if value != before:
-                self._series[name].inc(value - before)
-                self._published[name] = value
+        for name, more in self._counters.take().items():
+            self._counts[name].inc(more)
         for name, value in self._gauges().items():
             family, _, reason = name.partition("|")
             self._families[family].labels(self._instance, *([reason] if reason else [])).set(value)
