@@ -159,7 +159,7 @@ def test_what_a_rank_loads_is_recorded_for_its_engine(monkeypatch: pytest.Monkey
     manager._load_adapter(LoRARequest("tuned", 1, str(tmp_path)))
     (unknown,) = loads.take()
     assert unknown.digest.startswith("own ")
-    assert not others.unreported
+    assert not others.take()
     manager.list_adapters = set
     assert loads.keeps(1), "its files are the same"
     (tmp_path / "new").touch()

@@ -153,7 +153,7 @@ def test_a_rank_reports_each_change_once_and_each_load_in_place() -> None:
     assert loads.changes == 0
     loads.add(1, "b")
     assert loads.take() == (AdapterLoad(1, 2, "b"),)
-    assert not loads.unreported
+    assert not loads.take()
     assert loads.changes == 1
 
 

@@ -339,5 +339,5 @@ def test_a_store_that_is_not_admitted_is_reported_so_and_is_no_allocation_failur
     worker.step(store(2, "a", at=[0]))
     client.ended = [JobDone(2, Outcome.DECLINED, Refusal.POOL_FULL.value)]
     worker.step()
-    assert worker.side._not_admitted == set()
+    assert worker.report.not_admitted == {1}
     assert not caplog.records

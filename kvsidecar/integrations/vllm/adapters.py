@@ -97,11 +97,8 @@ class AdapterLoads:
             return True
         return last.files is not None and files_of(last.path) == last.files
 
-    @property
-    def unreported(self) -> bool:
-        return bool(self._unreported)
-
     def take(self) -> tuple[AdapterLoad, ...]:
+        """Those that were not reported yet."""
         loads, self._unreported = tuple(self._unreported), []
         return loads
 

@@ -140,6 +140,10 @@ class RankReport:
         )
 
 
+NO_NEWS = RankReport()
+"""The report of most steps; it is not sent."""
+
+
 def traceparent_of(request: Any) -> str | None:
     """The W3C traceparent that came with a request, if tracing is on."""
     headers = request.trace_headers

@@ -17,7 +17,7 @@ from kvsidecar.integrations.offload_condition import node_id
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
+from kvsidecar.integrations.vllm.metadata import NO_NEWS, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
 
 if TYPE_CHECKING:
@@ -108,14 +108,8 @@ class WorkerSide:
         self._loads: dict[int, LoadJob] = {}
         self._closed: list[tuple[Client, list[LoadJob]]] = []
         """Clients that were closed before the daemon had unmapped the memory, and their loads."""
-        # To be reported.
-        self._stored: dict[int, int] = {}
-        self._not_stored: set[int] = set()
-        self._not_admitted: set[int] = set()
-        self._loaded: dict[int, int] = {}
-        self._not_loaded: set[int] = set()
-        self._refused = 0
-        self._woken: bool | None = None
+        self._news = NO_NEWS
+        """To be reported."""
         self._unfit_jobs = UnfitJobs(_log)
         self._results = LoadResults()
         self._store_transfers = Transfers()
@@ -178,7 +172,7 @@ class WorkerSide:
         Args:
             same_weights: they are known to be those of the start.
         """
-        self._woken = same_weights
+        self._tell(woken={self._place.rank: same_weights})
 
     @property
     def registered(self) -> bool:
@@ -217,12 +211,13 @@ class WorkerSide:
             after = None
         client = self._client
         for load in loads:
-            blocks = [_blocks(each) for each in load.blocks if each.group in self._held]
+            mine = [each for each in load.blocks if each.group in self._held]
             if client is None or not self._computes_like(load):
                 self._load_ended(load, done=False)
-            elif not blocks:
+            elif not mine:
                 self._load_ended(load, done=True)  # only other ranks hold layers of these groups
             else:
+                blocks = [Blocks(each.group, each.hashes, each.block_ids) for each in mine]
                 job = client.load(blocks, after=after, traceparent=load.traceparent)
                 self._loads[job] = load
 
@@ -284,12 +279,9 @@ class WorkerSide:
         if not (self._stores or self._loads or self._idle_unsent or self._closed):
             return
         self._idle_unsent = False
-        client = self._client
         if self._closed:
             self._settle_closed()
-        if client is None:
-            return
-        for done in client.poll():
+        for done in self._client.poll() if self._client is not None else ():
             self._ended(done)
 
     # -- reports ---------------------------------------------------------------------------------------------------
@@ -304,31 +296,15 @@ class WorkerSide:
         """What has changed since the last report; None if nothing has."""
         client = self._client
         epoch = 0 if client is None else client.attached_epoch
-        adapters = self._adapters is not None and self._adapters.unreported
-        woken = {} if self._woken is None else {self._place.rank: self._woken}
-        if epoch == self._reported_epoch and not (self._stored or self._loaded or adapters or woken):
-            return None
-        attached, pool_blocks = {}, 0
         if epoch != self._reported_epoch:
-            attached = {self._place.rank: epoch}
+            self._reported_epoch = epoch
             pool_bytes = 0 if client is None else client.readiness.pool_bytes
             pool_blocks = max((layout.most_blocks(pool_bytes) for layout in self._layouts), default=0)
-        report = RankReport(
-            attached,
-            self._stored,
-            frozenset(self._not_stored),
-            self._loaded,
-            frozenset(self._not_loaded),
-            pool_blocks=pool_blocks,
-            refused=self._refused,
-            adapters={self._place.rank: self._adapters.take()} if adapters and self._adapters is not None else {},
-            not_admitted=frozenset(self._not_admitted),
-            woken=woken,
-        )
-        self._reported_epoch = epoch
-        self._stored, self._not_stored, self._loaded, self._not_loaded = {}, set(), {}, set()
-        self._refused, self._not_admitted, self._woken = 0, set(), None
-        return report
+            self._tell(attached={self._place.rank: epoch}, pool_blocks=pool_blocks)
+        if self._adapters is not None and (loads := self._adapters.take()):
+            self._tell(adapters={self._place.rank: loads})
+        news, self._news = self._news, NO_NEWS
+        return None if news is NO_NEWS else news
 
     def take_first_report(self) -> RankReport:
         """The report at the engine's start, which says on which node this rank runs."""
@@ -345,6 +321,10 @@ class WorkerSide:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    def _tell(self, **news: Any) -> None:
+        """Add to the next report: fields of `RankReport`."""
+        self._news = self._news.merged(RankReport(**news))
+
     def _settle_closed(self) -> None:
         """Report the loads of closed clients once nothing can write to their blocks any more."""
         closed, self._closed = self._closed, []
@@ -356,11 +336,12 @@ class WorkerSide:
                 self._load_ended(load, done=False)
 
     def _ended(self, done: JobDone) -> None:
-        self._refused += self._unfit_jobs.note(done)
+        if self._unfit_jobs.note(done):
+            self._tell(refused=1)
         if (store := self._stores.pop(done.job, None)) is not None:
             self._transferred |= self._store_transfers.add(done)
             if done.reason == Refusal.NOT_ADMITTED:
-                self._not_admitted.add(store.number)
+                self._tell(not_admitted=frozenset([store.number]))
             self._store_ended(store, done=done.outcome is Outcome.DONE)
             return
         load = self._loads.pop(done.job, None)
@@ -374,19 +355,12 @@ class WorkerSide:
         self._load_ended(load, done=done.outcome is Outcome.DONE)
 
     def _store_ended(self, store: StoreJob, *, done: bool) -> None:
-        self._stored[store.number] = 1
-        if not done:
-            self._not_stored.add(store.number)
+        self._tell(stored={store.number: 1}, not_stored=frozenset() if done else frozenset([store.number]))
 
     def _load_ended(self, load: LoadJob, *, done: bool) -> None:
-        self._loaded[load.number] = 1
+        self._tell(loaded={load.number: 1}, not_loaded=frozenset() if done else frozenset([load.number]))
         self._results.finished.add(load.request_id)
         if not done:
-            self._not_loaded.add(load.number)
             self._results.failed.add(load.request_id)
             for each in load.blocks:
                 self._results.failed_block_ids.update(each.ids())
-
-
-def _blocks(of: GroupBlocks) -> Blocks:
-    return Blocks(of.group, of.hashes, of.block_ids)
