@@ -11,6 +11,7 @@ import pytest
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.hints import MAX_ACTIONS, priority_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
+from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import Priority
 from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyPool, side
@@ -34,7 +35,7 @@ def hints(*kinds: str) -> Any:
 def asked(*kinds: str, number: int = 0, **options: bool) -> tuple[Priority, Counters]:
     counters = Counters()
     request = SimpleNamespace(kv_hints=hints(*kinds) if kinds else None, priority=number)
-    return priority_of(request, counters, **{"hints": True, "request_priority": False, **options}), counters
+    return priority_of(request, counters, Options(**options)), counters
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_hints_are_counted_and_those_of_other_kinds_ignored() -> None:
 
 
 def test_hints_can_be_switched_off() -> None:
-    assert asked("kv.retain", hints=False)[0] is NORMAL
+    assert asked("kv.retain", kv_hints=False)[0] is NORMAL
 
 
 @pytest.mark.parametrize(("number", "expected"), [(-1, HIGH), (0, NORMAL), (3, LOW)])
@@ -74,7 +75,7 @@ def test_the_schedulers_priority_counts_only_when_that_is_wanted(number: int, ex
 
 
 def test_a_request_of_a_version_without_hints_is_normal() -> None:
-    assert priority_of(Request("r", [1]), Counters(), hints=True, request_priority=True) is NORMAL
+    assert priority_of(Request("r", [1]), Counters(), Options(request_priority=True)) is NORMAL
 
 
 # -- in the scheduler ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.metadata import RankReport
+from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, SHORTEST, Terms, terms_of
 from kvsidecar.types import MAX_IDLE_SECONDS
 from tests.integrations.engine import Clock, Request, Step, TinyPool
@@ -26,7 +27,7 @@ class Timed(Request):
 def terms(params: Any) -> tuple[Terms, Counters]:
     counters = Counters()
     request = SimpleNamespace(kv_transfer_params=params, kv_hints=None)
-    return terms_of(request, counters, hints=True, request_priority=False), counters
+    return terms_of(request, counters, Options()), counters
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.types import Priority
 
 MAX_ACTIONS = 64
 """Actions of one request that are read."""
 
 
-def priority_of(request: Any, counters: Counters, *, hints: bool, request_priority: bool) -> Priority:
+def priority_of(request: Any, counters: Counters, options: Options) -> Priority:
     """The priority of a request's blocks in the pool.
 
-    Args:
-        hints: read its KV hints: to retain or to pin means `Priority.HIGH`, to demote `Priority.LOW`; the former wins.
-        request_priority: a request without such a hint has one by its priority in vLLM's scheduler, where a lower
-            number comes first and 0 is the default.
+    By its KV hints: to retain or to pin means `Priority.HIGH`, to demote `Priority.LOW`; the former wins. Without one,
+    by its priority in vLLM's scheduler, where a lower number comes first and 0 is the default.
     """
-    hinted = _hinted(request, counters) if hints else None
+    hinted = _hinted(request, counters) if options.kv_hints else None
     if hinted is not None:
         return hinted
-    number = getattr(request, "priority", 0) if request_priority else 0
+    number = getattr(request, "priority", 0) if options.request_priority else 0
     return Priority.HIGH if number < 0 else Priority.LOW if number > 0 else Priority.NORMAL
 
 

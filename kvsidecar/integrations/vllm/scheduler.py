@@ -337,10 +337,10 @@ class SchedulerSide:
             return True
         if not self._enabled:
             return False
-        now = self._clock()
-        if seconds := self._stores.backlog_waits(now):
+        seconds = self._stores.backlog_waits(self._clock())
+        if seconds:
             self._alarm.set(seconds)
-        return self._stores.has_backlog(now)
+        return seconds == 0
 
     def has_pending_block_frees(self) -> bool:
         """Whether GPU blocks that only stores hold become free soon.
@@ -353,8 +353,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """A request has arrived: see on which terms to keep its blocks, and send its lookup before its step."""
-        options = self._options
-        terms = terms_of(request, self.counters, hints=options.kv_hints, request_priority=options.request_priority)
+        terms = terms_of(request, self.counters, self._options)
         if terms != DEFAULT_TERMS:
             self._stores.terms[request.request_id] = terms
         if request.lora_request is not None and self._adapters is not None:

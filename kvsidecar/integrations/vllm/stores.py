@@ -138,13 +138,9 @@ class Stores:
         blocks = () if self._pool is None else self._pool.blocks
         return not any((block.ref_cnt or block.block_hash is not None) and not block.is_null for block in blocks)
 
-    def has_backlog(self, now: float) -> bool:
-        """Whether an idle engine should step to store the backlog."""
-        return self._backlog.count > 0 and now >= self._retry
-
-    def backlog_waits(self, now: float) -> float:
-        """Seconds until the backlog may be tried again; 0 if there is none, or if it need not wait."""
-        return max(0.0, self._retry - now) if self._backlog.count else 0.0
+    def backlog_waits(self, now: float) -> float | None:
+        """Seconds until an idle engine should step to store the backlog; None: there is none."""
+        return max(0.0, self._retry - now) if self._backlog.count else None
 
     def frees_soon(self, now: float) -> bool:
         """Whether stores that end soon hold blocks that have no other reference.

@@ -13,6 +13,7 @@ from kvsidecar.integrations.next_use import NEXT_USE, said_in
 from kvsidecar.integrations.options import read_seconds
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.hints import priority_of
+from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.types import MAX_IDLE_SECONDS, Priority
 
 BOUNDS = frozenset(("ttl", "idle_ttl"))
@@ -37,13 +38,9 @@ DEFAULT_TERMS = Terms()
 """Those of most requests."""
 
 
-def terms_of(request: Any, counters: Counters, *, hints: bool, request_priority: bool) -> Terms:
-    """The terms of a request's blocks.
-
-    Args:
-        hints, request_priority: as in `priority_of`.
-    """
-    priority = priority_of(request, counters, hints=hints, request_priority=request_priority)
+def terms_of(request: Any, counters: Counters, options: Options) -> Terms:
+    """The terms of a request's blocks."""
+    priority = priority_of(request, counters, options)
     times = said_in(getattr(request, "kv_transfer_params", None))
     if times is None or (isinstance(times, Mapping) and times and times.keys() <= NEXT_USE):
         return DEFAULT_TERMS if priority is Priority.NORMAL else Terms(priority)
