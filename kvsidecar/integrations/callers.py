@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 
-def callers() -> Iterator[Any]:
-    """The object of each method that calls the caller of this function, directly or not; the innermost first."""
+def attribute_of_caller(name: str, fits: Callable[[Any], bool]) -> Any:
+    """An attribute that fits, of an object whose method calls this function, directly or not; of the innermost such
+    object. None: no caller has one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if (found := frame.f_locals.get("self")) is not None:
-            yield found
+        if fits(found := getattr(frame.f_locals.get("self"), name, None)):
+            return found
         frame = frame.f_back
+    return None

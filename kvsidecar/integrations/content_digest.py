@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvsidecar.integrations.weights import PIECE, PIECES
+from kvsidecar.integrations.weights import samples_of_tensor
 
 
 def digest_of(value: Any, package: str) -> str:
@@ -35,12 +35,8 @@ def _pieces(value: Any, package: str) -> Iterator[Any]:
     elif isinstance(value, torch.Tensor):
         yield repr((value.dtype, tuple(value.shape))).encode()
         data = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        if data.numel() <= PIECE * PIECES:
-            yield data.cpu().numpy()
-            return
-        for i in range(PIECES):
-            start = (data.numel() - PIECE) * i // (PIECES - 1)
-            yield data[start : start + PIECE].cpu().numpy()
+        for offset, length in samples_of_tensor(data.numel()):
+            yield data[offset : offset + length].cpu().numpy()
     elif isinstance(value, dict):
         yield f"{len(value)} entries".encode()
         for key in sorted(value, key=repr):

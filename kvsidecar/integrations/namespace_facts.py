@@ -67,6 +67,10 @@ class Facts:
             self.found[name] = {"private": self.private}
             self.untold.append(name)
 
+    def update(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self.add(name, value)
+
     def digest(self) -> str:
         """Of all of them. Logs the options for which the engine shares with no other."""
         if self.untold:
@@ -76,20 +80,26 @@ class Facts:
                 "and other such functions only",
                 ", ".join(self.untold),
             )
-        return hashlib.sha256(json.dumps(self.found, sort_keys=True).encode()).hexdigest()
+        return _digest(json.dumps(self.found, sort_keys=True))
 
-    def shown(self) -> dict[str, str]:
-        """What an operator may see of each: numbers, flags and short words as they are, digests of all else, which may
-        be secret."""
-        return {name: _shown(name, value) for name, value in self.found.items()}
+    def identity(self, model: str, **fields: Any) -> Identity:
+        """In a namespace with all of them and these fields; a long name of the model becomes a digest."""
+        name = model if len(model) <= 200 else _digest(model)
+        namespace = Namespace(name, **fields, extra=self.digest())
+        return Identity(namespace, {name: _shown(name, value) for name, value in self.found.items()})
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _shown(name: str, value: Any) -> str:
+    """What an operator may see: numbers, flags and short words as they are; of all else a digest: it may be secret."""
     if isinstance(value, str) and SHORT_WORD.fullmatch(value) and name.islower():
         return value
     text = json.dumps(value, sort_keys=True)
     plain = value is None or isinstance(value, (bool, int, float))
-    return text if plain else f"#{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return text if plain else f"#{_digest(text)[:12]}"
 
 
 def told(value: Any) -> Any:

@@ -146,11 +146,16 @@ def _samples(fd: int, size: int, path: Path) -> Iterator[tuple[int, int]]:
     yield 0, header
     pieces = PIECES if len(spans) <= MANY_TENSORS else PIECES_OF_MANY
     for begin, end in spans:
-        if end - begin <= PIECE * pieces:
-            yield header + begin, end - begin
-            continue
-        for i in range(pieces):
-            yield header + begin + (end - begin - PIECE) * i // (pieces - 1), PIECE
+        yield from ((header + begin + offset, length) for offset, length in samples_of_tensor(end - begin, pieces))
+
+
+def samples_of_tensor(nbytes: int, pieces: int = PIECES) -> Iterator[tuple[int, int]]:
+    """Offsets and lengths of the samples of a tensor."""
+    if nbytes <= PIECE * pieces:
+        yield 0, nbytes
+        return
+    for i in range(pieces):
+        yield (nbytes - PIECE) * i // (pieces - 1), PIECE
 
 
 def _tensors(fd: int, size: int) -> tuple[int, list[tuple[int, int]]] | None:

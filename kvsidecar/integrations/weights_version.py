@@ -56,15 +56,14 @@ class WeightsVersion:
         Returns:
             Whether the version has the name. If not, no other engine shares it.
         """
-        fresh = name is not None and name not in self._used
-        if name is not None and fresh:
-            self._used[name] = None
-            if len(self._used) > REMEMBERED_NAMES:
-                del self._used[next(iter(self._used))]
-            self._mask = self._mask_of("named", name)
-        else:
+        if name is None or name in self._used:
             self._mask = self._mask_of("own", self._token())
-        return fresh
+            return False
+        self._used[name] = None
+        if len(self._used) > REMEMBERED_NAMES:
+            del self._used[next(iter(self._used))]
+        self._mask = self._mask_of("named", name)
+        return True
 
     @property
     def is_first(self) -> bool:
@@ -101,11 +100,7 @@ def read_name(path: str | None) -> str | None:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             text = file.read(MAX_NAME_BYTES + 1)
         if len(text) > MAX_NAME_BYTES:
-            _log.warning(
-                "kvsidecar: %s has more than %d bytes: not used as a name of weights",
-                path,
-                MAX_NAME_BYTES,
-            )
+            _log.warning("kvsidecar: %s has more than %d bytes: not used as a name of weights", path, MAX_NAME_BYTES)
             return None
         return text.decode().strip() or None
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsidecar.integrations import content_digest, wrapping
-from kvsidecar.integrations.callers import callers
+from kvsidecar.integrations.callers import attribute_of_caller
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -27,8 +27,7 @@ NO_CONTENT = ("base_model_name_or_path", "revision", "auto_mapping")
 def manager_of_caller() -> Any:
     """The ``LoRAManager`` of the scheduler that is being constructed by a caller of this function; None: there is none.
     SGLang gives a linker no way to it."""
-    workers = (getattr(each, "tp_worker", None) for each in callers())
-    worker = next((each for each in workers if each is not None), None)
+    worker = attribute_of_caller("tp_worker", lambda each: each is not None)
     return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
 
 

@@ -7,7 +7,6 @@ its KV layout.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from kvsidecar.integrations.namespace_facts import Facts, Identity, sources
 from kvsidecar.integrations.sglang import ignored
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
-from kvsidecar.types import Namespace
 
 
 def identity_of(
@@ -47,15 +45,15 @@ def identity_of(
     weights = checkpoint_of(server_args.model_path, hf_config)
     draft = argument(server_args, "speculative_draft_model_path")
     dummy = argument(server_args, "load_format") == "dummy"
-    model = name or weights.name
     known = Facts(private)
-    for fact, value in facts.items():
-        known.add(fact, value)
-    known.add("weights", weights.identity)
-    known.add("draft weights", checkpoint_of(draft, None).identity if draft else None)
-    known.add("seed of random weights", argument(server_args, "random_seed") if dummy else None)
-    known.add("pairs of tokens", is_eagle)
-    known.add("KV cache groups", [(each.pool, each.layers, each.replicated) for each in groups.all])
+    known.update(facts)
+    known.update({
+        "weights": weights.identity,
+        "draft weights": checkpoint_of(draft, None).identity if draft else None,
+        "seed of random weights": argument(server_args, "random_seed") if dummy else None,
+        "pairs of tokens": is_eagle,
+        "KV cache groups": [(each.pool, each.layers, each.replicated) for each in groups.all],
+    })  # fmt: skip
     for each in arguments(server_args):
         if each not in ignored.ARGUMENTS:
             known.add(each, argument(server_args, each))
@@ -64,8 +62,8 @@ def identity_of(
     for variable in sorted(environment):
         if variable.startswith("SGLANG_") and not ignored.variable(variable):
             known.add(variable, environment[variable])
-    namespace = Namespace(
-        model=model if len(model) <= 200 else hashlib.sha256(model.encode()).hexdigest(),
+    return known.identity(
+        name or weights.name,
         dtype=f"{server_args.dtype}/{getattr(server_args, 'kv_cache_dtype', None) or 'auto'}",
         kv_layout="sglang pages",
         block_size=page_size,
@@ -73,9 +71,7 @@ def identity_of(
         pp_size=1,
         hash_algorithm="sglang sha256",
         hash_bytes=HASH_BYTES,
-        extra=known.digest(),
     )
-    return Identity(namespace, known.shown())
 
 
 def arguments(server_args: Any) -> Sequence[str]:

@@ -8,7 +8,6 @@ Only the workers know what their attention backends chose, and loading a model c
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from kvsidecar.integrations.checkpoint import Checkpoint, checkpoint_of
 from kvsidecar.integrations.namespace_facts import Facts, Identity, sources
 from kvsidecar.integrations.vllm import ignored
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.types import Namespace
 
 HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 """Width of vLLM's block hashes by ``prefix_caching_hash_algo``."""
@@ -55,28 +53,25 @@ def identity_of(
     hash_bytes = hash_bytes_of(vllm_config)
     seed = environment.get("PYTHONHASHSEED", fixed_seed)
     weights = checkpoint_of(model.model, model.hf_config)
-    model_name = name or weights.name
-    known = Facts(private)
-    for fact, value in facts.items():
-        known.add(fact, value)
     load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
-    known.add("weights", weights.identity)
-    known.add("draft weights", _draft_of(vllm_config, weights))
-    known.add("seed of random weights", model.seed if load_format == "dummy" else None)
-    known.add("PYTHONHASHSEED", "random" if seed is None else seed)
-    known.add(
-        "KV cache groups",
-        [
+    known = Facts(private)
+    known.update(facts)
+    known.update({
+        "weights": weights.identity,
+        "draft weights": _draft_of(vllm_config, weights),
+        "seed of random weights": model.seed if load_format == "dummy" else None,
+        "PYTHONHASHSEED": "random" if seed is None else seed,
+        "KV cache groups": [
             (each.index, each.kind.value, each.block_tokens, each.hash_tokens, each.window, each.eagle)
             for each in groups
         ],
-    )
+    })  # fmt: skip
     _add(known, vllm_config, "vllm_config", "")
     for variable in sorted({*variables, *(each for each in environment if each.startswith("VLLM_"))}):
         if variable in environment and not ignored.variable(variable):
             known.add(variable, environment[variable])
-    namespace = Namespace(
-        model=model_name if len(model_name) <= 200 else hashlib.sha256(model_name.encode()).hexdigest(),
+    return known.identity(
+        name or weights.name,
         dtype=f"{model.dtype}/{cache.cache_dtype}".replace("torch.", ""),
         kv_layout=layout,
         block_size=groups[0].block_tokens,
@@ -84,9 +79,7 @@ def identity_of(
         pp_size=parallel.pipeline_parallel_size,
         hash_algorithm=cache.prefix_caching_hash_algo,
         hash_bytes=hash_bytes,
-        extra=known.digest(),
     )
-    return Identity(namespace, known.shown())
 
 
 def _add(known: Facts, config: Any, part: str, prefix: str) -> None:

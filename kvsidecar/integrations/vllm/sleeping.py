@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from kvsidecar.integrations.callers import callers
+from kvsidecar.integrations.callers import attribute_of_caller
 from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -72,8 +72,7 @@ class Weights:
     @classmethod
     def of_caller(cls) -> Weights | None:
         """Of the model runner that calls this function, directly or not; None if no caller has a model."""
-        found = (getattr(each, "model", None) for each in callers())
-        model = next((each for each in found if isinstance(each, torch.nn.Module)), None)
+        model = attribute_of_caller("model", lambda each: isinstance(each, torch.nn.Module))
         return None if model is None else cls(model)
 
     def unchanged(self) -> bool:

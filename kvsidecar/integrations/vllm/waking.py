@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-from kvsidecar.integrations.callers import callers
+from kvsidecar.integrations.callers import attribute_of_caller
 
 
 def waker() -> Callable[[], object]:
@@ -22,8 +22,7 @@ def waker() -> Callable[[], object]:
         nothing_to_do = (EngineCoreRequestType.WAKEUP, None)
     except (ImportError, AttributeError):
         return _nobody
-    queues = (getattr(each, "input_queue", None) for each in callers())
-    queue: Any = next((each for each in queues if hasattr(each, "put_nowait")), None)
+    queue = attribute_of_caller("input_queue", lambda each: hasattr(each, "put_nowait"))
     return _nobody if queue is None else lambda: queue.put_nowait(nothing_to_do)
 
 
