@@ -14,7 +14,6 @@ from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.local_protocol import LocalConnection
 from kvsidecar.server.partial_messages import PartialMessages
-from kvsidecar.server.service import Service
 from kvsidecar.server.socket_watch import SocketWatch
 
 if TYPE_CHECKING:
@@ -37,19 +36,19 @@ class Listeners:
     def __init__(
         self, settings: Settings, handler: Handler, life: Lifecycle, pidfds: Callable[[], dict[int, int]]
     ) -> None:
-        files, refuse = life.endpoint, handler.metrics.refuse
+        files = life.endpoint
         self._attach = AttachSocket(
             files,
             epoch=handler.epoch,
             instances=handler.instances,
             on_gone=handler.peer_gone,
             local_connection=partial(LocalConnection, handler, PartialMessages()) if settings.local_protocol else None,
-            refuse=refuse,
+            refuse=handler.metrics.refuse,
             tasks=handler.tasks,
             turns=life.turns,
             pidfds=pidfds,
         )
-        self._rpc = RpcServer(files, Service(handler), handler.readiness, handler.tasks, refuse, life.turns)
+        self._rpc = RpcServer(files, handler, life.turns)
         self._watch = SocketWatch(
             files,
             {files.grpc_path: self._rpc.start_again, files.attach_path: self._attach.start},
@@ -67,15 +66,7 @@ class Listeners:
 
         paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         certificates = Certificates(TlsFiles(*(Path(path) for path in paths if path is not None)))
-        return RemoteServer(
-            settings.tcp_listen,
-            certificates,
-            handler,
-            self._rpc.health,
-            life.endpoint,
-            handler.metrics.refuse,
-            life.turns,
-        )
+        return RemoteServer(settings.tcp_listen, certificates, handler, self._rpc.health, life.endpoint, life.turns)
 
     async def start(self) -> int | None:
         """Returns the TCP port; None if TCP is off.

@@ -1,27 +1,26 @@
-"""The gRPC server on the Unix socket: the service, health and reflection."""
+"""gRPC's own servers behind their fronts, and the one for the Unix socket: the service, health and reflection."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.decoding import TolerantRegistrar
 from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, GrpcFront
+from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
-from kvsidecar.server.unix_front import UnixFront
+from kvsidecar.server.unix_front import unix_listener
 from kvsidecar.support import log
-from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.types import Readiness, State
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -75,63 +74,66 @@ class ClientsGone(logging.Filter):
         return self._rate.passes(str(record.msg)) is not None
 
 
-class RpcServer:
-    """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready."""
+class InnerServer:
+    """One of gRPC's own servers, at a socket without a path: only its front connects to it."""
 
     def __init__(
         self,
         socket_files: SocketFiles,
+        front: GrpcFront,
         service: Service,
-        readiness: DaemonReadiness,
-        tasks: TaskSet,
-        refuse: Callable[[Refusal], None],
-        turns: Turns,
+        health_of: health.aio.HealthServicer,
+        options: Sequence[tuple[str, int]],
     ) -> None:
-        self._socket_files = socket_files
-        self._readiness = readiness
-        self._tasks = tasks
-        self.health = health.aio.HealthServicer()
-        self._clients_gone = ClientsGone(refuse)
-        self._inner: int | None = None
-        """Descriptor of the file of gRPC's own socket, which only the front connects to."""
-        self._server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION)])
-        pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self._front = GrpcFront(LIMITS, refuse, tasks, turns)
-        self._listener = UnixFront(socket_files, self._front, tasks, turns)
+        self._socket_files, self._front = socket_files, front
+        self.server = grpc.aio.server(options=[*OPTIONS, *options])
+        pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self.server))
+        health_pb2_grpc.add_HealthServicer_to_server(health_of, self.server)
+        self._file: int | None = None
+        """Descriptor of the socket's file."""
 
     async def start(self) -> None:
-        """Bind and serve. The caller holds the lock of the socket files.
-
-        Raises:
-            SocketInUse: the path cannot be bound.
-        """
-        self._inner = self._socket_files.bind_hidden(lambda path: self._server.add_insecure_port(grpc_address(path)))
-        _GRPC_LOG.addFilter(self._clients_gone)
-        await self._set_health(self._readiness.now)
-        self._readiness.listen(self._readiness_changed)
-        await self._server.start()
-        self._front.start(f"/proc/self/fd/{self._inner}")
-        self._listener.listen()
-
-    def start_again(self) -> None:
-        """The socket was removed: listen at another one. Who is connected notices nothing.
-
-        Raises:
-            SocketInUse: the path cannot be bound.
-        """
-        self._listener.listen()
+        """Serve the front. Raises SocketInUse."""
+        self._file = self._socket_files.bind_hidden(lambda path: self.server.add_insecure_port(grpc_address(path)))
+        await self.server.start()
+        self._front.start(f"/proc/self/fd/{self._file}")
 
     async def stop(self, grace: float) -> None:
         """Refuse new calls; running calls may end within ``grace`` seconds."""
-        self._listener.stop_listening()
-        await self._server.stop(grace)
+        await self.server.stop(grace)
         self._front.close()
-        if self._inner is not None:
-            os.close(self._inner)
-            self._inner = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class RpcServer:
+    """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready."""
+
+    def __init__(self, socket_files: SocketFiles, handler: Handler, turns: Turns) -> None:
+        self._readiness, self._tasks, refuse = handler.readiness, handler.tasks, handler.metrics.refuse
+        self.health = health.aio.HealthServicer()
+        self._clients_gone = ClientsGone(refuse)
+        front = GrpcFront(LIMITS, refuse, self._tasks, turns)
+        streams = ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION)
+        self._inner = InnerServer(socket_files, front, Service(handler), self.health, [streams])
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._inner.server)
+        self._listener = unix_listener(socket_files, front, self._tasks, turns)
+        self.start_again = self._listener.start
+
+    async def start(self) -> None:
+        """Bind and serve. The caller holds the lock of the socket files. Raises SocketInUse."""
+        _GRPC_LOG.addFilter(self._clients_gone)
+        await self._set_health(self._readiness.now)
+        self._readiness.listen(self._readiness_changed)
+        await self._inner.start()
+        self._listener.start()
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new calls; running calls may end within ``grace`` seconds."""
+        self._listener.stop()
+        await self._inner.stop(grace)
         _GRPC_LOG.removeFilter(self._clients_gone)
 
     def _readiness_changed(self, now: Readiness) -> None:

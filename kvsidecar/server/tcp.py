@@ -7,19 +7,15 @@ their death. Lookups take no leases, because a lease could not be ended with its
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health
 
 from kvsidecar.core.access import Caller, Identity
-from kvsidecar.errors import NotPermitted, Refusal, UnknownPeer
-from kvsidecar.protocol.paths import grpc_address
-from kvsidecar.server.decoding import TolerantRegistrar
+from kvsidecar.errors import NotPermitted, UnknownPeer
 from kvsidecar.server.grpc_front import GrpcFront
-from kvsidecar.server.grpc_server import OPTIONS
+from kvsidecar.server.grpc_server import InnerServer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Context, Service
 from kvsidecar.server.socket_files import SocketFiles
@@ -28,10 +24,8 @@ from kvsidecar.server.tls_front import LIMITS, TlsFront
 from kvsidecar.support.addresses import cannot_listen
 from kvsidecar.support.turns import Turns
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 _OPTIONS = [
-    *OPTIONS,
     ("grpc.max_concurrent_streams", LIMITS.user.calls),  # a client keeps further calls back
     # Detect peers that are gone: they hold a descriptor.
     ("grpc.keepalive_time_ms", 30_000),
@@ -102,18 +96,12 @@ class RemoteServer:
         handler: Handler,
         health_of: health.aio.HealthServicer,
         socket_files: SocketFiles,
-        refuse: Callable[[Refusal], None],
         turns: Turns,
     ) -> None:
-        self._address, self._socket_files = address, socket_files
-        self._inner: int | None = None
-        """Descriptor of the file of gRPC's own socket, which only the front connects to."""
-        self._front = GrpcFront(LIMITS, refuse, handler.tasks, turns)
-        self._listener = TlsFront(certificates, self._front, refuse, handler.tasks)
-        self._server = grpc.aio.server(options=_OPTIONS)
-        service = RemoteService(handler, self._front.user_at)
-        pb_grpc.add_SidecarServicer_to_server(service, TolerantRegistrar(self._server))
-        health_pb2_grpc.add_HealthServicer_to_server(health_of, self._server)
+        self._address = address
+        front = GrpcFront(LIMITS, handler.metrics.refuse, handler.tasks, turns)
+        self._listener = TlsFront(certificates, front, handler.metrics.refuse, handler.tasks)
+        self._inner = InnerServer(socket_files, front, RemoteService(handler, front.user_at), health_of, _OPTIONS)
 
     async def start(self) -> int:
         """Bind and serve. Returns the port, chosen by the system if it was 0.
@@ -123,9 +111,7 @@ class RemoteServer:
             ConfigError: the address can never be bound.
             SocketInUse: gRPC's own socket cannot be made.
         """
-        self._inner = self._socket_files.bind_hidden(lambda path: self._server.add_insecure_port(grpc_address(path)))
-        await self._server.start()
-        self._front.start(f"/proc/self/fd/{self._inner}")
+        await self._inner.start()
         host, _, port = self._address.rpartition(":")
         try:
             return await self._listener.start(host.strip("[]"), int(port))
@@ -135,8 +121,4 @@ class RemoteServer:
     async def stop(self, grace: float) -> None:
         """Refuse new calls; running calls may end within ``grace`` seconds."""
         await self._listener.stop_listening()
-        await self._server.stop(grace)
-        self._front.close()
-        if self._inner is not None:
-            os.close(self._inner)
-            self._inner = None
+        await self._inner.stop(grace)

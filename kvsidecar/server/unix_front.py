@@ -14,24 +14,12 @@ from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 
 
-class UnixFront:
+def unix_listener(socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, turns: Turns) -> PathListener:
     """Used from the event loop."""
 
-    def __init__(self, socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, turns: Turns) -> None:
-        self._front = front
-        # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.
-        self._listener = PathListener(
-            socket_files, socket_files.grpc_path, self._accepted, tasks, log.limited("rpc"), turns, "grpc-accept"
-        )
+    def accepted(connection: socket.socket, who: Credentials) -> None:
+        front.admit(Client(who.uid, {"uid": who.uid}), partial(End, connection))
 
-    def listen(self) -> None:
-        """See `PathListener.start`."""
-        self._listener.start()
-
-    def stop_listening(self) -> None:
-        """Take no more connections; those that there are go on."""
-        self._listener.stop()
-
-    def _accepted(self, connection: socket.socket, who: Credentials) -> None:
-        uid = who.uid
-        self._front.admit(Client(uid, {"uid": uid}), partial(End, connection))
+    # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.
+    caused = log.limited("rpc")
+    return PathListener(socket_files, socket_files.grpc_path, accepted, tasks, caused, turns, "grpc-accept")

@@ -17,7 +17,7 @@ from kvsidecar.server.grpc_front import GrpcFront
 from kvsidecar.server.http2_frames import CANCEL, reset
 from kvsidecar.server.http2_gate import CALLS_AT_ONCE, MESSAGE_SECONDS
 from kvsidecar.server.socket_files import SocketFiles
-from kvsidecar.server.unix_front import UnixFront
+from kvsidecar.server.unix_front import unix_listener
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from tests.attacks.http2_client import END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, request
@@ -33,14 +33,14 @@ async def served(directory: Path, refused: Callable[[Refusal], None] = lambda _:
     """Relays on ``kvs.sock`` in front of a server that accepts connections and reads nothing."""
     tasks, turns = TaskSet(lambda name, error: None), Turns()
     front = GrpcFront(grpc_front.LIMITS, refused, tasks, turns)
-    unix = UnixFront(SocketFiles(directory / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
+    unix = unix_listener(SocketFiles(directory / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{directory}/server")
         server.listen(CLIENTS)
         front.start(f"{directory}/server")
-        unix.listen()
+        unix.start()
         yield front
-    unix.stop_listening()
+    unix.stop()
     front.close()
     await tasks.cancel()
 
