@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,8 @@ from kvsidecar.client.unreachable import unreachable
 from kvsidecar.errors import AttachRefused
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.support.fence import Fence
-from kvsidecar.support.peer import MAX_FDS, recv_fds, send_fds
+from kvsidecar.support.peer import MAX_FDS, close_all, recv_fds, send_fds
+from kvsidecar.support.polling import is_readable
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -51,7 +52,7 @@ class DaemonProcess:
         taken down its channels, and no DMA can run. The daemon's own death proves nothing about a copier: the kernel
         kills it then, and its end takes its time.
         """
-        return bool(self.fds) and all(map(_is_readable, self.fds))
+        return bool(self.fds) and all(map(is_readable, self.fds))
 
     def duplicate(self) -> DaemonProcess:
         """Another handle of the same processes, to be closed separately."""
@@ -59,18 +60,7 @@ class DaemonProcess:
 
     def close(self) -> None:
         fds, self.fds = self.fds, ()
-        _close_all(fds)
-
-
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+        close_all(fds)
 
 
 class LostDaemon:
@@ -244,7 +234,7 @@ def _receive(sock: socket.socket, deadline: float, cancel: int | None) -> tuple[
                 raise ConnectionResetError("the daemon closed the connection")
             frames.feed(chunk)
     except BaseException as error:
-        _close_all(fds)
+        close_all(fds)
         if isinstance(error, FrameTooLong):
             raise ConnectionError("the answer is not kvsidecar's: another program listens there") from error
         raise

@@ -6,14 +6,15 @@ A user with many unfinished Hellos would otherwise fill the descriptor table, wh
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import socket
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
+from kvsidecar.support.peer import close_all
 from kvsidecar.types import MAX_DESCRIPTORS
 
 MAX_CONNECTIONS = 1024
@@ -28,24 +29,22 @@ TABLE_SHARE = 0.75
 _UNLIMITED = 1 << 20
 
 
+@dataclass(eq=False, slots=True)
 class Arrival:
     """One connection, and what it holds. Made by `Arrivals.begin`."""
 
-    __slots__ = ("connection", "ended", "fds", "held", "refused", "uid", "waits")
-
-    def __init__(self, connection: socket.socket, uid: int) -> None:
-        self.connection = connection
-        self.uid = uid
-        self.fds: list[int] = []
-        """Received, and not taken over yet."""
-        self.held = 0
-        """How many descriptors are counted for it beside `CONNECTION_FDS`."""
-        self.refused = ""
-        """Why its Hello is not waited for any more. Not the error: one that is raised refers to this, by its traceback,
-        and only the garbage collector would free both."""
-        self.ended = False
-        self.waits = False
-        """Whether a Hello has come, perhaps a whole one, and is going to be read when it is its user's turn."""
+    connection: socket.socket
+    uid: int
+    fds: list[int] = field(default_factory=list)
+    """Received, and not taken over yet."""
+    held: int = 0
+    """How many descriptors are counted for it beside `CONNECTION_FDS`."""
+    refused: str = ""
+    """Why its Hello is not waited for any more. Not the error: one that is raised refers to this, by its traceback, and
+    only the garbage collector would free both."""
+    ended: bool = False
+    waits: bool = False
+    """Whether a Hello has come, perhaps a whole one, and is going to be read when it is its user's turn."""
 
     def take_fds(self) -> tuple[int, ...]:
         """The descriptors, which the caller closes from now on. They are counted until `Arrivals.end`."""
@@ -71,7 +70,7 @@ class Arrivals:
         self._connections = Quota(MAX_CONNECTIONS, "connections to the attach socket")
         self._shared_fds = Quota(MAX_SHARED_FDS, "descriptors handed over")
         self._held: Counter[int] = Counter()
-        self._total = 0
+        """Descriptors by user."""
         self._unfinished: dict[int, dict[Arrival, None]] = {}
         """Connections without a Hello by user, the oldest first."""
 
@@ -115,7 +114,6 @@ class Arrivals:
         arrival.fds = []
         self._connections.give_back(arrival.uid)
         self._give_back(arrival, arrival.held)
-        self._total -= CONNECTION_FDS
         self._held[arrival.uid] -= CONNECTION_FDS
         if not self._held[arrival.uid]:
             del self._held[arrival.uid]
@@ -128,18 +126,17 @@ class Arrivals:
     def _give_back(self, arrival: Arrival, count: int) -> None:
         self._shared_fds.give_back(arrival.uid, count)
         arrival.held -= count
-        self._total -= count
         self._held[arrival.uid] -= count
 
     def _take(self, arrival: Arrival, quota: Quota, count: int, fds: int) -> None:
         uid = arrival.uid
         while True:
             try:
-                if self._held[uid] + fds > self._room - self._total - fds:
-                    has = self._held[uid]
+                has, free = self._held[uid], self._room - self._held.total()
+                if has + fds > free - fds:
                     raise LimitExceeded(
-                        f"one user may hold no more descriptors than it leaves free: it holds {has}, and "
-                        f"{self._room - self._total} of {self._room} are free"
+                        f"one user may hold no more descriptors than it leaves free: it holds {has}, and {free} of "
+                        f"{self._room} are free"
                     )
                 quota.take(uid, count)
                 break
@@ -150,7 +147,6 @@ class Arrivals:
                     raise
                 self._give_up(oldest, error)
         self._held[uid] += fds
-        self._total += fds
 
     def _give_up(self, arrival: Arrival, why: LimitExceeded) -> None:
         arrival.refused = f"{why}: the oldest without a complete Hello is closed"
@@ -163,11 +159,6 @@ class Arrivals:
             unfinished.pop(arrival, None)
             if not unfinished:
                 del self._unfinished[arrival.uid]
-
-
-def close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _table_size() -> int:

@@ -20,7 +20,7 @@ from kvsidecar.core.peer import Peer
 from kvsidecar.core.sessions import Instances
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unfinished
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
-from kvsidecar.server.arrivals import Arrival, Arrivals, close_all
+from kvsidecar.server.arrivals import Arrival, Arrivals
 from kvsidecar.server.handler import REASONS, check_protocol
 from kvsidecar.server.local_protocol import LocalConnection
 from kvsidecar.server.path_listener import PathListener
@@ -254,7 +254,7 @@ class _Connection:
             except BlockingIOError:
                 return None
             if truncated:
-                close_all(fds)
+                peers.close_all(fds)
                 raise InvalidRequest(
                     f"descriptors were lost: more than {peers.MAX_FDS} came with one byte, or the daemon has no room "
                     "for more (ulimit -n, LimitNOFILE=)"

@@ -34,7 +34,6 @@ class Handshakes:
     def __init__(self) -> None:
         self._of: dict[str, dict[Handshake, None]] = {}
         """By address, the oldest first."""
-        self._count = 0
 
     def begin(self, address: str) -> tuple[Handshake, tuple[Handshake, LimitExceeded] | None]:
         """The new one, and which one is given up for it and why, or None."""
@@ -44,14 +43,13 @@ class Handshakes:
             self.end(given_up[0])
         handshake = Handshake(address, network)
         self._of.setdefault(network, {})[handshake] = None
-        self._count += 1
         return handshake, given_up
 
     def _beyond(self, network: str) -> tuple[Handshake, LimitExceeded] | None:
         what = "TLS handshakes under way: the oldest is given up"
         if len(of := self._of.get(network, {})) >= MAX_HANDSHAKES:
             return next(iter(of)), LimitExceeded(f"one address may have {MAX_HANDSHAKES} {what}")
-        if self._count >= MAX_ALL_HANDSHAKES:
+        if sum(map(len, self._of.values())) >= MAX_ALL_HANDSHAKES:
             of = max(self._of.values(), key=len)
             return next(iter(of)), LimitExceeded(f"all addresses together may have {MAX_ALL_HANDSHAKES} {what}")
         return None
@@ -59,12 +57,9 @@ class Handshakes:
     def end(self, handshake: Handshake) -> None:
         """It is over, or was given up; may be called again."""
         of = self._of.get(handshake.network, {})
-        if handshake not in of:
-            return
-        del of[handshake]
-        self._count -= 1
+        of.pop(handshake, None)
         if not of:
-            del self._of[handshake.network]
+            self._of.pop(handshake.network, None)
 
     def second(self) -> list[tuple[Handshake, Unfinished]]:
         """A second has passed: those that are given up."""

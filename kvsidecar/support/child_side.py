@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.support import failpoints, log
-from kvsidecar.support.peer import recv_fds
+from kvsidecar.support.peer import close_all, recv_fds
 
 MAX_MESSAGE_BYTES: Final = 32 << 20
 """More than the largest registration that the daemon takes, with its handles as text."""
@@ -98,8 +98,7 @@ class Control:
         except (KVSidecarError, OSError, failpoints.FailpointError) as error:
             reply = {"error": type(error).__name__, "text": str(error)}
         finally:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         self.connection.sendall(pack(reply))
         return reply
 

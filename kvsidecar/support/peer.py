@@ -8,7 +8,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _SO_PEERGROUPS = 59
@@ -94,3 +94,8 @@ def recv_fds(connection: socket.socket, nbytes: int) -> tuple[bytes, list[int], 
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

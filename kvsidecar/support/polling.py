@@ -31,6 +31,13 @@ class Sleeper:
         return bool(_ppoll(self._fd, 1, None if seconds is None else Timespec.of(seconds), None) > 0)
 
 
+def is_readable(fd: int) -> bool:
+    """Whether there is something to read, or to accept, or an end to see. Never waits."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def wait_readable(fd: int, seconds: float) -> bool:
     """Wait until a descriptor is readable, at most ``seconds``. Returns whether it is."""
     return Sleeper(fd).sleep(seconds)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from kvsidecar.support.polling import is_readable
 
 MAX_PID: Final = 1 << 22
 """The most that Linux allows (PID_MAX_LIMIT)."""
@@ -81,7 +82,7 @@ class Watched:
         try:
             async with asyncio.timeout(seconds):
                 for pidfd in self._pidfds:
-                    if _ended(pidfd):
+                    if is_readable(pidfd):  # it has ended
                         continue
                     ended = asyncio.Event()
                     loop.add_reader(pidfd, ended.set)
@@ -102,9 +103,3 @@ class Watched:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _ended(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
