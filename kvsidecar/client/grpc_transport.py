@@ -191,17 +191,13 @@ def _transport_error(error: grpc.RpcError) -> TransportError:
     return TransportError(error.code(), error.details() or error.code().name)
 
 
-def _call_error(error: grpc.RpcError) -> TransportError:
-    """A daemon that goes down cancels its calls, as `close` does: that is UNAVAILABLE."""
-    found = _transport_error(error)
-    if found.code is grpc.StatusCode.CANCELLED:
-        return TransportError(grpc.StatusCode.UNAVAILABLE, found.text)
-    return found
-
-
 def _answer_of(call: Any) -> Any:
     """The reply of a finished call, or a TransportError."""
     if call.cancelled():
         return TransportError(grpc.StatusCode.UNAVAILABLE, "the call was cancelled")
-    error = call.exception()
-    return call.result() if error is None else _call_error(error)
+    if (error := call.exception()) is None:
+        return call.result()
+    found = _transport_error(error)
+    if found.code is grpc.StatusCode.CANCELLED:  # by a daemon that goes down
+        found.code = grpc.StatusCode.UNAVAILABLE
+    return found

@@ -45,8 +45,6 @@ class LookupParts:
         self._wanted = sum([sum(each) for each in (query.wanted or {}).values()])
         self._missed: set[int] = set()
         """Groups of which a hash is missing so far."""
-        self.answered = 0
-        """Parts whose results were taken."""
         self.lease = query.lease
         """Of the hits so far; 0 for none. It is to be released if the lookup fails or is given up."""
 
@@ -70,7 +68,6 @@ class LookupParts:
 
     def take(self, result: LookupResult) -> None:
         """Take over the result of the part that `next` returned last."""
-        self.answered += 1
         self.lease = result.lease or self.lease
         self._lease_seconds = result.lease_seconds or self._lease_seconds
         if self._single or not result.ready:

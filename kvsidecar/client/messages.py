@@ -88,8 +88,8 @@ class Registration:
         """Descriptors to send over the attach socket before the message."""
         return [each for allocation in self.buffers.allocations for each in allocation.descriptors]
 
-    def message(self, token: bytes) -> pb.Register:
-        """Args: token: from the daemon's answer to the Hello."""
+    def message(self, token: bytes) -> pb.AttachRequest:
+        """The first message of the stream, with the token from the daemon's answer to the Hello."""
         register = pb.Register(
             protocol=PROTOCOL,
             token=token,
@@ -112,7 +112,7 @@ class Registration:
                 register.allocations.add(fd_index=mine[0], size=allocation.size)
             else:
                 register.allocations.add(cuda_ipc_handle=allocation.cuda_ipc_handle, size=allocation.size)
-        return register
+        return pb.AttachRequest(register=register)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,9 @@ class Watching:
     fds: tuple[int, ...] = ()
     event_handles: tuple[bytes, ...] = ()
 
-    def message(self, token: bytes) -> pb.Watch:
-        return pb.Watch(protocol=PROTOCOL, token=token, namespace=namespace_to_wire(self.namespace))
+    def message(self, token: bytes) -> pb.AttachRequest:
+        watch = pb.Watch(protocol=PROTOCOL, token=token, namespace=namespace_to_wire(self.namespace))
+        return pb.AttachRequest(watch=watch)
 
 
 def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:

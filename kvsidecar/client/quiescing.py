@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.session import Session
@@ -11,32 +11,16 @@ from kvsidecar.client.transport import Transport
 from kvsidecar.support.breaker import Backoff
 from kvsidecar.v1 import sidecar_pb2 as pb
 
+if TYPE_CHECKING:
+    from kvsidecar.client.supervisor import Supervisor
+
 QUERY_SECONDS = 1.0
 """Time limit of one query to a daemon that may hang."""
 LOOKS = 50
 """How often to look at the fence during a query: no event tells that it is quiet."""
 
 
-class SessionEnd(Protocol):
-    """What ends a session: it waits, and reports the jobs."""
-
-    def wait_until(self, is_done: Callable[[], bool], seconds: float) -> bool:
-        """Wait until the function returns True, checking after every event. False: the time has passed."""
-
-    def wake(self) -> None:
-        """Make `wait_until` check again. Called from other threads."""
-
-    def is_too_late(self) -> bool:
-        """Whether to stop waiting."""
-
-    def going_down(self) -> None:
-        """The daemon announces that it goes down with its pool, which is never served again. Called again and again."""
-
-    def fenced(self) -> bool:
-        """There is the third proof. Called once. Returns whether to go on and wait until the memory is unmapped."""
-
-
-def quiesce(transport: Transport, session: Session, end: SessionEnd, *, given_up: bool) -> bool:
+def quiesce(transport: Transport, session: Session, end: Supervisor, *, given_up: bool) -> bool:
     """Wait for proof that no copy of this session runs or will run. Returns whether its memory is unmapped, too.
 
     There are three kinds of proof:
@@ -52,6 +36,7 @@ def quiesce(transport: Transport, session: Session, end: SessionEnd, *, given_up
 
     Args:
         session: its stream has ended.
+        end: waits, and reports the jobs.
         given_up: this client has given up a daemon that hangs.
     """
     process, fence = transport.connection.process, transport.connection.fence
@@ -78,7 +63,7 @@ def quiesce(transport: Transport, session: Session, end: SessionEnd, *, given_up
     return process.gone()
 
 
-def has_ended(transport: Transport, session: Session, end: SessionEnd, is_over: Callable[[], bool]) -> bool:
+def has_ended(transport: Transport, session: Session, end: Supervisor, is_over: Callable[[], bool]) -> bool:
     """Whether the daemon answers that this session has ended. Asked in the background: what makes the answer
     superfluous (``is_over``) is noticed while the daemon hangs."""
     answers: list[pb.StatusReply | TransportError] = []
@@ -95,7 +80,7 @@ def has_ended(transport: Transport, session: Session, end: SessionEnd, is_over: 
     return answer.epoch == session.epoch and answer.session_ended
 
 
-def _watch(transport: Transport, end: SessionEnd, is_done: Callable[[], bool], seconds: float) -> None:
+def _watch(transport: Transport, end: Supervisor, is_done: Callable[[], bool], seconds: float) -> None:
     """Wait, and look at a fence that is shut and not quiet yet."""
     fence = transport.connection.fence
     looks = LOOKS if fence is not None and fence.is_shut and not fence.is_quiet() else 1

@@ -19,9 +19,6 @@ class SendQueue:
 
     A job becomes a message when it is taken, not before: a job that has ended by then is never sent, because its blocks
     may be another request's.
-
-    Args:
-        clock: monotonic seconds.
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:

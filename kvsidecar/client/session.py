@@ -39,7 +39,7 @@ class Session:
     def __init__(
         self,
         transport: Transport,
-        register: pb.Register | pb.Watch,
+        register: pb.AttachRequest,
         ledger: Ledger,
         monitor: Monitor,
         *,
@@ -70,10 +70,7 @@ class Session:
         self._send_queue = SendQueue(ledger)
         self._stream = transport.open_stream(self._send_queue, monitor)
         with monitor.lock:
-            if isinstance(register, pb.Watch):
-                self._put(pb.AttachRequest(watch=register))
-            else:
-                self._put(pb.AttachRequest(register=register))
+            self._put(register)
         self._thread = threading.Thread(target=self._read, name="kvsidecar-read", daemon=True)
         self._thread.start()
 
@@ -84,8 +81,7 @@ class Session:
 
     @property
     def quiesced(self) -> bool:
-        """The daemon has said that the session is over: none of its copies runs, and the memory is unmapped. A watcher
-        has neither."""
+        """See `AttachStream.quiesced`. A watcher has neither copies nor memory."""
         return self._stream.quiesced or self._inbox is not None
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -140,7 +136,7 @@ class Session:
             self._stream.pump()
 
     def cancel(self) -> None:
-        """Break the stream off. The daemon, if it lives, then ends the session."""
+        """See `AttachStream.cancel`."""
         self._end_waiting()
         self._stream.cancel()
 
@@ -185,10 +181,8 @@ class Session:
                         self._handle(reply)
         finally:
             self._stream.close()
-            with (
-                self._receive_lock,
-                self._monitor.changed,
-            ):  # the thread that received the end may still be handling the replies before it
+            # With the first lock: who received the end may still be handling the replies before it.
+            with self._receive_lock, self._monitor.changed:
                 self.ended = True
                 self._send_queue.close()
                 self._monitor.changed.notify_all()

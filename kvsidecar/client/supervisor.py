@@ -382,7 +382,7 @@ class Supervisor:
         # There is no lease 0: the daemon answers no.
         transport.query(pb.ReleaseRequest(lease=0), self._dialling.step_budget, on_answer)
 
-    # -- ending a session: `quiescing.SessionEnd` ----------------------------------------------------------------------
+    # -- ending a session, and for `quiescing` -------------------------------------------------------------------------
 
     def _end_session(self, transport: Transport, session: Session) -> bool:
         """Receive a session's last replies and report its jobs. Returns whether the daemon has unmapped the memory.
@@ -404,9 +404,11 @@ class Supervisor:
         return unmapped
 
     def going_down(self) -> None:
+        """The daemon announces that it goes down with its pool, which is never served again. Called again and again."""
         self._report(self._ledger.end_stores)
 
     def fenced(self) -> bool:
+        """Nothing is copied behind the fence. Called once. Returns whether to wait for unmapped memory, too."""
         self._report(self._ledger.end_all)
         return self._state in CLOSING
 

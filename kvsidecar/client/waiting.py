@@ -10,7 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvsidecar.client.connection import Connection
 from kvsidecar.errors import ClientError
@@ -18,21 +18,14 @@ from kvsidecar.support import cpu_sleep
 from kvsidecar.support.kernel_calls import needed
 from kvsidecar.support.polling import wait_readable
 
+if TYPE_CHECKING:
+    from kvsidecar.client.session import Session
+
 NAP_SECONDS: Final = cpu_sleep.NAP_SECONDS if cpu_sleep.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
 """How long a wait for a job naps: a slower job is not worth a tenth of a core."""
 LIGHT_ANSWER_SECONDS: Final = 0.005
 """The same for the answer to a call, which comes sooner."""
-
-
-class Reader(Protocol):
-    """Reads the daemon's answers in the thread that waits for them."""
-
-    def wait_readable(self, seconds: float) -> bool:
-        """Wait until `read_now` may find something, or another thread has read it. False, at once: not supported."""
-
-    def read_now(self) -> None:
-        """Handle what has arrived. Never waits."""
 
 
 class Monitor:
@@ -43,7 +36,7 @@ class Monitor:
         """Entering it takes a quarter of the time that entering the condition takes."""
         self.changed = threading.Condition(self.lock)
 
-    def wait_until(self, is_done: Callable[[], bool], deadline: float, reader: Callable[[], Reader | None]) -> None:
+    def wait_until(self, is_done: Callable[[], bool], deadline: float, session: Callable[[], Session | None]) -> None:
         """Wait for a change that an answer of the daemon, or the end of a connection, causes.
 
         The waiting thread reads the answers itself, and naps at first: each saves a wake-up that takes longer than a
@@ -52,7 +45,7 @@ class Monitor:
         Args:
             is_done: called with the lock held, after every change.
             deadline: monotonic seconds.
-            reader: returns the reader of the answers, or None; called with the lock held.
+            session: returns the one whose answers to read, or None; called with the lock held.
         """
         light_until = time.monotonic() + LIGHT_SECONDS
         while True:
@@ -60,7 +53,7 @@ class Monitor:
                 now = time.monotonic()
                 if is_done() or now >= deadline:
                     return
-                answers = reader() if now < light_until else None
+                answers = session() if now < light_until else None
                 if answers is None:
                     self.changed.wait(min(deadline - now, threading.TIMEOUT_MAX))
                     continue

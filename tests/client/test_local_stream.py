@@ -135,7 +135,9 @@ def test_whoever_waits_reads_the_answers_itself_and_each_is_taken_once_and_in_or
     connection, taken = FakeConnection(), []
     monkeypatch.setattr(Session, "_handle", lambda _, reply: taken.append(reply.done.job))
     transport: Any = SimpleNamespace(open_stream=lambda *args: LocalStream(connection, *args))  # type: ignore[arg-type]
-    session = Session(transport, pb.Register(), Ledger(1), Monitor(), ring_size=0, wake=lambda: None)
+    session = Session(
+        transport, pb.AttachRequest(register=pb.Register()), Ledger(1), Monitor(), ring_size=0, wake=lambda: None
+    )
     stop = threading.Event()
 
     def wait() -> None:

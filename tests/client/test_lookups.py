@@ -252,7 +252,7 @@ def test_size_opens_no_breaker_and_silence_does(short_dir: Path, local: bool) ->
                 answer.release()
                 assert answered.acquire(timeout=SECONDS)
                 if part < 5:
-                    eventually(lambda part=part: pending._parts.answered == part + 1)
+                    eventually(lambda part=part: len(pending._parts._results[0]) == part + 1)
             assert pending.result(SECONDS).groups[0].hits == 6 * PART_HASHES
             silent = begin(client, [bytes(32)] * (6 * PART_HASHES))
             now[0] += 1.1

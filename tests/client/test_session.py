@@ -27,7 +27,7 @@ class Opened:
         transport = FakeTransport()
         register = pb.Register(instance="test")
         self.session = Session(
-            transport, register, self.ledger, self.monitor, ring_size=1, wake=self.woken.set
+            transport, pb.AttachRequest(register=register), self.ledger, self.monitor, ring_size=1, wake=self.woken.set
         )  # fmt: skip
         self.stream: FakeStream = transport.stream
         assert self.stream.next().register == register, "it does not register first"

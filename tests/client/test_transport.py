@@ -54,7 +54,7 @@ class Rank:
         self.replies: list[pb.AttachReply] = []
         if register:
             registration = Registration("contract", NAMESPACE, buffer.kv_buffers(), (layout(),), 0, 1)
-            self.put(pb.AttachRequest(register=registration.message(transport.connection.token)))
+            self.put(registration.message(transport.connection.token))
             assert self.next().HasField("registered")
 
     def put(self, *items: Any) -> None:
