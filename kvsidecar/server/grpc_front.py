@@ -73,23 +73,15 @@ class Limits:
     connection_bytes: int = CONNECTION_BYTES
     """The most memory of a connection without calls."""
 
-    @property
-    def user_bytes(self) -> int:
-        return self.user.memory(self.connection_bytes)
-
-    @property
-    def all_bytes(self) -> int:
-        return self.everyone.memory(self.connection_bytes)
-
 
 LIMITS = Limits(
     Most(MAX_CONNECTIONS, MAX_CALLS, MAX_MESSAGES_BYTES),
     Most(MAX_ALL_CONNECTIONS, MAX_ALL_CALLS, MAX_ALL_MESSAGES_BYTES),
 )
 """Of the Unix socket."""
-USER_BYTES = LIMITS.user_bytes  # 304 MiB
+USER_BYTES = LIMITS.user.memory(CONNECTION_BYTES)  # 304 MiB
 """The most memory that one user's gRPC takes, however many connections and calls it tries."""
-ALL_BYTES = LIMITS.all_bytes  # 768 MiB
+ALL_BYTES = LIMITS.everyone.memory(CONNECTION_BYTES)  # 768 MiB
 """The same of all users together."""
 
 

@@ -142,9 +142,7 @@ class Handler:
         check_protocol(first.protocol)
         if self.watches is None:
             raise InvalidRequest("this daemon has no watchers")
-        peer, namespace = self.instances.peer(first.token), namespace_from_wire(first.namespace)
-        if problem := namespace.problem():
-            raise InvalidRequest(problem)
+        peer, namespace = self.instances.peer(first.token), _namespace(first.namespace)
         permit(peer.caller, namespace)
         stream = WatchStream(
             peer, namespace, send, unread_bytes, on_lost, self.instances.watches_of, self.watches, self.readiness
@@ -297,9 +295,7 @@ class Handler:
     def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearReply:
         if request.HasField("namespace") + request.all + bool(request.share) != 1:
             raise InvalidRequest("clear takes either a namespace, a share or `all`")
-        namespace = namespace_from_wire(request.namespace) if request.HasField("namespace") else None
-        if namespace is not None and (problem := namespace.problem()):
-            raise InvalidRequest(problem)
+        namespace = _namespace(request.namespace) if request.HasField("namespace") else None
         if request.groups and (namespace is None or request.unused_seconds or len(request.groups) > MAX_GROUPS):
             raise InvalidRequest(
                 f"hashes to clear require a namespace, no time without use, and at most {MAX_GROUPS} groups"

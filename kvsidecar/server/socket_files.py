@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from kvsidecar.errors import ConfigError, SocketInUse
 from kvsidecar.support import file_lock, log
@@ -32,17 +31,6 @@ _INNER = ".inner"
 """Of the path at which gRPC's own socket is bound, before it has none. gRPC removes what is there when it stops."""
 
 _log = log.get("endpoint")
-
-
-class _FileId(NamedTuple):
-    """What tells a file from another one that has its name by now."""
-
-    device: int
-    inode: int
-
-
-def _file_id(found: os.stat_result) -> _FileId:
-    return _FileId(found.st_dev, found.st_ino)
 
 
 class SocketFiles:
@@ -70,7 +58,7 @@ class SocketFiles:
         self._made_lock = False
         self._made: list[Path] = []
         """Directories that were not there before, the innermost last."""
-        self._published: dict[Path, _FileId] = {}
+        self._published: dict[Path, os.stat_result] = {}
 
     @property
     def lock(self) -> int:
@@ -99,7 +87,7 @@ class SocketFiles:
                 if not await self._lock_within(lock, max(0.0, deadline - time.monotonic()), stop):
                     return False
                 # While this waited, the file may have been removed, and be another daemon's by now.
-                if self._is_at(self._lock_path, _file_id(os.fstat(lock))):
+                if _is_at(self._lock_path, os.fstat(lock)):
                     self._lock = lock
             finally:
                 if self._lock is None:
@@ -190,7 +178,8 @@ class SocketFiles:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         old = os.umask(0o177)  # no other user may connect between bind and chmod
         try:
-            listener.bind(str(self._place(path)))
+            self._remove_stale(self._bound_at[path])
+            listener.bind(str(self._bound_at[path]))
             listener.listen(1024)
             self._publish(path)
         except OSError as error:
@@ -234,21 +223,8 @@ class SocketFiles:
         path.unlink(missing_ok=True)
         return fd
 
-    def _place(self, path: Path) -> Path:
-        """Where the socket is to be bound that is going to be published at ``path``. Nothing is there.
-
-        Raises:
-            SocketInUse: something is, and stays.
-        """
-        self._remove_stale(self._bound_at[path])
-        return self._bound_at[path]
-
     def _publish(self, path: Path) -> None:
-        """Give the socket that was bound its mode and group, and rename it to ``path``.
-
-        Raises:
-            SocketInUse: it cannot be, or it was replaced meanwhile.
-        """
+        """Give the socket that was bound its mode and group, and rename it to ``path``. Raises SocketInUse."""
         bound = self._bound_at[path]
         try:
             if self.gid is not None:
@@ -265,14 +241,14 @@ class SocketFiles:
             bound.rename(path)
         except OSError as error:
             raise SocketInUse(f"{path} cannot be created: {error.strerror}") from error
-        self._published[path] = _file_id(found)
+        self._published[path] = found
 
     def missing(self) -> list[Path]:
         """Which of the published sockets, and of the lock, are not there any more, or not this daemon's."""
         wanted = dict(self._published)
         if self._lock is not None:
-            wanted[self._lock_path] = _file_id(os.fstat(self._lock))
-        return [path for path, is_ in wanted.items() if not self._is_at(path, is_)]
+            wanted[self._lock_path] = os.fstat(self._lock)
+        return [path for path, is_ in wanted.items() if not _is_at(path, is_)]
 
     def reclaim(self) -> None:
         """Make the directory and the lock again if they were removed, so that sockets can be published.
@@ -283,7 +259,7 @@ class SocketFiles:
         Raises:
             SocketInUse: another daemon holds the lock by now, or nothing can be made there.
         """
-        if self._is_at(self._lock_path, _file_id(os.fstat(self.lock))):
+        if _is_at(self._lock_path, os.fstat(self.lock)):
             if not os.access(self.grpc_path.parent, os.W_OK | os.X_OK, effective_ids=True):
                 raise SocketInUse(f"{self.grpc_path.parent} may not be written to")
             return
@@ -318,7 +294,7 @@ class SocketFiles:
         for path in (*self._bound_at.values(), self._inner):  # of a socket that could not be published
             with suppress(SocketInUse, OSError):
                 self._remove_stale(path)
-        if undo and self._made_lock and self._is_at(self._lock_path, _file_id(os.fstat(self._lock))):
+        if undo and self._made_lock and _is_at(self._lock_path, os.fstat(self._lock)):
             self._lock_path.unlink(missing_ok=True)  # who waits for it takes the next one of this name
         os.close(self._lock)
         self._lock = None
@@ -327,13 +303,7 @@ class SocketFiles:
 
     def _is_mine(self, path: Path) -> bool:
         """Whether this daemon's socket is published there."""
-        return path in self._published and self._is_at(path, self._published[path])
-
-    @staticmethod
-    def _is_at(path: Path, is_: _FileId) -> bool:
-        with suppress(OSError):
-            return _file_id(path.lstat()) == is_
-        return False
+        return path in self._published and _is_at(path, self._published[path])
 
     def _remove_stale(self, path: Path) -> None:
         if self._is_mine(path):
@@ -347,6 +317,13 @@ class SocketFiles:
         if found.st_uid != os.geteuid():
             raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set --socket to another path")
         path.unlink()
+
+
+def _is_at(path: Path, is_: os.stat_result) -> bool:
+    """Whether this file is there, and not another one that has its name by now."""
+    with suppress(OSError):
+        return os.path.samestat(path.lstat(), is_)
+    return False
 
 
 def _holder(lock: int) -> str:

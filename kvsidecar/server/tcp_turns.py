@@ -20,11 +20,7 @@ CONNECTION_EVERY = 4
 
 
 class TcpTurns:
-    """Calls functions in order of `take`, one in each iteration of the event loop.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Calls functions in order of `take`, one in each iteration of the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -38,9 +38,9 @@ LIMITS = Limits(
     connection_bytes=CONNECTION_BYTES + TLS_BYTES,
 )
 """Of clients over TCP, for those who have the same names in their certificates, and for all together."""
-USER_BYTES = LIMITS.user_bytes  # 168 MiB
+USER_BYTES = LIMITS.user.memory(LIMITS.connection_bytes)  # 168 MiB
 """The most memory that clients with the same names take."""
-ALL_BYTES = LIMITS.all_bytes + MAX_ALL_HANDSHAKES * HANDSHAKE_BYTES  # 432 MiB
+ALL_BYTES = LIMITS.everyone.memory(LIMITS.connection_bytes) + MAX_ALL_HANDSHAKES * HANDSHAKE_BYTES  # 432 MiB
 """The most memory that gRPC over TCP takes, whoever reaches the port. The kernel's buffers are not in it."""
 _SOCKET = SocketOptions(receive_bytes=128 * 1024, send_bytes=128 * 1024, both_families=True)
 _SHOWN_NAMES, _SHOWN_LENGTH = 4, 200

@@ -76,7 +76,6 @@ class CircuitBreaker:
         silence: seconds without any answer, from the first unanswered call, before such a wait counts: one that ends
             sooner only shows that the answer takes longer than the caller can wait.
         backoff: delays before the probes.
-        clock: monotonic seconds.
     """
 
     def __init__(

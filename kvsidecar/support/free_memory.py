@@ -24,11 +24,7 @@ def give_back() -> None:
 
 
 class Peak:
-    """Gives memory back when for `QUIET_SECONDS` much less was in use than at most.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Gives memory back when for `QUIET_SECONDS` much less was in use than at most."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -83,7 +83,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def show(self, status: bytes) -> None:
-        """Show a status line below the log on a terminal until the next call. An empty line removes it."""
+        """See `kvsidecar.support.log.show`."""
         with self._changed:
             self._status = status
             self._changed.notify_all()

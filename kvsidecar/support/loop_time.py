@@ -52,7 +52,6 @@ class LoopTime:
     been read: a step that began while they are read would hold up a lookup that has arrived with its message.
 
     Args:
-        clock: monotonic seconds.
         seconds: how long steps begin in an iteration; 0: one step per iteration.
     """
 

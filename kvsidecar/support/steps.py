@@ -22,9 +22,6 @@ class Steps:
 
     Whoever has a step asks `may_begin`, and passes it to `later` if it may not; steps that wait begin in that order,
     before any new one.
-
-    Args:
-        call_seconds: see `CALL_SECONDS`.
     """
 
     def __init__(self, loop_time: LoopTime | None = None, *, call_seconds: float = CALL_SECONDS) -> None:

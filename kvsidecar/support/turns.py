@@ -32,11 +32,7 @@ class _User:
 
 
 class Turns:
-    """Steps of users, a lane of the loop's time: one user after the other, and each user's in their order.
-
-    Args:
-        share, burst_seconds: see `SHARE` and `BURST_SECONDS`.
-    """
+    """Steps of users, a lane of the loop's time: one user after the other, and each user's in their order."""
 
     def __init__(
         self, loop_time: LoopTime | None = None, *, share: float = SHARE, burst_seconds: float = BURST_SECONDS

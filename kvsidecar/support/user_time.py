@@ -19,10 +19,6 @@ class UserTime:
     limit the lookups of all others would wait for each. A user whose time is used up continues in the next iteration,
     its connections in the order in which they came to wait. A request that has begun is finished. For a user who is
     alone this costs no more than a look at the sockets for each `SECONDS`.
-
-    Args:
-        clock: monotonic seconds.
-        seconds: see `SECONDS`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS) -> None:

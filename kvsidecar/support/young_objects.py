@@ -25,9 +25,6 @@ class YoungObjects:
     Where connections and calls come and go, about as many old ones are freed as young ones are made, and the young ones
     become thousands, whose collection takes up to 0.8 ms (measured, Python 3.11). Called at the end of each iteration
     in which there was work. With `COLLECT`, Python begins no full collections by itself.
-
-    Args:
-        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
