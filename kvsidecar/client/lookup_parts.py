@@ -34,8 +34,7 @@ class LookupParts:
     def __init__(self, query: LookupQuery) -> None:
         self._query = query
         self._single = query.hashes <= PART_HASHES
-        self._pieces: Iterator[list[_Piece]] = iter(())
-        self._begun = False
+        self._pieces = _pieces(query)
         self._sent: list[_Piece] = []
         self._results: dict[int, list[GroupHits]] = {group: [] for group in query.groups}
         self._whole: LookupResult | None = None
@@ -53,12 +52,7 @@ class LookupParts:
         if self._whole is not None:
             return None
         if self._single:
-            if self._begun:
-                return None
-            self._begun = True
             return self._query
-        if not self._begun:
-            self._begun, self._pieces = True, _pieces(self._query)
         for pieces in self._pieces:
             # After the first miss a prefix ends.
             self._sent = [each for each in pieces if not self._ends_before(each)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 from kvsidecar.core.job import Job, JobResult, StoreOrder
@@ -41,11 +41,10 @@ class AttachStream:
 
     session: RankSession
     send: Send
-    _: KW_ONLY
     instances: Instances
     readiness: DaemonReadiness
     runner: JobRunner
-    watches: Watches | None = None
+    watches: Watches
     _flushes: int = 0
 
     def __post_init__(self) -> None:
@@ -116,7 +115,7 @@ class AttachStream:
                 priority = convert.priority_from(message.priority)
             order = self._order(message.event) if message.event else None
             for each in message.blocks:
-                if each.notes and self.watches is not None:
+                if each.notes:
                     namespace, user = self.session.registration.namespace, self.session.peer.uid
                     self.watches.note(namespace, each.group, each.hashes, each.notes, user=user)
         elif message.lease:

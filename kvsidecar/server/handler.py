@@ -64,7 +64,7 @@ class Handler:
     Args:
         tasks: owns work that must outlive the connection, such as ending sessions.
         make_status: builds, in steps, the reply to Status for this caller, or a page of it.
-        watches: of what the pool holds; None: nobody may watch.
+        watches: of what the pool holds.
         steps: turns of the messages of Attach streams.
         user_time: of the requests over the local protocol.
     """
@@ -77,8 +77,8 @@ class Handler:
     metrics: Metrics
     tasks: TaskSet
     make_status: Callable[[Caller, pb.StatusPage | None], Generator[None, None, pb.StatusReply]]
-    watches: Watches | None = None
-    steps: Steps = field(default_factory=Steps)
+    watches: Watches
+    steps: Steps
     user_time: UserTime = field(default_factory=UserTime)
     _watching: set[WatchStream] = field(default_factory=set)
 
@@ -114,14 +114,7 @@ class Handler:
         send(pb.AttachReply(registered=registered))
         if session.lost:  # since it was registered, when nobody could be told yet
             on_lost(_lost(session))
-        return AttachStream(
-            session,
-            send,
-            instances=self.instances,
-            readiness=self.readiness,
-            runner=self.runner,
-            watches=self.watches,
-        )
+        return AttachStream(session, send, self.instances, self.readiness, self.runner, self.watches)
 
     def watch(
         self,
@@ -140,8 +133,6 @@ class Handler:
             KVSidecarError: the watcher is refused.
         """
         check_protocol(first.protocol)
-        if self.watches is None:
-            raise InvalidRequest("this daemon has no watchers")
         peer, namespace = self.instances.peer(first.token), _namespace(first.namespace)
         permit(peer.caller, namespace)
         stream = WatchStream(

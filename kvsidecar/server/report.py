@@ -62,9 +62,9 @@ class Report:
     readiness: DaemonReadiness
     metrics: Metrics
     clock: Callable[[], float]
-    tiering: Tiering | None = None
-    watches: Watches | None = None
-    holds: Iterable[Hold] = ()
+    tiering: Tiering | None
+    watches: Watches
+    holds: Iterable[Hold]
     page_kind: str = ""
     numa_nodes: tuple[int, ...] = ()
 
@@ -88,8 +88,8 @@ class Report:
             jobs_running=running,
             oldest_inflight_seconds={direction: self.runner.oldest_seconds(direction) for direction in Direction},
             imported_bytes=self.instances.imported_bytes(),
-            watchers=0 if self.watches is None else len(self.watches),
-            notes_bytes=0 if self.watches is None else self.watches.notes_bytes,
+            watchers=len(self.watches),
+            notes_bytes=self.watches.notes_bytes,
             tiers=[] if self.tiering is None else self.tiering.gauges(),
             shares=self.cache.shares,
             used_by_model=self._used_by_model if self._shows_names else None,

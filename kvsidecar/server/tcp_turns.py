@@ -22,12 +22,11 @@ CONNECTION_EVERY = 4
 class TcpTurns:
     """Calls functions in order of `take`, one in each iteration of the event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._requests: deque[Callable[[], None]] = deque()
         self._connections: deque[Callable[[], None]] = deque()
         self._credit = float(BURST)
-        self._credited_at = clock()
+        self._credited_at = time.monotonic()
         self._count = 0
         self._scheduled = False
 
@@ -50,7 +49,7 @@ class TcpTurns:
         if self._scheduled or not (self._requests or self._connections):
             return
         self._scheduled = True
-        loop, now = asyncio.get_running_loop(), self._clock()
+        loop, now = asyncio.get_running_loop(), time.monotonic()
         self._credit = min(BURST, self._credit + (now - self._credited_at) * RATE)
         self._credited_at = now
         if self._credit >= 1:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from kvsidecar.support.peer import close_all
 from kvsidecar.support.polling import is_readable
 
 MAX_PID: Final = 1 << 22
@@ -60,7 +61,7 @@ def is_ending(pid: int) -> bool:
 
 
 class Watched:
-    """Those of some processes that can be seen from here. Close it."""
+    """Those of some processes that can be seen from here. A context manager: it has a descriptor of each."""
 
     def __init__(self, processes: Iterable[ProcessId]) -> None:
         self._pidfds: list[int] = []
@@ -94,12 +95,8 @@ class Watched:
             return False
         return True
 
-    def close(self) -> None:
-        while self._pidfds:
-            os.close(self._pidfds.pop())
-
     def __enter__(self) -> Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        close_all(self._pidfds)

@@ -57,6 +57,7 @@ class Stream:
             instances=SimpleNamespace(),  # type: ignore[arg-type]
             readiness=SimpleNamespace(listen=lambda _: lambda: None),  # type: ignore[arg-type]
             runner=self.runner,  # type: ignore[arg-type]
+            watches=nobody,
         )
 
     async def handle(self, first: int, count: int, blocks: int = 1, kind: str = "store") -> None:

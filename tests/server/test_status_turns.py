@@ -40,6 +40,7 @@ async def test_one_step_of_one_status_in_each_turn_of_the_loop() -> None:
         metrics=nothing,
         tasks=nothing,
         make_status=status,
+        watches=nothing,
         steps=Steps(LoopTime(seconds=0.0)),
     )
     tick()

@@ -43,6 +43,7 @@ class Daemon:
             tasks=nothing,
             make_status=nothing,
             watches=self.watches,
+            steps=nothing,
         )
         self.sent: list[pb.AttachReply] = []
         self.lost: list[KVSidecarError] = []

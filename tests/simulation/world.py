@@ -28,6 +28,7 @@ from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.sessions import Instances
+from kvsidecar.core.watches import Watches
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Service
 from kvsidecar.support.loop_time import LoopTime
@@ -174,6 +175,7 @@ class World:
             metrics=_metrics(),
             tasks=self.tasks,
             make_status=lambda _: pb.StatusReply(),
+            watches=Watches(self.cache, _metrics(), lambda *_: None, lambda: True),
             steps=Steps(loop_time),
         )
         self.service = Service(self.handler)
