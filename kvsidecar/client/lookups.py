@@ -28,11 +28,7 @@ EARLY_TOUCH_BYTES = 1 << 20
 
 
 class NoAnswer(Exception):
-    """The call was not sent, or not answered in time. ``reason`` is one of `kvsidecar.client.types`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The call was not sent, or not answered in time. Its text is a reason of `kvsidecar.client.types`."""
 
 
 class Lookups:
@@ -60,7 +56,7 @@ class Lookups:
                 parts.take(part.result(self._call(part.request, deadline, late)))
         except NoAnswer as missing:
             self._release(parts)
-            return query.no_hits(missing.reason)
+            return query.no_hits(str(missing))
         except BaseException:
             self._release(parts)
             raise
@@ -335,7 +331,7 @@ class PendingLookup:
         try:
             self._lookups.reply(self._error, self._transport)
         except NoAnswer as missing:
-            return self._query.no_hits(missing.reason)
+            return self._query.no_hits(str(missing))
         raise AssertionError("an error is no reply")
 
     def cancel(self) -> None:

@@ -16,7 +16,7 @@ from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.protocol.wire import readiness_to_wire
 from kvsidecar.server import convert
 from kvsidecar.support import log
-from kvsidecar.types import Direction, Priority, Readiness
+from kvsidecar.types import Direction, Priority
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_JOBS = 8192
@@ -35,6 +35,11 @@ Send = Callable[[pb.AttachReply], None]
 """Sends or queues a reply. Never waits."""
 
 
+def forward_readiness(readiness: DaemonReadiness, send: Send) -> Callable[[], None]:
+    """Send each change. Returns what ends that."""
+    return readiness.listen(lambda now: send(pb.AttachReply(readiness=readiness_to_wire(now))))
+
+
 @dataclass(eq=False)
 class AttachStream:
     """The stream from registration to `close`: starts the requested jobs, and sends results and readiness changes."""
@@ -48,14 +53,11 @@ class AttachStream:
     _flushes: int = 0
 
     def __post_init__(self) -> None:
-        self._stop_listening = self.readiness.listen(self._send_readiness)
+        self._stop_listening = forward_readiness(self.readiness, self.send)
 
     def close(self) -> None:
         """Accept no more requests. The results of running jobs are still sent."""
         self._stop_listening()
-
-    def _send_readiness(self, now: Readiness) -> None:
-        self.send(pb.AttachReply(readiness=readiness_to_wire(now)))
 
     def handle(self, message: pb.AttachRequest) -> None:
         """Handle one request. Jobs start in the order of their messages.

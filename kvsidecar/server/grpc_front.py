@@ -1,6 +1,6 @@
 """Relays each connection of a gRPC client through the gate to gRPC's own server, and limits what a user's may cost.
 
-gRPC in Python tells neither who connects nor how many connections a user has. `unix_front` and `tls_front` accept, and
+gRPC in Python tells neither who connects nor how many connections a user has. `grpc_server` and `tls_front` accept, and
 know the user; gRPC's own server listens at a socket that only this process can reach.
 """
 
@@ -110,7 +110,8 @@ class GrpcFront:
     """
 
     def __init__(self, limits: Limits, refuse: Callable[[Refusal], None], tasks: TaskSet, turns: Turns) -> None:
-        self._limits, self._refuse, self._tasks = limits, refuse, tasks
+        self.refuse = refuse
+        self._limits, self._tasks = limits, tasks
         self._server = ""
         user, everyone = limits.user, limits.everyone
         self._connections_of = Quota(user.connections, "gRPC connections", everyone.connections)
@@ -185,7 +186,7 @@ class GrpcFront:
         Args:
             shown: whose it is.
         """
-        self._refuse(REASONS[type(error)])
+        self.refuse(REASONS[type(error)])
         self._caused.warning("gRPC refused", **shown, reason=str(error))
 
     def ended(self, relay: _Relay) -> None:

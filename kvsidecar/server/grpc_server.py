@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,12 +17,14 @@ from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, GrpcFront
+from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, Client, End, GrpcFront
 from kvsidecar.server.handler import Handler
+from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
-from kvsidecar.server.unix_front import unix_listener
 from kvsidecar.support import log
+from kvsidecar.support.peer import Credentials
+from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.types import Readiness, State
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -105,6 +109,16 @@ class InnerServer:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def unix_listener(socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, turns: Turns) -> PathListener:
+    """Accepts on the gRPC socket for the front, which knows each client by its user (SO_PEERCRED)."""
+
+    def accepted(connection: socket.socket, who: Credentials) -> None:
+        front.admit(Client(who.uid, {"uid": who.uid}), partial(End, connection))
+
+    # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.
+    return PathListener(socket_files, socket_files.grpc_path, accepted, tasks, _caused, turns, "grpc-accept")
 
 
 class RpcServer:

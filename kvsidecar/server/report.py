@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -96,10 +97,9 @@ class Report:
         )
 
     def _used_by_model(self) -> dict[str, int]:
-        used: dict[str, int] = {}
+        used = Counter[str]()
         for space in self.cache.spaces:
-            model = space.namespace.model
-            used[model] = used.get(model, 0) + space.blocks.readable * space.block_bytes
+            used[space.namespace.model] += space.blocks.readable * space.block_bytes
         return used
 
     @property

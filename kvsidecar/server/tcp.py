@@ -100,7 +100,7 @@ class RemoteServer:
     ) -> None:
         self._address = address
         front = GrpcFront(LIMITS, handler.metrics.refuse, handler.tasks, turns)
-        self._listener = TlsFront(certificates, front, handler.metrics.refuse, handler.tasks)
+        self._listener = TlsFront(certificates, front, handler.tasks)
         self._inner = InnerServer(socket_files, front, RemoteService(handler, front.user_at), health_of, _OPTIONS)
 
     async def start(self) -> int:

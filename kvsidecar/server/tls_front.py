@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -54,14 +53,11 @@ class TlsFront:
     """Used from the event loop.
 
     Args:
-        front: serves the connections whose handshake is complete, and counts the refusals of the others.
-        refuse: counts the others that were ended by their clients.
+        front: serves the connections whose handshake is complete, and counts the others.
     """
 
-    def __init__(
-        self, certificates: Certificates, front: GrpcFront, refuse: Callable[[Refusal], None], tasks: TaskSet
-    ) -> None:
-        self._certificates, self._front, self._refuse, self._tasks = certificates, front, refuse, tasks
+    def __init__(self, certificates: Certificates, front: GrpcFront, tasks: TaskSet) -> None:
+        self._certificates, self._front, self._tasks = certificates, front, tasks
         self._handshakes = Handshakes()
         self._under_way: dict[Handshake, asyncio.Task[bool]] = {}
         self._thread = ThreadPoolExecutor(1, "handshakes")
@@ -120,7 +116,7 @@ class TlsFront:
             self._front.refused({"address": handshake.address}, error)
             return False
         except OSError as error:
-            self._refuse(Refusal.CLIENT_GONE)
+            self._front.refuse(Refusal.CLIENT_GONE)
             _caused.debug("a TLS handshake was ended by its client", address=handshake.address, error=str(error))
             return False
         if tls is None:

@@ -12,10 +12,9 @@ from kvsidecar.core.quota import Quota
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.watches import Receiver, Watches
 from kvsidecar.errors import InvalidRequest, KVSidecarError
-from kvsidecar.protocol.wire import readiness_to_wire
 from kvsidecar.server import convert
-from kvsidecar.server.attach_stream import Send
-from kvsidecar.types import Namespace, Readiness
+from kvsidecar.server.attach_stream import Send, forward_readiness
+from kvsidecar.types import Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_UNREAD_BYTES = 256 * 1024
@@ -53,7 +52,7 @@ class WatchStream(Receiver):
 
     def begin(self, registered: pb.Registered) -> None:
         self.reply(pb.AttachReply(registered=registered))
-        self._stop_listening = self.readiness.listen(self._send_readiness)
+        self._stop_listening = forward_readiness(self.readiness, self.reply)
         self._watch = self.watches.begin(self.namespace, self)
 
     def close(self) -> None:
@@ -78,6 +77,3 @@ class WatchStream(Receiver):
         residency = shared[1].residency
         residency.sequence, residency.reset, residency.complete = update.sequence, update.reset, update.complete
         self.reply(shared[1])
-
-    def _send_readiness(self, now: Readiness) -> None:
-        self.reply(pb.AttachReply(readiness=readiness_to_wire(now)))

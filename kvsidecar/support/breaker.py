@@ -92,20 +92,16 @@ class CircuitBreaker:
         self._backoff = backoff or Backoff(0.1, 2.0)
         self._clock = clock
         self._lock = threading.Lock()
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
         self._failures = 0
         self._silent_since: float | None = None
         """When the first call after the last answer was made."""
         self._probe_at = 0.0
 
     @property
-    def state(self) -> BreakerState:
-        return self._state
-
-    @property
     def allows(self) -> bool:
         """Whether a call may be made now. Never waits."""
-        return self._state is BreakerState.CLOSED
+        return self.state is BreakerState.CLOSED
 
     def called(self) -> None:
         """A call was made."""
@@ -117,11 +113,11 @@ class CircuitBreaker:
         with self._lock:
             self._failures = 0
             self._silent_since = None
-            if self._state is BreakerState.OPEN:
+            if self.state is BreakerState.OPEN:
                 # This call began before the breaker opened. The probe decides: its answer is newer.
                 return False
-            closed = self._state is BreakerState.HALF_OPEN
-            self._state = BreakerState.CLOSED
+            closed = self.state is BreakerState.HALF_OPEN
+            self.state = BreakerState.CLOSED
             self._backoff.reset()
             return closed
 
@@ -132,9 +128,9 @@ class CircuitBreaker:
             surely: it counts however short the silence was.
         """
         with self._lock:
-            if self._state is BreakerState.OPEN:
+            if self.state is BreakerState.OPEN:
                 return False  # this call began before it opened
-            if was_closed := self._state is BreakerState.CLOSED:
+            if was_closed := self.state is BreakerState.CLOSED:
                 now = self._clock()
                 if self._silent_since is None:
                     self._silent_since = now  # others were answered meanwhile
@@ -143,29 +139,29 @@ class CircuitBreaker:
                 self._failures += 1
                 if self._failures < self._threshold:
                     return False
-            self._state = BreakerState.OPEN
+            self.state = BreakerState.OPEN
             self._probe_at = self._clock() + self._backoff.next()
             return was_closed
 
     def probe_in(self) -> float | None:
         """Seconds until the next probe; None if the breaker is closed or a probe is under way."""
         with self._lock:
-            if self._state is not BreakerState.OPEN:
+            if self.state is not BreakerState.OPEN:
                 return None
             return max(0.0, self._probe_at - self._clock())
 
     def begin_probe(self) -> bool:
         """Become half-open if a probe is due. True: the caller makes one call and reports its outcome."""
         with self._lock:
-            if self._state is not BreakerState.OPEN or self._clock() < self._probe_at:
+            if self.state is not BreakerState.OPEN or self._clock() < self._probe_at:
                 return False
-            self._state = BreakerState.HALF_OPEN
+            self.state = BreakerState.HALF_OPEN
             return True
 
     def reset(self) -> None:
         """Close: another daemon answers now."""
         with self._lock:
-            self._state = BreakerState.CLOSED
+            self.state = BreakerState.CLOSED
             self._failures = 0
             self._silent_since = None
             self._backoff.reset()

@@ -170,19 +170,12 @@ class Child:
         """When the request was sent that is being answered; 0 if there is none."""
         self._last_words = ""
         self._killed_at = 0.0
-        self._pidfd = os.pidfd_open(launched.process.pid)
-        self._loop.add_reader(self._pidfd, self._died)
+        self.pid = launched.process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        """Ours; closed when the process has ended."""
+        self._loop.add_reader(self.pidfd, self._died)
         self.ended: asyncio.Future[str] = self._loop.create_future()
         """Resolved with the reason when the process is dead."""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def pidfd(self) -> int:
-        """Ours; closed when the process has ended."""
-        return self._pidfd
 
     @property
     def killed_seconds(self) -> float:
@@ -246,8 +239,8 @@ class Child:
 
     def _died(self) -> None:
         self._become(State.ENDED)
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        self._loop.remove_reader(self.pidfd)
+        os.close(self.pidfd)
         if not self._asking.locked():
             self._connection.close()  # else `ask` does, which still uses it
         code = self._process.wait()

@@ -334,7 +334,7 @@ async def test_an_end_that_waits_for_its_turn_comes_before_the_end_of_the_proces
 async def test_a_cancelled_wait_for_the_end_does_not_cancel_the_end(bench: Bench) -> None:
     bench.stop()
     copying = bench.store(0)
-    bench.link._loop.remove_reader(bench.link._pidfd)  # the socket says first that it has died
+    bench.link._loop.remove_reader(bench.link.pidfd)  # the socket says first that it has died
     bench.signal(signal.SIGKILL)
     asking = asyncio.create_task(bench.link.pin(SLAB, SLAB))
     await asyncio.sleep(0)  # it asks
@@ -343,7 +343,7 @@ async def test_a_cancelled_wait_for_the_end_does_not_cancel_the_end(bench: Bench
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    bench.link._loop.add_reader(bench.link._pidfd, bench.link._died)
+    bench.link._loop.add_reader(bench.link.pidfd, bench.link._died)
     assert "SIGKILL" in await lost(copying)
 
 

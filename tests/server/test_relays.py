@@ -14,10 +14,10 @@ import pytest
 from kvsidecar.errors import Refusal
 from kvsidecar.server import grpc_front
 from kvsidecar.server.grpc_front import GrpcFront
+from kvsidecar.server.grpc_server import unix_listener
 from kvsidecar.server.http2_frames import CANCEL, reset
 from kvsidecar.server.http2_gate import CALLS_AT_ONCE, MESSAGE_SECONDS
 from kvsidecar.server.socket_files import SocketFiles
-from kvsidecar.server.unix_front import unix_listener
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from tests.attacks.http2_client import END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, request
