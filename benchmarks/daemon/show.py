@@ -9,12 +9,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.daemon import tables, targets
 from benchmarks.daemon.result import load_peers, read
 from kvsidecar.bench.errors import BadOption
-from kvsidecar.bench.tables import TABLES, print_report, print_tables
+from kvsidecar.bench.tables import TABLES, console_of, print_report, print_tables
 
 WIDTH = 140
 """Where standard output is no terminal: several systems stand beside one another."""
@@ -32,9 +30,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write plots as PNG files; needs matplotlib")
     arguments = parser.parse_args()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = console_of(WIDTH)
     try:
         report = read(arguments.results)
         peers = [row for file in arguments.compare for row in load_peers(file)]

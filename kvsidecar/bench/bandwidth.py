@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 from kvsidecar.bench.engine import Engine, Finished, Held, direction_submits, throughput
 from kvsidecar.bench.errors import BenchError, Skipped
@@ -51,21 +52,20 @@ class _Layout:
 
     def measure(self) -> None:
         self._engine.client.set_idle(True)  # or its stores would be paced
-        for in_flight in IN_FLIGHT:
-            for blocks in BLOCK_COUNTS:
-                if self._fits(blocks, in_flight):
-                    self._setting.say(f"{self._layout.name}, {blocks} blocks a job, {in_flight} in flight")
-                    self._cell(Direction.STORE, UNPACED, blocks, in_flight)
-                    self._cell(Direction.LOAD, UNPACED, blocks, in_flight)
+        cells = [
+            (blocks, in_flight) for in_flight in IN_FLIGHT for blocks in BLOCK_COUNTS if self._fits(blocks, in_flight)
+        ]
+        for blocks, in_flight in cells:
+            self._setting.say(f"{self._layout.name}, {blocks} blocks a job, {in_flight} in flight")
+            self._cell(Direction.STORE, UNPACED, blocks, in_flight)
+            self._cell(Direction.LOAD, UNPACED, blocks, in_flight)
         if self._fits(BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT):
             self._both()
         if self._setting.is_private and self._layout.name in EVICTING_LAYOUTS:
             self._evicting()
         self._engine.client.set_idle(False)
-        for in_flight in IN_FLIGHT:
-            for blocks in BLOCK_COUNTS:
-                if self._fits(blocks, in_flight):
-                    self._cell(Direction.STORE, PACED, blocks, in_flight)
+        for blocks, in_flight in cells:
+            self._cell(Direction.STORE, PACED, blocks, in_flight)
 
     def _fits(self, blocks: int, in_flight: int) -> bool:
         need = blocks * in_flight * self._layout.block_bytes
@@ -80,10 +80,8 @@ class _Layout:
         job_bytes = blocks * self._layout.block_bytes
         jobs = 1 if in_flight == 1 else min(4 * in_flight, max(in_flight, self._setting.in_flight_bytes // job_bytes))
         self._clear()
-        if direction is Direction.STORE:
-            self._add(direction, mode, blocks, in_flight, self._rounds(direction, blocks, jobs, in_flight, []))
-            return
-        with self._engine.held(blocks, in_flight) as held:
+        with ExitStack() as stack:
+            held = stack.enter_context(self._engine.held(blocks, in_flight)) if direction is Direction.LOAD else []
             self._add(direction, mode, blocks, in_flight, self._rounds(direction, blocks, jobs, in_flight, held))
 
     def _rounds(
@@ -141,21 +139,30 @@ class _Layout:
     def _both(self) -> None:
         self._clear()
         with self._engine.held(BOTH_BLOCKS, BOTH_IN_FLIGHT) as held:
+            finished: dict[Direction, list[Finished]] = {direction: [] for direction in Direction}
+            flows: list[Future[None]] = []
             stop = threading.Event()
-            flows: list[_Flow] = []
-            flows += [_Flow(self._engine, direction, held, stop, flows) for direction in Direction]
-            for flow in flows:
-                flow.start()
-            try:
-                stop.wait(self._setting.seconds(BOTH_SECONDS))
-            finally:
-                stop.set()
-                for flow in flows:
-                    flow.join()
+
+            def enough() -> bool:
+                done = (len(each) >= 2 * BOTH_IN_FLIGHT for each in finished.values())
+                return stop.is_set() and (all(done) or any(flow.done() for flow in flows))  # one may have failed
+
+            def run(direction: Direction) -> None:
+                """None ends before the other begins."""
+                while not enough():
+                    submits = direction_submits(self._engine, direction, BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT, held)
+                    finished[direction] += self._engine.run(submits, BOTH_IN_FLIGHT)
+
+            with ThreadPoolExecutor(len(finished), "bench-both") as threads:
+                flows += [threads.submit(run, direction) for direction in finished]
+                try:
+                    stop.wait(self._setting.seconds(BOTH_SECONDS))
+                finally:
+                    stop.set()
         for flow in flows:
-            if flow.error is not None:
-                raise BenchError(f"both directions: {flow.error}")
-        store, load = (flow.finished for flow in flows)
+            if (error := flow.exception()) is not None:
+                raise BenchError(f"both directions: {error}")
+        store, load = finished.values()
         # While both ran: from the later of the first ends to the earlier of the last ones.
         start, end = max(store[0].done, load[0].done), min(store[-1].done, load[-1].done)
         store_rate, load_rate = (_rate(finished, start, end) for finished in (store, load))
@@ -179,36 +186,6 @@ class _Layout:
                 with no_garbage_collection():
                     rounds = [engine.run(engine.stores(blocks, count), in_flight) for _ in range(self._setting.repeat)]
                 self._add(Direction.STORE, EVICTING, blocks, in_flight, rounds)
-
-
-class _Flow(threading.Thread):
-    """Jobs of one direction until ``stop`` is set and every flow has done enough: none ends before another begins."""
-
-    def __init__(
-        self, engine: Engine, direction: Direction, held: list[Held], stop: threading.Event, all_flows: list[_Flow]
-    ) -> None:
-        super().__init__(name=f"bench-{direction}")
-        self._all_flows = all_flows
-        self._engine = engine
-        self._direction = direction
-        self._held = held
-        self._stop_event = stop
-        self.finished: list[Finished] = []
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            while not (self._stop_event.is_set() and all(flow.enough for flow in self._all_flows)):
-                submits: list[Callable[[], int]] = direction_submits(
-                    self._engine, self._direction, BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT, self._held
-                )
-                self.finished += self._engine.run(submits, BOTH_IN_FLIGHT)
-        except Exception as error:  # noqa: BLE001 - raised again by who started this thread
-            self.error = error
-
-    @property
-    def enough(self) -> bool:
-        return self.error is not None or len(self.finished) >= 2 * BOTH_IN_FLIGHT
 
 
 def _rate(finished: list[Finished], start: float, end: float) -> float:

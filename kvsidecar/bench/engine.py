@@ -107,8 +107,8 @@ class Engine:
         for submit in submits:
             if len(outstanding) == in_flight:
                 finish_oldest()
-            outstanding.append((0, time.perf_counter()))
-            outstanding[-1] = (submit(), outstanding[-1][1])
+            submitted = time.perf_counter()
+            outstanding.append((submit(), submitted))
         while outstanding:
             finish_oldest()
         return finished
@@ -162,21 +162,18 @@ def attached(
     memory = engine_memory(layout, cuda, host)
     # The budgets of a real engine would turn a stall into a miss; here the stall is what is to be seen.
     client = Client(socket, name=name, timeout=TIMEOUT, step_budget=TIMEOUT)
-    unmapped = False
     try:
         client.attach(
-            instance=name,
-            namespace=layout.namespace(run),
-            buffers=memory.kv_buffers(),
-            groups=[layout.group()],
+            instance=name, namespace=layout.namespace(run), buffers=memory.kv_buffers(), groups=[layout.group()]
         )
         readiness = client.wait_ready(TIMEOUT)
         if not readiness.ready:
             raise BenchError(f"the daemon is not ready: {readiness.state}: {readiness.reason}")
         yield Engine(client, layout, memory, run, rng)
     finally:
-        unmapped = client.close(TIMEOUT)
-        if unmapped:  # else the daemon may still write there, and freeing it is undefined
+        if client.close(
+            TIMEOUT
+        ):  # it has been unmapped; else the daemon may still write there, and freeing it is undefined
             memory.close()
 
 

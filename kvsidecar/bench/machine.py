@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.driver import Cuda
+from kvsidecar.support import cuda_driver
 from kvsidecar.support.process_ids import stat_fields
 
 _SYS_PCI = Path("/sys/bus/pci/devices")
@@ -33,12 +34,13 @@ def available_bytes() -> int:
 
 
 def _gpu(cuda: Cuda) -> dict[str, Any]:
+    version = cuda_driver.driver_version()
     return {
-        "gpu": cuda.name,
+        "gpu": cuda_driver.device_name(0),
         "gpu_memory_bytes": cuda.memory_info()[1],
-        "cuda": cuda.version,
+        "cuda": f"{version // 1000}.{version % 1000 // 10}",
         "driver": _first("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)\s"),
-        "pcie": _link(_SYS_PCI / cuda.pci_bus_id),
+        "pcie": _link(_SYS_PCI / cuda_driver.device_bus_id(0).lower()),
     }
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.client import Client, State
@@ -28,14 +28,6 @@ REPLY_SECONDS = 180.0
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------
-
-
-class Daemon(Protocol):
-    """A daemon that is ready."""
-
-    socket: str
-    pid: int | None
-    """None: it cannot be told from here."""
 
 
 class RunningDaemon:
@@ -56,13 +48,10 @@ class RunningDaemon:
         self.socket = client.socket
         self.backend: str = status.backend
         self.pool_bytes: int = readiness.pool_bytes
-        self.pid = _peer_pid(client.socket)
-
-
-def _peer_pid(socket: str) -> int | None:
-    with sockets.socket(sockets.AF_UNIX) as connection:
-        connection.connect(socket)
-        return peer.credentials(connection).pid or None
+        with sockets.socket(sockets.AF_UNIX) as connection:
+            connection.connect(client.socket)
+            self.pid = peer.credentials(connection).pid or None
+            """None: it cannot be told from here."""
 
 
 class PrivateDaemon:
@@ -155,6 +144,10 @@ class PrivateDaemon:
         """End it in order, or by force if it does not end."""
         if self._process is not None and not child_process.stop(self._process, STOP_SECONDS):
             raise BenchError(f"the daemon did not end in {STOP_SECONDS:g} s; its log ends:\n{self.log_end()}")
+
+
+Daemon = RunningDaemon | PrivateDaemon
+"""One that is ready."""
 
 
 @contextmanager

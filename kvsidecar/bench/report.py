@@ -73,14 +73,4 @@ class Report:
         return f"{where}{f' ({pcie})' if pcie else ''}, kvsidecar {self.version}, {self.date[:10]}"
 
     def to_json(self) -> str:
-        fields = {
-            "schema": SCHEMA,
-            "system": SYSTEM,
-            "version": self.version,
-            "date": self.date,
-            "device": self.device,
-            "machine": self.machine,
-            "options": self.options,
-            "measurements": {name: asdict(each) for name, each in self.measurements.items()},
-        }
-        return json.dumps(fields, indent=1, allow_nan=False)
+        return json.dumps({"schema": SCHEMA, "system": SYSTEM, **asdict(self)}, indent=1, allow_nan=False)

@@ -11,26 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from kvsidecar import __version__
-from kvsidecar.bench import (
-    bandwidth,
-    job_rate,
-    latency,
-    limit,
-    machine,
-    pinning,
-    scaling,
-    token_copy,
-    verify,
-)
+from kvsidecar.bench import bandwidth, job_rate, latency, limit, machine, pinning, scaling, token_copy, verify
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.options import MEASUREMENTS, USUAL_SECONDS, Options
 from kvsidecar.bench.report import Measurement, Report
 from kvsidecar.bench.setting import Setting
-from kvsidecar.bench.tables import TABLES, WIDTH, Tables, print_report
+from kvsidecar.bench.tables import TABLES, WIDTH, Tables, console_of, print_report
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.support.units import format_duration
 
@@ -66,7 +57,8 @@ def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapp
     chosen = {name: each for name, each in measure.items() if not options.only or name in (*options.only, "limit")}
     progress = Progress(Console(stderr=True))
     # SIGTERM ends a run as Ctrl-C does: in order, and with what there is.
-    with _terminable(), tempfile.TemporaryDirectory(prefix="kvs-bench-") as directory, progress:
+    terminable = _handling(signal.default_int_handler, signal.SIGTERM)
+    with terminable, tempfile.TemporaryDirectory(prefix="kvs-bench-") as directory, progress:
         setting = Setting(options, Path(directory), progress.detail)
         report = Report(
             version=__version__,
@@ -106,7 +98,7 @@ def _measure_all(setting: Setting, chosen: Mapping[str, Measure], report: Report
     except KeyboardInterrupt:
         interrupted = True
     # From here on everything has a time limit of its own, and a second Ctrl-C would leave a daemon behind.
-    with _deaf():
+    with _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
         for measurement in report.measurements.values():
             if measurement.status == "running":
                 measurement.status = "interrupted"
@@ -133,10 +125,7 @@ def _measure(measure: Measure, setting: Setting, measurement: Measurement) -> No
 
 def _show(report: Report, options: Options, tables: Mapping[str, Tables]) -> None:
     to_stdout = options.json == "-"
-    console = Console(stderr=to_stdout)
-    if not console.is_terminal:
-        console = Console(stderr=to_stdout, width=WIDTH)
-    print_report(report, console, tables)
+    print_report(report, console_of(WIDTH, stderr=to_stdout), tables)
     if to_stdout:
         sys.stdout.write(report.to_json() + "\n")
     _write(report, options)
@@ -238,17 +227,8 @@ class Progress:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

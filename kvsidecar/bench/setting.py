@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,12 @@ class Setting:
         self._private: PrivateDaemon | None = None
         self._daemon_stack = self._stack.enter_context(ExitStack())
         self._probe: Child | None = None
-        running = RunningDaemon(options.socket) if options.socket is not None else None
-        self._running = running
-        self.device = _device(options.device, running)
+        self._running = RunningDaemon(options.socket) if options.socket is not None else None
+        self.device = _device(options.device, self._running)
         self.cuda = Cuda() if self.device == "cuda" else None
         if self.cuda is not None:
             self._stack.callback(self.cuda.close)
-        self.pool_bytes = self._pool_bytes() if running is None else running.pool_bytes
+        self.pool_bytes = self._pool_bytes() if self._running is None else self._running.pool_bytes
         self.divisor = 1 if self.cuda else self._divisor()
 
     # -- sizes and times -----------------------------------------------------------------------------------------------
@@ -147,20 +146,16 @@ class Setting:
     def is_private(self) -> bool:
         return self._running is None
 
-    @contextmanager
     def private_daemon(
         self, pool_bytes: int, flags: Sequence[str] = (), *, device: str = "", cores: frozenset[int] | None = None
-    ) -> Iterator[PrivateDaemon]:
+    ) -> AbstractContextManager[PrivateDaemon]:
         """One more daemon, ready, for the length of the block."""
         flags = [*self.options.serve_flags, *flags]
-        with private_daemon(self.directory, device or self.device, pool_bytes, flags, cores=cores) as daemon:
-            yield daemon
+        return private_daemon(self.directory, device or self.device, pool_bytes, flags, cores=cores)
 
-    @contextmanager
-    def engine(self, layout: Layout) -> Iterator[Engine]:
+    def engine(self, layout: Layout) -> AbstractContextManager[Engine]:
         """An attached engine of this process, with blocks in the layout."""
-        with attached(self.daemon().socket, layout, self.cuda, run=self.run, rng=self.rng) as engine:
-            yield engine
+        return attached(self.daemon().socket, layout, self.cuda, run=self.run, rng=self.rng)
 
     @contextmanager
     def rank(
@@ -193,12 +188,9 @@ class Setting:
             "seed": [self.options.seed, number],
             "name": f"kvsidecar-bench-rank-{number}",
         }
-        child = Child("kvsidecar.bench.rank", config, self.directory, cores=cores)
-        try:
+        with closing(Child("kvsidecar.bench.rank", config, self.directory, cores=cores)) as child:
             child.answer()
             yield child
-        finally:
-            child.close()
 
     def probe(self) -> Child:
         """The process that plays an engine's own GPU work on the first GPU; started once."""
@@ -206,15 +198,10 @@ class Setting:
             self._probe = self._stack.enter_context(self.probe_on(0))
         return self._probe
 
-    @contextmanager
-    def probe_on(self, ordinal: int) -> Iterator[Child]:
+    def probe_on(self, ordinal: int) -> AbstractContextManager[Child]:
         """Such a process on one of the GPUs."""
         config = {"cuda": self.cuda is not None, "ordinal": ordinal}
-        child = Child("kvsidecar.bench.probe", config, self.directory)
-        try:
-            yield child
-        finally:
-            child.close()
+        return closing(Child("kvsidecar.bench.probe", config, self.directory))
 
     def need_private(self, what: str) -> None:
         """Raises Skipped with --socket."""

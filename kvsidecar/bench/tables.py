@@ -24,6 +24,12 @@ _MODES = {
 }
 
 
+def console_of(width: int, *, stderr: bool = False) -> Console:
+    """Of this width where the output is no terminal."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=width)
+
+
 def print_tables(console: Console, tables: Iterable[Table]) -> None:
     """A title of its own line: rich would fold it at the width of the table."""
     for table in tables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.layouts import STACKED, Layout
@@ -22,7 +23,7 @@ STORE, LOAD = Direction.STORE, Direction.LOAD
 
 def traffic_layout(setting: Setting) -> Layout:
     """Layer-stacked, as engines have it, with the blocks that are in flight."""
-    return Layout.from_json({**STACKED.scaled(setting.divisor).to_json(), "num_blocks": 2 * BLOCKS * IN_FLIGHT})
+    return replace(STACKED.scaled(setting.divisor), num_blocks=2 * BLOCKS * IN_FLIGHT)
 
 
 def measure(setting: Setting, out: Measurement) -> None:
