@@ -16,12 +16,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-failed = 0
-began = time.monotonic()
+try:
+    from benchmarks.bundles.steps import Answers, Asked, end, step
+except ModuleNotFoundError:  # in a bundle
+    from steps import Answers, Asked, end, step  # type: ignore[import-not-found,no-redef]
 
 
 def environment() -> dict[str, str]:
@@ -42,19 +43,6 @@ def environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-
-
-def step(name: str, run: Callable[[], Any]) -> Any:
-    global failed
-    result = None
-    try:
-        result = run()
-        said = f"ok    {name}: {result if isinstance(result, str) else ''}"
-    except Exception as error:  # noqa: BLE001 (the next step may say more)
-        failed += 1
-        said = f"FAIL  {name}: {type(error).__name__}: {error}"
-    print(f"[{time.monotonic() - began:6.1f} s] {said}", flush=True)
-    return result
 
 
 def save_model(options: argparse.Namespace) -> str:
@@ -125,7 +113,7 @@ def ask(engine: Any, ids: list[int], tokens: int) -> tuple[tuple[int, ...], int,
     return tuple(answer["output_ids"]), answer["meta_info"].get("cached_tokens", 0), took
 
 
-def answers(engine: Any, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], str]:
+def answers(engine: Any, prompts: list[list[int]]) -> Answers:
     firsts = [ask(engine, ids, 1) for ids in prompts]
     found = [ask(engine, ids, 16)[0] for ids in prompts]
     took = sorted(each[2] for each in firsts)[len(firsts) // 2]
@@ -157,33 +145,23 @@ def check(options: argparse.Namespace, model: str, page: int) -> None:
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": json.loads(options.linker),
         }
-    started: list[Any] = []
-    step(f"pages of {page}: engine", lambda: started.append(sglang.Engine(**arguments)))
-    if not started:
+    engine = step(f"pages of {page}: engine", lambda: sglang.Engine(**arguments))
+    if engine is None:
         return
-    (engine,) = started
     numbers = random.Random(1)
     # Half a page more: a last page that is whole would be recomputed after a flush, among fewer tokens than before,
     # which rounds otherwise, and the answers would be of other KV than the cold ones.
     length = options.tokens + page // 2
     prompts = [[numbers.randrange(10, 32000) for _ in range(length)] for _ in range(5)]
-    cold: list[tuple[int, ...]] = []
-
-    def run(*, of_cold: bool = False) -> str:
-        found, said = answers(engine, prompts)
-        if of_cold:
-            cold.extend(found)
-            return f"{said}; {cold[0][:6]}"
-        equal = sum(one == other for one, other in zip(found, cold, strict=True))
-        return f"{said}; tokens of {equal} of {len(prompts)} as cold"
+    asked = Asked(lambda: answers(engine, prompts))
 
     def flush() -> str:
         time.sleep(2)  # an idle engine flushes; what is stored after a request keeps it busy for a moment
         engine.flush_cache()
-        return run()
+        return asked.again()
 
-    step(f"pages of {page}: cold", lambda: run(of_cold=True))
-    step(f"pages of {page}: from the radix cache", run)
+    step(f"pages of {page}: cold", asked.cold)
+    step(f"pages of {page}: from the radix cache", asked.again)
     step(f"pages of {page}: after a flush", flush)
     engine.shutdown()
 
@@ -205,8 +183,7 @@ def main() -> int:
     if model is not None:
         for page in options.pages.split(","):
             check(options, model, int(page))
-    print("all is well" if not failed else f"{failed} steps failed", flush=True)
-    return int(failed > 0)
+    return end()
 
 
 if __name__ == "__main__":

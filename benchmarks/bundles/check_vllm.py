@@ -15,9 +15,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+try:
+    from benchmarks.bundles.steps import Answers, Asked, end, step
+except ModuleNotFoundError:  # in a bundle
+    from steps import Answers, Asked, end, step  # type: ignore[import-not-found,no-redef]
 
 OFFLINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -32,18 +36,25 @@ OFFLINE = {
 }
 """What an engine needs without a network; set before vLLM is imported."""
 
-failed = 0
-began = time.monotonic()
-
-
-def step(name: str, run: Callable[[], Any]) -> None:
-    global failed
-    try:
-        said = f"ok    {name}: {run()}"
-    except Exception as error:  # noqa: BLE001 (the next step may say more)
-        failed += 1
-        said = f"FAIL  {name}: {type(error).__name__}: {error}"
-    print(f"[{time.monotonic() - began:6.1f} s] {said}", flush=True)
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "rope_theta": 500000.0,
+}
+"""The ``config.json`` of Llama-3.1-8B, without the number of its layers."""
 
 
 def versions() -> str:
@@ -124,27 +135,8 @@ def close(found: Any, right: Any, most: float) -> str:
 def engine(options: argparse.Namespace) -> Any:
     from vllm import LLM
 
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "rope_theta": 500000.0,
-    }
     directory = tempfile.mkdtemp()
-    Path(directory, "config.json").write_text(json.dumps(config))
+    Path(directory, "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": options.layers}))
     extra: dict[str, Any] = json.loads(options.llm)
     if options.transfer:
         extra["kv_transfer_config"] = json.loads(options.transfer)
@@ -194,11 +186,11 @@ def describe(llm: Any) -> str:
     )
 
 
-def answers(llm: Any, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], str]:
+def answers(llm: Any, prompts: list[list[int]]) -> Answers:
     """One at a time: the tokens, and the time to the first of them."""
     from vllm import SamplingParams
 
-    took, cached, found = [], 0, []
+    took, found = [], []
     for ids in prompts:
         start = time.perf_counter()
         llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
@@ -207,7 +199,6 @@ def answers(llm: Any, prompts: list[list[int]]) -> tuple[list[tuple[int, ...]], 
         sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         (answer,) = llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
         found.append(tuple(answer.outputs[0].token_ids))
-        cached += answer.num_cached_tokens or 0
     return found, f"first token after {sorted(took)[len(took) // 2]:.1f} ms"
 
 
@@ -224,20 +215,12 @@ def run_engine(options: argparse.Namespace) -> None:
     llm = started[0]
     numbers = random.Random(1)
     prompts = [[numbers.randrange(10, 128000) for _ in range(8192)] for _ in range(5)]
-    cold: list[tuple[int, ...]] = []
-
-    def ask(*, of_cold: bool = False) -> str:
-        found, said = answers(llm, prompts)
-        if of_cold:
-            cold.extend(found)
-            return f"{said}; {cold[0][:6]}"
-        equal = sum(one == other for one, other in zip(found, cold, strict=True))
-        return f"{said}; tokens of {equal} of {len(prompts)} as cold (bfloat16 may round some otherwise)"
+    asked = Asked(lambda: answers(llm, prompts), " (bfloat16 may round some otherwise)")
 
     def reset() -> str:
         if not llm.reset_prefix_cache():
             raise AssertionError("vLLM refused to reset its prefix cache")
-        return ask()
+        return asked.again()
 
     def sleep() -> str:
         import torch
@@ -246,10 +229,10 @@ def run_engine(options: argparse.Namespace) -> None:
         llm.sleep(level=1)
         freed = torch.cuda.mem_get_info()[0] - before
         llm.wake_up()
-        return f"{freed / 2**30:.1f} GiB freed; {ask()}"
+        return f"{freed / 2**30:.1f} GiB freed; {asked.again()}"
 
-    step("cold", lambda: ask(of_cold=True))
-    step("from the prefix cache", ask)
+    step("cold", asked.cold)
+    step("from the prefix cache", asked.again)
     step("after a reset", reset)
     if options.sleep:
         step("after sleep and wake", sleep)
@@ -271,8 +254,7 @@ def main() -> int:
         step(kernel.__name__, kernel)
     if not options.kernels:
         run_engine(options)
-    print("all is well" if not failed else f"{failed} steps failed", flush=True)
-    return int(failed > 0)
+    return end()
 
 
 if __name__ == "__main__":

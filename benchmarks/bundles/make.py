@@ -65,8 +65,8 @@ class Recipe:
     wheels: tuple[Wheel, ...]
     requirements: str
     """File beside this one: what is installed as it is."""
-    scripts: tuple[str, ...]
-    """Files beside this one that travel with the archive."""
+    script: str
+    """File beside this one that checks the bundle, and travels with the archive."""
     stand_ins: Path | None = None
     """Folder of packages that replace what is too large and not needed."""
 
@@ -89,7 +89,7 @@ RECIPES = {
             ),
         ),
         requirements="vllm.txt",
-        scripts=("check_vllm.py",),
+        script="check_vllm.py",
     ),
     # Its extension, sglang-kernel 0.4.10, needs torch 2.14: 2.11 lacks, among others, the `torch::Library::_def` and
     # `c10::cuda::c10_cuda_check_implementation` that it calls. So SGLang computes with torch and Triton.
@@ -108,7 +108,7 @@ RECIPES = {
             ),
         ),
         requirements="sglang.txt",
-        scripts=("check_sglang.py",),
+        script="check_sglang.py",
         stand_ins=HERE / "stand_ins",
     ),
 }
@@ -199,7 +199,7 @@ def make(recipe: Recipe, out: Path) -> None:
         parts = pack(site, out)
     lines = [f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}\n" for part in parts]
     (out / "SHA256SUMS").write_text("".join(lines))
-    for script in ("join.sh", *recipe.scripts):
+    for script in ("join.sh", "steps.py", recipe.script):
         shutil.copy(HERE / script, out / script)
     size = sum(part.stat().st_size for part in parts)
     print(f"{out}: {size / 1e6:.1f} MB in {len(parts)} parts")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.bundles.check_vllm import LLAMA, OFFLINE
 from benchmarks.vllm import pegaflow
 from benchmarks.vllm.conversations import Conversations
 from benchmarks.vllm.hooks import Hooks
@@ -21,42 +22,21 @@ from kvsidecar.bench.processes import serve
 from kvsidecar.integrations.vllm.counters import COUNTED
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    **OFFLINE,
     "PYTHONHASHSEED": "0",  # old versions begin their hashes with a random seed otherwise, and engines share nothing
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
     "VLLM_PLUGINS": "",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the engine's process has asked torch for its GPU
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
 }
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
+    **LLAMA,
     "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "rope_theta": 500000.0,
     "initializer_range": 0.02,
 }
 TINY = {
