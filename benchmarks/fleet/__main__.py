@@ -173,11 +173,7 @@ def refuse_mixtures(parser: argparse.ArgumentParser, options: argparse.Namespace
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Policies over one pool, and what is possible.
-
-    Raises:
-        BadFile: the trace is not what it should be.
-    """
+    """Policies over one pool, and what is possible. Raises BadFile: the trace is not what it should be."""
     if options.quick:
         options.hours = 0.75
     if options.agentic:

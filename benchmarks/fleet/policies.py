@@ -223,11 +223,7 @@ class Task:
 
 @lru_cache(maxsize=1)
 def load_uses(source: Source) -> Uses:
-    """What is replayed.
-
-    Raises:
-        BadFile: a file is not what it should be.
-    """
+    """What is replayed. Raises BadFile: a file is not what it should be."""
     if isinstance(source, Sessions):
         return schedule(source)
     if isinstance(source, Log):

@@ -76,11 +76,7 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Wait until it is ready.
-
-        Raises:
-            PeerFailedError: it ended before, or it is not ready after ``seconds``.
-        """
+        """Wait until it is ready. Raises PeerFailedError: it ended before, or it is not ready after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not ready():
             if not self.running:
@@ -90,11 +86,7 @@ class Child:
             time.sleep(0.1)
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end.
-
-        Raises:
-            PeerFailedError: it failed, or it still runs after ``seconds``.
-        """
+        """Wait for its end. Raises PeerFailedError: it failed, or it still runs after ``seconds``."""
         if self._process is None:
             raise PeerFailedError(f"{self.name} was not started")
         try:

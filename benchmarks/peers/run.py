@@ -176,11 +176,7 @@ def machine(systems: Sequence[System]) -> dict[str, str]:
 
 
 def chosen(text: str) -> list[System]:
-    """The systems of ``--only``.
-
-    Raises:
-        argparse.ArgumentTypeError: one is unknown.
-    """
+    """The systems of ``--only``. Raises argparse.ArgumentTypeError: one is unknown."""
     known = {system.name: system for system in SYSTEMS}
     for name in text.split(","):
         if name not in known:

@@ -71,11 +71,7 @@ SHAPES: Final = (CONTIGUOUS, STACKED_64K, SEPARATE_64K, KV_APART_32K, TP8_8K, TP
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of a name.
-
-    Raises:
-        ValueError: there is none; the text lists what there is.
-    """
+    """The shape of a name. Raises ValueError: there is none; the text lists what there is."""
     for shape in SHAPES:
         if shape.name == name:
             return shape

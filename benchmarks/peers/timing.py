@@ -63,11 +63,7 @@ def measure(jobs: int, in_flight: int, submit: Callable[[int], T], wait: Callabl
 
 
 def poll_until(condition: Callable[[], bool], seconds: float, what: str, pause: float = 0.0) -> None:
-    """Ask until it is so.
-
-    Raises:
-        TimeoutError: it is not so after ``seconds``; ``what`` names it.
-    """
+    """Ask until it is so. Raises TimeoutError: it is not so after ``seconds``; ``what`` names it."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

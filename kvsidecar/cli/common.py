@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 if TYPE_CHECKING:
     from kvsidecar.client import Client, RemoteClient
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
@@ -76,25 +78,29 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-socket_option = click.option(
-    "--socket",
-    envvar="KVSIDECAR_SOCKET",
-    metavar="PATH",
-    help="The daemon's Unix socket. [default: as for serve; env: KVSIDECAR_SOCKET]",
-)
+def env_option(flag: str, metavar: str | None, text: str, *, of: str = "", unset: str = "", **more: Any) -> Decorator:
+    """An option that may also be given by a variable, which the help names.
+
+    Args:
+        of: what the variable's name has between KVSIDECAR_ and the flag's.
+        unset: what is taken if neither is given.
+    """
+    variable = f"KVSIDECAR_{of}{flag.removeprefix('--').replace('-', '_').upper()}"
+    default = f"default: {unset}; " if unset else ""
+    return click.option(flag, metavar=metavar, help=f"{text} [{default}env: {variable}]", envvar=variable, **more)
 
 
+socket_option = env_option("--socket", "PATH", "The daemon's Unix socket.", unset="as for serve")
 _CONNECT = (
-    ("connect", "HOST:PORT", "Address of a daemon on another host, reached over TCP with mTLS."),
-    ("connect-ca", "PATH", "CA bundle that the daemon's certificate is verified against, as a PEM file."),
-    ("connect-certificate", "PATH", "Client certificate, as a PEM file. The daemon's policy must name it."),
-    ("connect-key", "PATH", "Private key of the client certificate, as a PEM file."),
+    ("--connect", "HOST:PORT", "Address of a daemon on another host, reached over TCP with mTLS."),
+    ("--connect-ca", "PATH", "CA bundle that the daemon's certificate is verified against, as a PEM file."),
+    ("--connect-certificate", "PATH", "Client certificate, as a PEM file. The daemon's policy must name it."),
+    ("--connect-key", "PATH", "Private key of the client certificate, as a PEM file."),
 )
 
 
 def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose a daemon: --socket on this host, --connect for another host."""
-    for name, metavar, text in reversed(_CONNECT):
-        variable = "KVSIDECAR_" + name.replace("-", "_").upper()
-        command = click.option(f"--{name}", envvar=variable, metavar=metavar, help=f"{text} [env: {variable}]")(command)
+    for option in reversed(_CONNECT):
+        command = env_option(*option)(command)
     return socket_option(command)

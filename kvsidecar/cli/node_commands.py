@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
-from kvsidecar.cli.common import EXIT_AGAIN, EXIT_CONFIG, EXIT_SOCKET, EXIT_UNAVAILABLE, fail, socket_option
+from kvsidecar.cli.common import (
+    EXIT_AGAIN,
+    EXIT_CONFIG,
+    EXIT_SOCKET,
+    EXIT_UNAVAILABLE,
+    Decorator,
+    env_option,
+    fail,
+    socket_option,
+)
 from kvsidecar.daemon.setting_sources import SECTIONS, click_options
 
 
@@ -100,7 +109,7 @@ class _Serve(click.Command):
 serve = _Serve("serve", callback=_serve, help=_serve.__doc__, params=[CHECK, *click_options()])
 
 
-def _device_option(whose: str) -> Callable[..., Any]:
+def _device_option(whose: str) -> Decorator:
     return click.option(
         "--device",
         type=click.Choice(["auto", "cuda", "host"]),
@@ -149,55 +158,36 @@ def doctor(pid: int | None, as_json: bool, disk_speed: bool, **flags: str | None
     sys.exit(1 if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0)
 
 
+_publish_option = partial(env_option, of="PUBLISH_")
+
+
 @click.command()
 @socket_option
-@click.option(
+@_publish_option(
     "--bind",
+    "ENDPOINT",
+    "ZeroMQ endpoint that routers subscribe to.",
     default="tcp://127.0.0.1:5557",
     show_default=True,
-    metavar="ENDPOINT",
-    help="ZeroMQ endpoint that routers subscribe to. [env: KVSIDECAR_PUBLISH_BIND]",
-    envvar="KVSIDECAR_PUBLISH_BIND",
 )
-@click.option(
-    "--replay",
-    metavar="ENDPOINT",
-    help="ZeroMQ endpoint where routers request missed messages. [env: KVSIDECAR_PUBLISH_REPLAY]",
-    envvar="KVSIDECAR_PUBLISH_REPLAY",
-)
-@click.option(
-    "--metrics",
-    metavar="ADDRESS:PORT",
-    help="HTTP address where /metrics is served. [default: none; env: KVSIDECAR_PUBLISH_METRICS]",
-    envvar="KVSIDECAR_PUBLISH_METRICS",
-)
-@click.option(
-    "--node",
-    metavar="NAME",
-    help="Name of this node in topics. [default: the host's name; env: KVSIDECAR_PUBLISH_NODE]",
-    envvar="KVSIDECAR_PUBLISH_NODE",
-)
-@click.option(
-    "--topic",
-    default="kv@{node}@{model}",  # what llm-d expects
-    show_default=True,
-    metavar="TEXT",
-    help="Topic of a namespace's events. [env: KVSIDECAR_PUBLISH_TOPIC]",
-    envvar="KVSIDECAR_PUBLISH_TOPIC",
-)
+@_publish_option("--replay", "ENDPOINT", "ZeroMQ endpoint where routers request missed messages.")
+@_publish_option("--metrics", "ADDRESS:PORT", "HTTP address where /metrics is served.", unset="none")
+@_publish_option("--node", "NAME", "Name of this node in topics.", unset="the host's name")
+# The default is what llm-d expects.
+@_publish_option("--topic", "TEXT", "Topic of a namespace's events.", default="kv@{node}@{model}", show_default=True)
 @click.option(
     "--model", "models", multiple=True, metavar="PATTERN", help="Only namespaces of these models; repeatable."
 )
 @click.option(
     "--ownership", metavar="NAME", help="`ownership` of the events, for routers that distinguish owners of caches."
 )
-@click.option(
+@env_option(
     "--log-format",
+    None,
+    "Format of log lines; auto: text on a terminal.",
     type=click.Choice(["auto", "text", "json"]),
     default="auto",
     show_default=True,
-    help="Format of log lines; auto: text on a terminal. [env: KVSIDECAR_LOG_FORMAT]",
-    envvar="KVSIDECAR_LOG_FORMAT",
 )
 def publish(log_format: str, node: str | None, **given: Any) -> None:
     """Tell routers what the daemon holds, in vLLM's KV event format over ZeroMQ.

@@ -8,13 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.status_figures import (
-    has_pool,
-    jobs_now,
-    pool_details,
-    short_device,
-    tier_details,
-)
+from kvsidecar.cli.status_figures import has_pool, jobs_now, pool_details, short_device, tier_details
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -201,15 +195,10 @@ def _ranks(reply: pb.StatusReply) -> RenderableType:
 
 def _jobs(reply: pb.StatusReply) -> RenderableType:
     jobs = reply.jobs
-    text = Text("\n")
-    text.append("Jobs  ", style="bold")
-    text.append(
-        jobs_now(jobs)
-        + (f", oldest {format_duration(jobs.oldest_inflight_seconds)}" if jobs.oldest_inflight_seconds else "")
-        + f"; done: stores {jobs.stores_done} ({format_size(jobs.stored_bytes)}), "
-        f"loads {jobs.loads_done} ({format_size(jobs.loaded_bytes)})"
-    )
-    return text
+    oldest = f", oldest {format_duration(jobs.oldest_inflight_seconds)}" if jobs.oldest_inflight_seconds else ""
+    stores = f"stores {jobs.stores_done} ({format_size(jobs.stored_bytes)})"
+    loads = f"loads {jobs.loads_done} ({format_size(jobs.loaded_bytes)})"
+    return Text.assemble("\n", ("Jobs  ", "bold"), f"{jobs_now(jobs)}{oldest}; done: {stores}, {loads}")
 
 
 def _refusals(reply: pb.StatusReply) -> RenderableType:

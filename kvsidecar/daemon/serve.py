@@ -152,11 +152,7 @@ def _load(
     read_settings: Callable[[], Settings] | None,
     carrier: Carrier | None = None,
 ) -> MakeDaemon:
-    """Import the daemon. Returns the function that makes it, in the event loop.
-
-    Raises:
-        ConfigError: it cannot start.
-    """
+    """Import the daemon. Returns the function that makes it, in the event loop. Raises ConfigError: it cannot start."""
     failpoints.hit("start.load")
     from kvsidecar.copier.copiers import Copiers, Options
     from kvsidecar.copier.link import CopierLink

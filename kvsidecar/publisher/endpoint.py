@@ -59,10 +59,7 @@ class Connection:
         self.task: asyncio.Task[None] | None = None
 
     def subscribe(self, topic: bytes) -> None:
-        """
-        Raises:
-            RouterRefused: it has too many.
-        """
+        """Raises RouterRefused: it has too many."""
         if topic in self.subscriptions:
             self.subscriptions[topic] = min(self.subscriptions[topic] + 1, 1 << 30)
             return

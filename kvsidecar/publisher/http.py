@@ -26,10 +26,7 @@ class MetricsServer:
         self._server = HttpServer(application, metrics.refuse_http, tasks)
 
     async def start(self, address: tuple[str, int]) -> None:
-        """
-        Raises:
-            AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
-        """
+        """Raises AddressUnavailable, ConfigError: the address cannot be bound, now or ever."""
         host, port = address
         port = await self._server.start(host, port, "--metrics")
         _log.info("metrics are served", url=f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics")

@@ -24,10 +24,7 @@ class Options:
     """ADDRESS:PORT; None: metrics are not served."""
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ConfigError: an option is invalid; the text names it.
-        """
+        """Raises ConfigError: an option is invalid; the text names it."""
         for name in ("bind", "replay"):
             endpoint = getattr(self, name)
             if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):

@@ -97,10 +97,7 @@ class Publisher:
         return [each.address for each in self._endpoints]
 
     async def run(self) -> None:
-        """
-        Raises:
-            AddressUnavailable, ConfigError: the metrics cannot be served.
-        """
+        """Raises AddressUnavailable, ConfigError: the metrics cannot be served."""
         http = MetricsServer(self.metrics)
         try:
             if (address := self._options.metrics_address) is not None:

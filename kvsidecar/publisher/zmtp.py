@@ -35,10 +35,7 @@ class Reader:
         """Of the peer's version; None: its greeting has not come."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """
-        Raises:
-            RouterRefused: it is not ZMTP 3 without encryption, or a frame is longer than `MAX_FRAME_BYTES`.
-        """
+        """Raises RouterRefused: it is not ZMTP 3 without encryption, or a frame is longer than `MAX_FRAME_BYTES`."""
         self._buffer += data
         if self.minor is None:
             if len(self._buffer) < GREETING_BYTES:

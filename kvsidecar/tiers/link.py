@@ -88,11 +88,7 @@ class TierLink(Child, asyncio.Protocol):
         self._write(Request(Do.WATCH if wanted else Do.UNWATCH, space=self.space(space)).pack())
 
     def call(self, request: Request, on_end: OnEnd) -> None:
-        """Send a request to the backend. It is given a number.
-
-        Raises:
-            TierFailed: the process has ended.
-        """
+        """Send a request to the backend. It is given a number. Raises TierFailed: the process has ended."""
         if self.ended.done():
             raise TierFailed(self.ended.result())
         number = next(self._numbers)

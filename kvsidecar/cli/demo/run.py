@@ -74,10 +74,7 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool)
     if disk:
         options += ["--disk-dir", str(directory / "disk"), "--disk-size", str(pool_bytes(shape))]
         options += ["--disk-admission", "all"]
-    with _daemon(kind, socket, options, directory / "daemon.log") as daemon, Client(socket, name="demo") as client:
-        _show_pinning(console, client, daemon)
-        if disk:
-            _wait_for_disk(client)  # what is stored before goes to no disk
+    with _daemon(console, kind, socket, options, directory / "daemon.log", disk) as (daemon, client):
         stored = _engine_a(console, kind, shape, socket)
         _wait_until_detached(client)
         console.print("[bold]engine A[/] killed with SIGKILL; the daemon has unmapped its memory and keeps its blocks")
@@ -87,12 +84,7 @@ def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool)
         else:
             loaded, code = _engine_b(kind, shape, socket), _end(client, daemon)
     if disk:
-        with (
-            _daemon(kind, socket, options, directory / "daemon-2.log") as daemon,
-            Client(socket, name="demo") as client,
-        ):
-            _show_pinning(console, client, daemon)
-            _wait_for_disk(client)
+        with _daemon(console, kind, socket, options, directory / "daemon-2.log", disk) as (daemon, client):
             loaded, code = _engine_b(kind, shape, socket), _end(client, daemon)
     wrong = sum(line["wrong_bytes"] for line in loaded)
     hits = min(line["hits"] for line in loaded)
@@ -115,13 +107,21 @@ def _end(client: Client, daemon: subprocess.Popen[bytes]) -> int:
 
 
 @contextmanager
-def _daemon(kind: str, socket: str, options: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _daemon(
+    console: Console, kind: str, socket: str, options: list[str], log: Path, disk: bool
+) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
+    """One that is ready, and a client of it. It is killed."""
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
     command += [*options, "--log-format", "json"]
     with log.open("wb") as stream:
         daemon = child_process.start(command, stderr=stream)
     try:
-        yield daemon
+        with Client(socket, name="demo") as client:
+            _show_pinning(console, client, daemon)
+            if disk:  # what is stored before goes to no disk
+                off = "the disk is not used: "
+                _wait_until(lambda: (why := client.status().tiers[0].off) and off + why, START_SECONDS)
+            yield daemon, client
     except (DemoFailed, KVSidecarError) as error:
         raise DemoFailed(f"{error}\nThe daemon's log:\n{log.read_text()}") from error
     finally:
@@ -206,10 +206,6 @@ def _wait_until(problem: Callable[[], str], seconds: float) -> None:
 def _wait_until_detached(client: Client) -> None:
     still = "the daemon still holds the dead engine's memory after 10 s"
     _wait_until(lambda: still if client.status().ranks else "", 10)
-
-
-def _wait_for_disk(client: Client) -> None:
-    _wait_until(lambda: (off := client.status().tiers[0].off) and f"the disk is not used: {off}", START_SECONDS)
 
 
 def _wait_until_written(client: Client, shape: Shape) -> None:

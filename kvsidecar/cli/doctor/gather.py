@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import grp
-import importlib.metadata
 import json
 import os
 import pwd
@@ -33,7 +32,7 @@ from kvsidecar.cli.doctor.facts import (
     Memory,
     SocketFacts,
 )
-from kvsidecar.cli.doctor.gather_tiers import cluster, disk_tier, existing, name_of, shared_tier
+from kvsidecar.cli.doctor.gather_tiers import cluster, disk_tier, existing, name_of, shared_tier, version_of
 from kvsidecar.client import Client
 from kvsidecar.daemon.pool_geometry import pool_geometry, pool_spec
 from kvsidecar.daemon.setting_sources import load_settings
@@ -130,10 +129,6 @@ def _peer_pidfd() -> bool:
 
 
 def _driver() -> Driver:
-    bindings = ""
-    for package in ("cuda-bindings", "cuda-python"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            bindings = bindings or importlib.metadata.version(package)
     command = [sys.executable, "-m", "kvsidecar.cli.doctor.probe"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
@@ -146,9 +141,14 @@ def _driver() -> Driver:
     gpus = tuple(Gpu(**each, numa_node=pci_numa_node(each["bus_id"])) for each in found.pop("gpus", ()))
     for name in ("missing_calls", "missing_optional_calls"):
         found[name] = tuple(found.get(name, ()))
-    module_version = _read("/sys/module/nvidia/version")
-    amd = Path("/dev/kfd").exists()
-    return Driver(**found, module_version=module_version, bindings=bindings, mps=mps_runs(), amd=amd, gpus=gpus)
+    return Driver(
+        **found,
+        module_version=_read("/sys/module/nvidia/version"),
+        bindings=version_of("cuda-bindings", "cuda-python"),
+        mps=mps_runs(),
+        amd=Path("/dev/kfd").exists(),
+        gpus=gpus,
+    )
 
 
 class _Limits(HostPlatform):

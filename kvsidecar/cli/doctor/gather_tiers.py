@@ -33,11 +33,7 @@ SPEED_SECONDS: Final = 10.0
 PIECE_BYTES: Final = 4 << 20
 LOAD_SECONDS: Final = 20.0
 """For the client's library."""
-PACKAGES: Final = (
-    "mooncake-transfer-engine-non-cuda",
-    "mooncake-transfer-engine",
-    "mooncake-transfer-engine-cuda13",
-)
+PACKAGES: Final = [f"mooncake-transfer-engine{variant}" for variant in ("-non-cuda", "", "-cuda13")]
 
 
 def disk_tier(settings: Settings | None, *, speed: bool) -> DiskTier:
@@ -150,17 +146,12 @@ def file_system(path: Path, root: Path = memory_limits.ROOT) -> str:
 def cluster(settings: Settings | None) -> Cluster:
     if settings is None or settings.cluster_master is None:
         return Cluster()
-    master, version, problem, unreached = settings.cluster_master, "", "", ""
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = version or importlib.metadata.version(package)
-    if version:
-        problem = _load_problem()
+    master, version, unreached = settings.cluster_master, version_of(*PACKAGES), ""
     try:
         tried = bool(reach(master))
     except TierFailed as error:
         tried, unreached = True, str(error)
-    return Cluster(master, version, problem, unreached, tried)
+    return Cluster(master, version, _load_problem() if version else "", unreached, tried)
 
 
 def _load_problem() -> str:
@@ -173,6 +164,14 @@ def _load_problem() -> str:
     if not ran.returncode:
         return ""
     return (ran.stderr.strip().splitlines() or [f"the process that loads it exited with {ran.returncode}"])[-1]
+
+
+def version_of(*packages: str) -> str:
+    """Of the first of these that is installed; empty if none is."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
 
 
 def existing(directory: Path) -> Path:

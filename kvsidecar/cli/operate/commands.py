@@ -6,11 +6,13 @@ Each command imports what it needs when it runs, so that help is fast.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from kvsidecar.cli.common import connected, daemon_options, fail
+
+_Found = TypeVar("_Found")
 
 
 @click.command()
@@ -108,6 +110,13 @@ def engines(as_json: bool, **where: str | None) -> None:
         console.print(engines_table(reply, console.width))
 
 
+def _valid(found: _Found | str) -> _Found:
+    """It, unless it is an error message."""
+    if isinstance(found, str):
+        fail(found, 1)
+    return found
+
+
 @click.command()
 @daemon_options
 @click.option("--namespace", metavar="MODEL", help="Clear the namespace of this model, as `kvsidecar status` shows it.")
@@ -145,13 +154,9 @@ def clear(
         raise click.UsageError("give either --namespace MODEL, --share NAME or --all")
     if file is not None and (namespace is None or unused):
         raise click.UsageError("--hashes requires --namespace, and cannot be combined with --unused")
-    hashes = None if file is None else read_hashes(file)
-    if isinstance(hashes, str):
-        fail(hashes, 1)
+    hashes = None if file is None else _valid(read_hashes(file))
     with connected(where, "kvsidecar clear") as client:
-        chosen = None if namespace is None else find_namespace(namespace, client.status(everything=True))
-        if isinstance(chosen, str):
-            fail(chosen, 1)
+        chosen = None if namespace is None else _valid(find_namespace(namespace, client.status(everything=True)))
         if everything and not yes:
             click.confirm(clear_question(client.status()), abort=True)
         groups = None if hashes is None else {group: hashes}
@@ -180,13 +185,9 @@ def pin(name: str, namespace: str, file: Any, group: int, seconds: float, **wher
     from kvsidecar.cli.operate.targets import find_namespace, read_hashes
     from kvsidecar.support.units import count, format_size
 
-    hashes = read_hashes(file)
-    if isinstance(hashes, str):
-        fail(hashes, 1)
+    hashes = _valid(read_hashes(file))
     with connected(where, "kvsidecar pin") as client:
-        chosen = find_namespace(namespace, client.status(everything=True))
-        if isinstance(chosen, str):
-            fail(chosen, 1)
+        chosen = _valid(find_namespace(namespace, client.status(everything=True)))
         blocks, nbytes = client.pin(name, chosen, {group: hashes}, seconds)
     click.echo(f"{count(blocks, 'block')} of {len(hashes)} pinned, {format_size(nbytes)}.")
 
@@ -241,8 +242,7 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
     """
     from rich.console import Console
 
-    from kvsidecar.cli.operate.drain import cancel_drain
-    from kvsidecar.cli.operate.drain import drain as drain_daemon
+    from kvsidecar.cli.operate.drain import cancel_drain, drain_daemon
 
     if cancel and wait:
         raise click.UsageError("--cancel cannot be combined with --wait")
@@ -250,10 +250,7 @@ def drain(wait: bool, timeout: float | None, cancel: bool, **where: str | None) 
         raise click.UsageError("--timeout requires --wait")
     console = Console()
     with connected(where, "kvsidecar drain") as client:
-        if cancel:
-            succeeded = cancel_drain(client, console)
-        else:
-            succeeded = drain_daemon(client, wait=wait, timeout=timeout, console=console)
+        succeeded = cancel_drain(client, console) if cancel else drain_daemon(client, wait, timeout, console)
     sys.exit(0 if succeeded else 1)
 
 

@@ -44,7 +44,7 @@ def _open_jobs_by_rank(reply: pb.StatusReply) -> str:
     return text + (f" ({', '.join(busy[:4])}{more})" if busy else "")
 
 
-def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, console: Console) -> bool:
+def drain_daemon(client: Client | RemoteClient, wait: bool, timeout: float | None, console: Console) -> bool:
     """Drain the daemon and print the jobs that still run. True if no job is left, or without ``wait``.
 
     Raises:
@@ -55,11 +55,8 @@ def drain(client: Client | RemoteClient, *, wait: bool, timeout: float | None, c
     reply = client.status()
     if STATE_FROM_WIRE[before.readiness.state] is State.DRAINING:
         _say(console, "The daemon was already draining.")
-    _say(
-        console,
-        "Draining: no new work is accepted until `kvsidecar drain --cancel` or a restart. Engines continue without "
-        "offload.",
-    )
+    until = "until `kvsidecar drain --cancel` or a restart"
+    _say(console, f"Draining: no new work is accepted {until}. Engines continue without offload.")
     if not wait:
         _say(console, f"Still running: {waits_for(reply)}." if open_jobs(reply) else "No job is running.")
         return True

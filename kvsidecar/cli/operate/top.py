@@ -108,11 +108,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     SIGTERM ends `live` like q, so that the terminal is restored.
     """
-
-    def end(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _terminal_keys() as key_within:
             yield key_within

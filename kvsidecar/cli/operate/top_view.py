@@ -9,14 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.status_figures import (
-    Rates,
-    Worth,
-    busiest,
-    jobs_now,
-    share_details,
-    short_device,
-)
+from kvsidecar.cli.status_figures import Rates, Worth, busiest, jobs_now, share_details, short_device
 from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
@@ -62,31 +55,27 @@ SHARES_SHOWN = 4
 def render(screen: Screen, width: int, height: int) -> RenderableType:
     """Fits ``width`` columns and ``height`` lines, of which it needs at least 40 and 15."""
     reply = screen.reply
-    parts: list[RenderableType] = []
-    if screen.lost_for is not None:
-        parts += [_cut(line) for line in _lost(screen)]
+    lines = [] if screen.lost_for is None else _lost(screen)
     if reply is None:
-        return Group(*parts)
+        return Group(*map(_cut, lines))
     bar = max(8, min(BAR_WIDTH, width - 40))
-    parts.append(_cut(_head(screen, reply)))
+    lines.append(_head(screen, reply))
     if STATE_FROM_WIRE[reply.readiness.state] is State.PINNING:
-        parts.append(_cut(_pin_bar(reply.readiness, bar)))
-    parts += [_cut(line) for line in pool_bar(reply, bar).split("\n")]
+        lines.append(_pin_bar(reply.readiness, bar))
+    lines += pool_bar(reply, bar).split("\n")
     for tier in reply.tiers if height >= TIERS_HEIGHT else ():
-        parts += [_cut(line) for line in tier_bar(tier, bar).split("\n")]
+        lines += tier_bar(tier, bar).split("\n")
     if reply.shares and height >= SHARES_HEIGHT:
-        parts += [_cut(line) for line in _shares(reply.shares)]
-    parts.append(Text())
-    parts += [_cut(line) for line in _flow(screen, reply, width, height)]
+        lines += _shares(reply.shares)
+    lines += [Text(), *_flow(screen, reply, width, height)]
     if reply.refusals:
-        parts.append(_cut(_refusals(reply, screen.rates)))
-    parts.append(Text())
-    if reply.ranks:
-        # One line is for the heading, one for the number of ranks that are not shown.
-        parts.append(_engines(reply, screen.rates, width, max(1, height - len(parts) - 2)))
-    else:
-        parts.append(Text("No engine is attached.", style="dim"))
-    return Group(*parts)
+        lines.append(_refusals(reply, screen.rates))
+    lines.append(Text())
+    if not reply.ranks:
+        lines.append(Text("No engine is attached.", style="dim"))
+        return Group(*map(_cut, lines))
+    # One line is for the heading, one for the number of ranks that are not shown.
+    return Group(*map(_cut, lines), _engines(reply, screen.rates, width, max(1, height - len(lines) - 2)))
 
 
 def _cut(text: Text) -> Text:

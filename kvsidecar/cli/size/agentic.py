@@ -81,11 +81,7 @@ class Sessions:
 
 
 def schedule(what: Sessions) -> Uses:
-    """The prompts and answers of a file's sessions.
-
-    Raises:
-        BadFile: it is not what the module describes.
-    """
+    """The prompts and answers of a file's sessions. Raises BadFile: it is not what the module describes."""
     block_tokens, recorded = read_sessions(what.path, what.half)
     rng, uses, end = random.Random(what.seed), list[Use](), what.hours * 3600 * what.speed
     order: list[int] = []

@@ -108,11 +108,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def parse_line(path: Path, line: Text) -> Line:
-    """The object on a line.
-
-    Raises:
-        BadFile: there is none.
-    """
+    """The object on a line. Raises BadFile: there is none."""
     try:
         values = json.loads(line.text)
     except (ValueError, RecursionError) as error:

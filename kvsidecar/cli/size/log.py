@@ -121,11 +121,7 @@ class _Numbers:
 
 
 def read_log(path: Path, progress: Progress | None = None) -> Uses:
-    """The prompts of a log, in order of time.
-
-    Raises:
-        BadFile: a line is wrong, or there is no prompt.
-    """
+    """The prompts of a log, in order of time. Raises BadFile: a line is wrong, or there is no prompt."""
     numbers, prompts, years = _Numbers(), list[_Prompt](), 0
     for text in read_text(path):
         if progress is not None:

@@ -98,11 +98,7 @@ class DiskDirectory:
         return KeptNames(self._fd, self.path, limit)
 
     def budget(self, per_day: int) -> KeptBudget:
-        """What may be written in a day. Close it before the directory.
-
-        Raises:
-            TierFailed: it cannot be kept.
-        """
+        """What may be written in a day. Close it before the directory. Raises TierFailed: it cannot be kept."""
         return KeptBudget(self._fd, self.path, per_day)
 
     def open(self, facts: TableFacts) -> tuple[DiskFiles, bool]:
@@ -145,11 +141,7 @@ class DiskDirectory:
             raise
 
     def create(self, facts: TableFacts) -> DiskFiles:
-        """New files in the place of any earlier ones.
-
-        Raises:
-            TierFailed: they cannot be made.
-        """
+        """New files in the place of any earlier ones. Raises TierFailed: they cannot be made."""
         made: list[int] = []
         try:
             # The index first, so that none of earlier extents ever stands beside the new ones.

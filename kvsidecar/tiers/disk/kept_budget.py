@@ -93,11 +93,7 @@ class KeptBudget:
             return self._budget.left(self._clocks().since_boot) or 0
 
     def spend(self, nbytes: int) -> None:
-        """So many bytes are going to be written.
-
-        Raises:
-            OSError: this cannot be kept; they must not be.
-        """
+        """So many bytes are going to be written. Raises OSError: this cannot be kept; they must not be."""
         with self._lock:
             now = self._clocks()
             self._budget.spend(nbytes, now.since_boot)
