@@ -19,7 +19,7 @@ from kvsidecar.bench.driver import Cuda
 from kvsidecar.copier.copy_plan import MAX_PITCHED
 from kvsidecar.device.base import CudaIpcSource, Device
 from kvsidecar.device.cuda.platform import CudaPlatform
-from kvsidecar.support import cuda_driver, host_memory
+from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import THP_BYTES, PageKind, Pages
 from kvsidecar.support.units import GiB, KiB, MiB
 from kvsidecar.types import Direction
@@ -76,7 +76,7 @@ def imported(device: Device, nbytes: int, count: int, measured: object) -> str:
 
 def export(nbytes: int) -> None:
     cuda = Cuda()
-    print(cuda_driver.ipc_handle(cuda.alloc(nbytes)).hex(), flush=True)
+    print(cuda.ipc_handle(cuda.alloc(nbytes)).hex(), flush=True)
     sys.stdin.read()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.shapes import GIB, Direction
-from kvsidecar.bench.driver import Cuda, Pinned, Stream
+from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.errors import CudaFailed
 from kvsidecar.errors import DriverUnusable
 from kvsidecar.support import cuda_driver
@@ -44,7 +44,7 @@ class Gpu(Cuda):
     def __init__(self) -> None:
         super().__init__()
         self.bind()
-        self.work = Stream(self)
+        self.work = self.stream()
         self._stream = self.work._handle
         self._functions = {name: ctypes.CFUNCTYPE(_I, *kinds)(_entry(name)) for name, kinds in _CALLS.items()}
         self._zero, self._failed = _N(0), _N(0)
@@ -116,7 +116,7 @@ class Gpu(Cuda):
 
     def bulk_gbps(self, direction: Direction, nbytes: int = GIB, repeat: int = 7) -> float:
         """The limit: GB/s of one pinned copy, median of ``repeat`` after a warm-up."""
-        device, host = self.alloc(nbytes), Pinned(self, nbytes)
+        device, host = self.alloc(nbytes), self.pinned(nbytes)
         try:
             times = []
             for _ in range(repeat + 1):

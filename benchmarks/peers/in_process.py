@@ -25,7 +25,6 @@ from benchmarks.peers.report import Transfer
 from benchmarks.peers.shapes import BLOCKS, BOTH, DEPTH, Direction, Order, Shape
 from benchmarks.peers.timing import Timing, measure
 from benchmarks.peers.worker import Rows, Settings, settings_from
-from kvsidecar.bench.driver import Pinned
 
 WATCHED: Final = 128
 """Blocks whose every byte is compared; half of them are stored and loaded."""
@@ -52,7 +51,7 @@ class Memory:
             return address
 
         def host(nbytes: int) -> int:
-            pinned = Pinned(gpu, nbytes)
+            pinned = gpu.pinned(nbytes)
             self._held.callback(pinned.close)
             return pinned.address
 

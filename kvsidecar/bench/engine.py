@@ -171,9 +171,8 @@ def attached(
             raise BenchError(f"the daemon is not ready: {readiness.state}: {readiness.reason}")
         yield Engine(client, layout, memory, run, rng)
     finally:
-        if client.close(
-            TIMEOUT
-        ):  # it has been unmapped; else the daemon may still write there, and freeing it is undefined
+        unmapped = client.close(TIMEOUT)
+        if unmapped:  # else the daemon may still write there, and freeing it is undefined
             memory.close()
 
 

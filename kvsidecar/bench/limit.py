@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvsidecar.bench.driver import Cuda, Pinned, Stream
+from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import median
@@ -53,11 +53,11 @@ def both_ways(cuda: Cuda | None, nbytes: int, stack: ExitStack) -> Copy:
 def _cuda(cuda: Cuda, nbytes: int, stack: ExitStack) -> tuple[Copy, Copy, Copy]:
     hosts, devices, streams = [], [], []
     for _ in range(2):
-        host = Pinned(cuda, nbytes)
+        host = cuda.pinned(nbytes)
         stack.callback(host.close)
         device = cuda.alloc(nbytes)
         stack.callback(cuda.free, device)
-        stream = Stream(cuda)
+        stream = cuda.stream()
         stack.callback(stream.close)
         hosts.append(host.address)
         devices.append(device)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.driver import Cuda
-from kvsidecar.support import cuda_driver
 from kvsidecar.support.process_ids import stat_fields
 
 _SYS_PCI = Path("/sys/bus/pci/devices")
@@ -34,13 +33,12 @@ def available_bytes() -> int:
 
 
 def _gpu(cuda: Cuda) -> dict[str, Any]:
-    version = cuda_driver.driver_version()
     return {
-        "gpu": cuda_driver.device_name(0),
+        "gpu": cuda.name,
         "gpu_memory_bytes": cuda.memory_info()[1],
-        "cuda": f"{version // 1000}.{version % 1000 // 10}",
+        "cuda": cuda.version,
         "driver": _first("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)\s"),
-        "pcie": _link(_SYS_PCI / cuda_driver.device_bus_id(0).lower()),
+        "pcie": _link(_SYS_PCI / cuda.pci_bus_id),
     }
 
 

@@ -8,10 +8,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.bench.driver import Cuda, Stream
+from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.layouts import Form, Layout
 from kvsidecar.client import Allocation, HostBuffer, KVBuffers, PhysicalRange
-from kvsidecar.support import cuda_driver
 from kvsidecar.support.units import MiB
 
 PAGE_BYTES = 2 * MiB
@@ -41,7 +40,7 @@ class EngineMemory(Protocol):
 class HostMemory:
     """A memfd per allocation."""
 
-    def __init__(self, layout: Layout, device: str) -> None:
+    def __init__(self, layout: Layout, device: str = "host") -> None:
         self._layout = layout
         self._device = device
         self._physical = layout.form is Form.PHYSICAL
@@ -89,7 +88,7 @@ class CudaMemory:
         self._sizes = [-(-nbytes // PAGE_BYTES) * PAGE_BYTES for nbytes in layout.allocation_bytes]
         self._layout = layout
         self._physical = layout.form is Form.PHYSICAL
-        self._stream = Stream(cuda)
+        self._stream = cuda.stream()
         self._addresses: list[int] = []
         try:
             for nbytes in self._sizes:
@@ -101,11 +100,12 @@ class CudaMemory:
             raise
 
     def kv_buffers(self) -> KVBuffers:
+        sizes = zip(self._addresses, self._sizes, strict=True)
         allocations = [
             Allocation(nbytes, ranges=(PhysicalRange(nbytes, address=address),))
             if self._physical
-            else Allocation(nbytes, cuda_ipc_handle=cuda_driver.ipc_handle(address))
-            for address, nbytes in zip(self._addresses, self._sizes, strict=True)
+            else Allocation(nbytes, cuda_ipc_handle=self._cuda.ipc_handle(address))
+            for address, nbytes in sizes
         ]
         return KVBuffers(self._cuda.uuid, tuple(allocations))
 

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
-from kvsidecar.bench.driver import Cuda, Pinned, Stream
+from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.limit import both_ways
 from kvsidecar.bench.processes import serve
 from kvsidecar.support.units import KiB, MiB
@@ -29,27 +29,47 @@ STEP_COPIES = 8
 HOST_STEP_BYTES = 4 * MiB
 
 
-def engine_step(cuda: Cuda | None) -> tuple[str, Callable[[], None]]:
-    """What a step of an engine is here, and a function that makes one and returns when its work is over."""
-    if cuda is None:
-        to, of = (ctypes.create_string_buffer(HOST_STEP_BYTES) for _ in range(2))
+class Step(Protocol):
+    """One step of an engine; returns when its work is over."""
 
-        def copy_on_host() -> None:
-            ctypes.memmove(to, of, HOST_STEP_BYTES)
+    what: str
 
-        return "copies in host memory", copy_on_host
-    if not why_no_torch():
+    def __call__(self) -> None: ...
+
+
+class CudaCopyStep:
+    what = "driver copies in GPU memory"
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._stream = cuda.stream()
+        self._from, self._to = cuda.alloc(STEP_BYTES), cuda.alloc(STEP_BYTES)
+
+    def __call__(self) -> None:
+        for _ in range(STEP_COPIES):
+            self._stream.on_device(self._to, self._from, STEP_BYTES)
+        self._stream.synchronize()
+
+
+class HostStep:
+    what = "copies in host memory"
+
+    def __init__(self) -> None:
+        self._from, self._to = (ctypes.create_string_buffer(HOST_STEP_BYTES) for _ in range(2))
+
+    def __call__(self) -> None:
+        ctypes.memmove(self._to, self._from, HOST_STEP_BYTES)
+
+
+class TorchStep:
+    what = "a CUDA graph of 64 GEMMs at batch 32"
+
+    def __init__(self) -> None:
         from kvsidecar.bench.torch_work import DecodeGraph
 
-        return "a CUDA graph of 64 GEMMs at batch 32", DecodeGraph().step
-    stream, source, target = Stream(cuda), cuda.alloc(STEP_BYTES), cuda.alloc(STEP_BYTES)
+        self._graph = DecodeGraph()
 
-    def copy() -> None:
-        for _ in range(STEP_COPIES):
-            stream.on_device(target, source, STEP_BYTES)
-        stream.synchronize()
-
-    return "driver copies in GPU memory", copy
+    def __call__(self) -> None:
+        self._graph.step()
 
 
 def why_no_torch() -> str:
@@ -83,7 +103,7 @@ class Probe:
                 ctypes.memmove(target, source, TOKEN_BYTES)
 
             return copy_on_host
-        stream, device, host = Stream(self._cuda), self._cuda.alloc(TOKEN_BYTES), Pinned(self._cuda, TOKEN_BYTES)
+        stream, device, host = self._cuda.stream(), self._cuda.alloc(TOKEN_BYTES), self._cuda.pinned(TOKEN_BYTES)
 
         def copy() -> None:
             stream.to_host(host.address, device, TOKEN_BYTES)
@@ -116,16 +136,22 @@ class Probe:
 
     def steps(self) -> dict[str, Any]:
         """Begin to run steps until `steps_over`: those of a decode graph where there is torch."""
-        what, step = engine_step(self._cuda)
+        step: Step
+        if self._cuda is None:
+            step = HostStep()
+        elif why_no_torch():
+            step = CudaCopyStep(self._cuda)
+        else:
+            step = TorchStep()
         for _ in range(50):
             step()
         self._stop.clear()
         self._steps = []
         self._thread = threading.Thread(target=self._run_steps, args=(step,), name="bench-steps")
         self._thread.start()
-        return {"what": what}
+        return {"what": step.what}
 
-    def _run_steps(self, step: Callable[[], None]) -> None:
+    def _run_steps(self, step: Step) -> None:
         clock, steps = time.perf_counter, self._steps
         before = clock()
         while not self._stop.is_set():

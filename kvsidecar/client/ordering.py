@@ -20,7 +20,7 @@ class Order(Enum):
 
 
 DEVICE = Order.DEVICE
-"""For ``Client.store(after=DEVICE)``."""
+"""For ``Client.store(after=DEVICE)``: after all work that the engine enqueued on its current stream before the call."""
 
 
 class Completion(Protocol):

@@ -76,6 +76,10 @@ class CircuitBreaker:
         silence: seconds without any answer, from the first unanswered call, before such a wait counts: one that ends
             sooner only shows that the answer takes longer than the caller can wait.
         backoff: delays before the probes.
+        clock: monotonic seconds.
+
+    Attributes:
+        state: of the calls.
     """
 
     def __init__(
