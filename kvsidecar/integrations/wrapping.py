@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 
@@ -24,15 +24,4 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
             setattr(owner, name, original)
 
     setattr(owner, name, wrapped)
-    return end
-
-
-def together(ends: Iterable[Callable[[], None]]) -> Callable[[], None]:
-    """One function that calls all of these."""
-    ends = tuple(ends)
-
-    def end() -> None:
-        for each in ends:
-            each()
-
     return end

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from tests.integrations.engine import (
-    EPOCH,
-    Allocated,
-    Block,
-    Request,
-    Step,
-    TinyPool,
-    side,
-)
+from tests.integrations.engine import EPOCH, Allocated, Block, Request, Step, TinyDaemon, TinyPool, side
 
 ATTACHED = RankReport(attached={0: EPOCH})
 
@@ -32,6 +24,13 @@ def run(made: SchedulerSide, pool: TinyPool, request: Request, tokens: int) -> l
     made.build_plan(Step({request.request_id: tokens}))
     request.num_computed_tokens = tokens
     return blocks
+
+
+def with_stored(tokens: int) -> tuple[SchedulerSide, TinyDaemon, Request]:
+    """A scheduler, its daemon, and a request of so many tokens whose blocks that has."""
+    daemon, request = TinyDaemon(), Request("r", list(range(tokens)))
+    daemon.put(0, request.block_hashes)
+    return attached(daemon=daemon), daemon, request
 
 
 def stored_hashes(jobs: tuple[StoreJob, ...], group_index: int = 0) -> list[bytes]:

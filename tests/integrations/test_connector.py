@@ -189,7 +189,7 @@ def test_the_report_that_a_rank_is_attached_names_its_namespace(worker: KVSideca
     report = step(worker, StepPlan())[2]
     assert report is not None
     assert report.report.attached == {0: worker._worker._client.epoch}
-    assert report.namespaces == {worker._worker.namespace}
+    assert report.namespaces == {worker._worker.identity.namespace}
     assert step(worker, StepPlan())[2] is None
     worker.shutdown()
 

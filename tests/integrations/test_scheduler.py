@@ -33,7 +33,7 @@ from tests.integrations.engine import (
     group,
     side,
 )
-from tests.integrations.scheduling import ATTACHED, attached, run, stored_hashes
+from tests.integrations.scheduling import ATTACHED, attached, run, stored_hashes, with_stored
 
 SECONDS = 30.0
 
@@ -242,10 +242,7 @@ def test_refused_lookups_are_no_hits_and_are_logged_once(caplog: pytest.LogCaptu
 
 
 def test_requests_that_must_not_read_the_cache_and_unaligned_local_hits_get_nothing() -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
-    request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
+    made, _, request = with_stored(9)
 
     assert made.get_num_new_matched_tokens(request, 2) == (0, False)
     request.skip_reading_prefix_cache = True
@@ -253,10 +250,7 @@ def test_requests_that_must_not_read_the_cache_and_unaligned_local_hits_get_noth
 
 
 def test_a_request_whose_load_failed_is_computed() -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
-    request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
+    made, daemon, request = with_stored(9)
     made.get_num_new_matched_tokens(request, 0)
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
     (load,) = made.build_plan(Step()).loads
@@ -273,10 +267,7 @@ def test_a_request_whose_load_failed_is_computed() -> None:
 
 
 def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
-    request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
+    made, daemon, request = with_stored(9)
     made.get_num_new_matched_tokens(request, 0)
     daemon.blocks.clear()
     daemon.expire()
@@ -291,10 +282,7 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
 def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
-    request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
+    made, daemon, request = with_stored(9)
     made.get_num_new_matched_tokens(request, 0)
     monkeypatch.setattr(daemon, "renew_nowait", lambda *_: LeaseRenewal(None))
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
@@ -306,10 +294,7 @@ def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
 
 def test_a_load_without_a_lease_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon gives a user only so many."""
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
-    request = Request("r", list(range(9)))
-    daemon.put(0, request.block_hashes)
+    made, daemon, request = with_stored(9)
     lookup = daemon.lookup
     monkeypatch.setattr(daemon, "lookup", lambda *a, **k: replace(lookup(*a, **k), lease=None))
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
@@ -353,10 +338,7 @@ def test_an_offer_that_is_not_taken_holds_nothing_for_long() -> None:
 
 
 def test_fewer_tokens_than_offered_are_loaded_if_vllm_takes_fewer() -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
-    request = Request("r", list(range(13)))
-    daemon.put(0, request.block_hashes)
+    made, _, request = with_stored(13)
     assert made.get_num_new_matched_tokens(request, 0) == (12, True)
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4]), 8)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, Readiness, State, pack_ids
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
@@ -43,7 +44,8 @@ class Worker:
             (region,) = layout().regions
             region = replace(region, offset=at * self.kv[0].nbytes)
             self.layouts.append(GroupLayout(group, NUM_BLOCKS, shard, num_shards, (region,)))
-        self.side = WorkerSide(NAMESPACE, name, self.place, lambda: Client(socket, timeout=SECONDS), adapters=adapters)
+        identity = Identity(NAMESPACE, {})
+        self.side = WorkerSide(identity, name, self.place, lambda: Client(socket, timeout=SECONDS), adapters=adapters)
         self.known_changes = 0
         """Changed adapters that the scheduler's side knows of."""
         self.report = RankReport()

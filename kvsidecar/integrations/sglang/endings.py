@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final
 
-from kvsidecar.integrations.wrapping import together, wrap
+from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -68,4 +69,7 @@ def watch(
             session_ended(session_id)
         return result
 
-    return together((wrap(tree_class, RELEASE, on_release), wrap(tree_class, END_SESSION, release_session)))
+    ends = ExitStack()
+    ends.callback(wrap(tree_class, RELEASE, on_release))
+    ends.callback(wrap(tree_class, END_SESSION, release_session))
+    return ends.close

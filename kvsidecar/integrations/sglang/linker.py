@@ -10,6 +10,7 @@ import atexit
 import logging
 import socket
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import sglang
@@ -36,7 +37,6 @@ from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide, no_notes
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 from kvsidecar.integrations.sglang.weights import Weights, holds_no_kv, watch
-from kvsidecar.integrations.wrapping import together
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -71,6 +71,8 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._side: RankSide | None = None
         self._metrics: Metrics | None = None
         self._events: Announcing | None = None
+        self._ends = ExitStack()
+        """What `close` calls, the latest first."""
         began = time.monotonic()
         mine = ranks.ranks_of(params)
         token = mine.token()
@@ -97,24 +99,25 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         notes = no_notes if self._events is None else self._events.notes
         side = self._side = RankSide(options, facts, mine, self._weights, self.counters, notes)
         allocator = params.token_to_kv_pool_allocator
-        ends = [
-            watch(
-                SchedulerWeightUpdaterManager,
-                side.weights_changing,
-                lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
-            ),
-            sleeping.watch(SchedulerWeightUpdaterManager, self._released),
-            adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token)),
-        ]
+        end_watch = watch(
+            SchedulerWeightUpdaterManager,
+            side.weights_changing,
+            lambda updater: side.weights_changed(lambda: holds_no_kv(updater, allocator)),
+        )
+        ends = self._ends
+        ends.callback(side.close)
+        ends.callback(end_watch)
+        ends.callback(sleeping.watch(SchedulerWeightUpdaterManager, self._released))
+        ends.callback(adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token)))
         if mine.rank == 0:  # the pages are the same on all ranks
-            ends.append(endings.watch(UnifiedRadixCache, self.is_mine, self._request_ended, side.session_ended))
-        self._end_watches = together(ends)
+            ends.callback(endings.watch(UnifiedRadixCache, self.is_mine, self._request_ended, side.session_ended))
         self.layer_done_counter = side.loads
         self.pools = {PoolName(pool.name): pool for pool in found_pools}
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         if self._events is not None:
             self._events.start(self)
+            ends.callback(self._events.close)
         if params.enable_metrics:
             self._metrics = Metrics(self.counters, options.instance, side.gauges)
         atexit.register(self.close)
@@ -212,13 +215,9 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.close()
 
     def close(self) -> None:
-        side, self._side = self._side, None
-        if side is not None:
-            atexit.unregister(self.close)
-            self._end_watches()
-            if self._events is not None:
-                self._events.close()
-            side.close()
+        atexit.unregister(self.close)
+        self._side = None
+        self._ends.close()
 
 
 class Announcing:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from kvsidecar.integrations.weights_version import WeightsVersion
-from kvsidecar.integrations.wrapping import together, wrap
+from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -150,4 +151,7 @@ def watch(updater: Any, changing: Callable[[str], None], changed: Callable[[Any]
         finally:
             changed(updater)
 
-    return together([wrap(updater, name, partial(announced, name)) for name in names])
+    ends = ExitStack()
+    for name in names:
+        ends.callback(wrap(updater, name, partial(announced, name)))
+    return ends.close

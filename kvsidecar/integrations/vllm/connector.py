@@ -244,14 +244,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         name = f"{self._instance} rank {place.rank}"
         self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
-        worker = WorkerSide(
-            identity.namespace,
-            self._instance,
-            place,
-            lambda: self._client(name),
-            options=identity.options,
-            adapters=self._adapter_loads,
-        )
+        worker = WorkerSide(identity, self._instance, place, lambda: self._client(name), adapters=self._adapter_loads)
         worker.register(self._export(), memory.device_order_of(found))
         self._worker = worker
         if getattr(self._vllm_config.model_config, "enable_sleep_mode", False):
@@ -338,14 +331,14 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None or (report := self._worker.take_report()) is None:
             return None
-        return WorkerReport(report, frozenset([self._worker.namespace] if report.attached else []))
+        return WorkerReport(report, frozenset([self._worker.identity.namespace] if report.attached else []))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # A MultiConnector passes its first connector's metadata to all: it must remain that connector's own.
         if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
             return None
         self._worker.wait_attached(ATTACH_SECONDS)
-        return WorkerReport(self._worker.take_first_report(), frozenset([self._worker.namespace]))
+        return WorkerReport(self._worker.take_first_report(), frozenset([self._worker.identity.namespace]))
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)

@@ -97,13 +97,6 @@ class Loads:
         for load in self._running.values():
             load.unannounced = {}
 
-    def _release(self, load: _Load) -> None:
-        if load.lease is None:
-            return
-        load.lease.release()
-        # The answer to the renewal arrived before the end of the load.
-        self._counters.gone_loads += load.failed and load.lease.renewed is False
-
     def _blocks(
         self,
         group: Group,
@@ -153,7 +146,10 @@ class Loads:
             if load.ranks > 0:
                 continue
             del self._running[number]
-            self._release(load)
+            if load.lease is not None:
+                load.lease.release()
+                # The answer to the renewal arrived before the end of the load.
+                self._counters.gone_loads += load.failed and load.lease.renewed is False
             if load.failed:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)

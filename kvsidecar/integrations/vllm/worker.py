@@ -7,12 +7,13 @@ daemon.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvsidecar.client import DEVICE, Blocks, Client, GroupLayout, JobDone, Namespace, Outcome
+from kvsidecar.client import DEVICE, Blocks, Client, GroupLayout, JobDone, Outcome
 from kvsidecar.errors import Refusal
+from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.offload_condition import node_id
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.refused_jobs import UnfitJobs
@@ -64,28 +65,23 @@ class LoadResults:
 class WorkerSide:
     """
     Args:
-        namespace: in which this rank stores.
+        identity: with its namespace, in which this rank stores.
         instance: name of the engine, the same for all of its ranks and unique on the node.
         new_client: makes a client for each registration.
-        options: what the namespace is made of, for operators.
         adapters: what this rank loads; None: the engine has no adapters.
     """
 
     def __init__(
         self,
-        namespace: Namespace,
+        identity: Identity,
         instance: str,
         place: Place,
         new_client: Callable[[], Client],
         *,
-        options: Mapping[str, str] | None = None,
         adapters: AdapterLoads | None = None,
     ) -> None:
-        self.namespace, self._options = namespace, options
-        self._instance = instance
-        self._place = place
-        self._new_client = new_client
-        self._adapters = adapters
+        self.identity, self._instance, self._place = identity, instance, place
+        self._new_client, self._adapters = new_client, adapters
         self._known_changes = 0
         """Changed adapters that the plan of this step knows of."""
         self._client: Client | None = None
@@ -131,13 +127,13 @@ class WorkerSide:
         self._client, self._idle = self._new_client(), False
         self._client.attach(
             instance=self._instance,
-            namespace=self.namespace,
+            namespace=self.identity.namespace,
             buffers=memory.buffers,
             groups=memory.groups,
             rank=self._place.rank,
             world_size=self._place.world_size,
             events=order.ring if order is not None else None,
-            options=self._options,
+            options=self.identity.options,
             retry=True,
         )
 
