@@ -13,7 +13,6 @@ from kvsidecar.integrations.vllm.selection import (
     block_range,
     choose,
     default_watermark,
-    keys_reader,
     walk,
 )
 from tests.integrations.engine import TinyPool, chain, full, group
@@ -37,7 +36,7 @@ def chosen(
     pool: TinyPool, stored_filter: StoredFilter, of: Group, of_step: Candidates
 ) -> tuple[list[bytes], list[Any], list[int]]:
     """Hashes and blocks, of which the packed form names both, and places."""
-    found = choose(pool, keys_reader(pool), stored_filter, of, of_step)
+    found = choose(pool, stored_filter, of, of_step)
     if found is None:
         return [], [], []
     assert found.packed.group == of.index
@@ -119,7 +118,7 @@ def test_what_was_selected_last_is_evicted_first() -> None:
     for block, key in zip(blocks, keys_of(full(), request), strict=True):
         pool.cache(block, key)
     for part in (slice(0, 2), slice(2, 4)):
-        found = choose(pool, keys_reader(pool), StoredFilter(), full(), candidates(request[part], blocks[part]))
+        found = choose(pool, StoredFilter(), full(), candidates(request[part], blocks[part]))
         assert found is not None
         selection.add(found, ())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
-KeysOf = Callable[[Sequence[Any]], bytes]
-"""Returns the joined keys of blocks of the pool."""
+_Key = TypeVar("_Key")
+
 GROUP_ID_BYTES = 4
 """vLLM's key of a block is its hash, followed by the index of its group (big endian)."""
 
@@ -112,46 +112,24 @@ class Chosen:
         )
 
 
-def by_terms(chosen: Chosen, candidates: Candidates, terms: Mapping[str, Terms]) -> list[tuple[Terms, Chosen]]:
+def by_terms(chosen: Chosen, spans: Sequence[Span], terms: Mapping[str, Terms]) -> dict[Terms, Chosen]:
     """The chosen blocks by the terms of their requests, of which ``terms`` has those that are not the default."""
-    of_spans = [terms.get(span.request.request_id, DEFAULT_TERMS) for span in candidates.spans]
-    if len(set(of_spans)) < 2:
-        return [(of_spans[0] if of_spans else DEFAULT_TERMS, chosen)]
-    found: dict[Terms, list[int]] = {}
-    for i, span in enumerate(_spans_of(chosen, candidates.spans)):
-        found.setdefault(of_spans[span], []).append(i)
-    return [(each, chosen.only(which)) for each, which in found.items()]
+    return _by(chosen, spans, lambda span: terms.get(span.request.request_id, DEFAULT_TERMS), DEFAULT_TERMS)
 
 
-def _spans_of(chosen: Chosen, spans: Sequence[Span]) -> Iterator[int]:
-    """For each chosen block, which of the spans it is of."""
+def _by(chosen: Chosen, spans: Sequence[Span], key_of: Callable[[Span], _Key], nobodys: _Key) -> dict[_Key, Chosen]:
+    """The chosen blocks by the key of their span; without spans, of nobody."""
+    keys = [key_of(span) for span in spans] or [nobodys]
+    if len(set(keys)) == 1:
+        return {keys[0]: chosen}
     begins = [span.begin for span in spans]
-    return (bisect_right(begins, place) - 1 for place in chosen.places)
+    found: dict[_Key, list[int]] = {}
+    for i, place in enumerate(chosen.places):
+        found.setdefault(keys[bisect_right(begins, place) - 1], []).append(i)
+    return {key: chosen.only(which) for key, which in found.items()}
 
 
-def keys_reader(pool: Pool) -> KeysOf:
-    """A function that reads the keys of blocks. It reads the attribute behind the property ``block_hash`` if there is
-    one: the property takes as long as everything else that is read from a block.
-
-    The function raises AttributeError or TypeError if a block is None or has no key.
-    """
-    return _fields if hasattr(pool.null_block, "_block_hash") else _properties
-
-
-# Not map(attrgetter(name)): a constant attribute name is read in half the time.
-
-
-def _fields(blocks: Sequence[Any]) -> bytes:
-    return b"".join([each._block_hash for each in blocks])
-
-
-def _properties(blocks: Sequence[Any]) -> bytes:
-    return b"".join([each.block_hash for each in blocks])
-
-
-def choose(
-    pool: Pool, keys_of: KeysOf, stored_filter: StoredFilter, group: Group, candidates: Candidates
-) -> Chosen | None:
+def choose(pool: Pool, stored_filter: StoredFilter, group: Group, candidates: Candidates) -> Chosen | None:
     """The candidates that are not stored yet and still in the GPU's cache, each hash once. None if there are none.
 
     Three filters remove these, and are skipped where they cannot apply:
@@ -160,9 +138,6 @@ def choose(
     2. Duplicates: two requests may compute the same block. The first is kept.
     3. Blocks that the GPU no longer caches. If a candidate's block does not have the expected key, the pool's index is
        searched for the key. Usually all blocks are right, which one comparison of the joined keys shows.
-
-    Args:
-        keys_of: from `keys_reader`.
     """
     hashes, blocks = candidates.hashes, candidates.blocks
     packed = b"".join(hashes)
@@ -175,7 +150,7 @@ def choose(
     if len(places) < len(hashes):
         hashes, blocks = [hashes[i] for i in places], [blocks[i] for i in places]
     suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
-    if hashes and _keys(keys_of, blocks) != suffix.join((*hashes, b"")):
+    if hashes and _keys(pool, blocks) != suffix.join((*hashes, b"")):
         get = pool.cached_block_hash_to_block.get_one_block
         blocks = [
             block if block is not None and block.block_hash == each + suffix else get(each + suffix)
@@ -192,10 +167,14 @@ def choose(
     return Chosen(GroupBlocks(group.index, packed, pack_ids(ids)), blocks, tags, places)
 
 
-def _keys(keys_of: KeysOf, blocks: Sequence[Any]) -> bytes:
+def _keys(pool: Pool, blocks: Sequence[Any]) -> bytes:
     """The joined keys of these blocks; empty if one of them is None or not cached."""
     try:
-        return keys_of(blocks)
+        # Not map(attrgetter(name)): a constant attribute name is read in half the time. And the property takes as long
+        # as everything else that is read from a block.
+        if hasattr(pool.null_block, "_block_hash"):
+            return b"".join([each._block_hash for each in blocks])
+        return b"".join([each.block_hash for each in blocks])
     except (AttributeError, TypeError):  # None, or a block without a key
         return b""
 
@@ -234,13 +213,10 @@ class Selection:
         found: dict[str, Selection] = {}
         for parts in self._parts.values():
             for part, spans in parts:
-                places: dict[str, list[int]] = {}
-                for i, span in enumerate(_spans_of(part, spans)) if spans else ():
-                    places.setdefault(spans[span].request.request_id, []).append(i)
-                for request_id, which in places.items() if spans else [("", list(range(len(part.blocks))))]:
-                    mine = found.setdefault(request_id, Selection(self.terms))
-                    mine.traceparent = self.traceparent
-                    mine.add(part.only(which), spans)
+                for request_id, mine in _by(part, spans, lambda span: str(span.request.request_id), "").items():
+                    selection = found.setdefault(request_id, Selection(self.terms))
+                    selection.traceparent = self.traceparent
+                    selection.add(mine, spans)
         return found
 
     def in_order_of_eviction(self) -> list[Any]:

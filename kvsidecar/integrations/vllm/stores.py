@@ -18,7 +18,6 @@ from kvsidecar.integrations.vllm.running_stores import GIVE_UP_SECONDS, HUNG_SEC
 from kvsidecar.integrations.vllm.selection import (
     Candidates,
     Chosen,
-    KeysOf,
     Pool,
     RequestProgress,
     Selection,
@@ -26,7 +25,6 @@ from kvsidecar.integrations.vllm.selection import (
     by_terms,
     choose,
     default_watermark,
-    keys_reader,
     walk,
 )
 from kvsidecar.integrations.vllm.shared import Shared
@@ -87,7 +85,6 @@ class Stores:
         self._now = 0.0
         """Monotonic seconds of the last step."""
         self._pool: Pool | None = None
-        self._keys_of: KeysOf
         self._most_held = 0
         self._most_hung = 0
         """Most blocks that stores hold of a daemon that hangs or is slow."""
@@ -109,7 +106,7 @@ class Stores:
         """When the backlog may be tried again; monotonic seconds."""
 
     def bind(self, pool: Pool) -> None:
-        self._pool, self._keys_of = pool, keys_reader(pool)
+        self._pool = pool
         # While the daemon hangs, the engine continues with the other blocks: enough for its longest request, unless
         # that request needs nearly all blocks.
         usable = pool.num_gpu_blocks - 1
@@ -309,7 +306,7 @@ class Stores:
         for group in self._groups:
             candidates = Candidates()
             self._add(candidates, group, progress, aligned, end)
-            chosen = choose(self._pool, self._keys_of, self._stored_filter, group, candidates)
+            chosen = choose(self._pool, self._stored_filter, group, candidates)
             if chosen is None:
                 continue
             if self._events is not None:
@@ -378,7 +375,7 @@ class Stores:
             if not candidates.hashes:
                 continue
             self._candidates[group.index] = Candidates()
-            chosen = choose(self._pool, self._keys_of, self._stored_filter, group, candidates)
+            chosen = choose(self._pool, self._stored_filter, group, candidates)
             if chosen is None:
                 continue
             planned[group.index] = chosen
@@ -391,7 +388,7 @@ class Stores:
             if terms is not None or not self.terms:
                 self._planned_as(terms or DEFAULT_TERMS).add(chosen, candidates.spans)
             else:
-                for each, part in by_terms(chosen, candidates, self.terms):
+                for each, part in by_terms(chosen, candidates.spans, self.terms).items():
                     self._planned_as(each).add(part, candidates.spans)
             self._num_held += len(chosen.blocks)
             self._is_held[chosen.packed.id_array()] = True
