@@ -125,7 +125,7 @@ class _Part(Watch):
         self._holder = topic.hold(self._dialect, index)
         groups = [_Group(index, form.block_tokens)]
         self._told: deque[ResidencyChange] = deque()
-        self._announcements = Announcements(media(groups), 1, self._stored, self._removed)
+        self._announcements = Announcements(media(groups), self._stored, self._removed)
         self.known = KnownBlocks(groups, form.hash_bytes, self._forgotten)
         self._residents = Residents(
             groups, form.hash_bytes, self, self.known, self._announcements, lambda hashes: hashes

@@ -6,7 +6,7 @@ would believe for ever in a block that was cleared and stored again before its f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from kvsidecar.integrations.residency.known_blocks import BlockInfo
@@ -22,21 +22,19 @@ class Announcements:
     """Makes each event once, and takes it back once.
 
     Args:
-        indexes: of the groups, in the pool and on the disk.
-        num_groups: that share `MAX_ANNOUNCED`.
+        indexes: of the groups, which share `MAX_ANNOUNCED`, in the pool and on the disk.
         stored: makes the event that announces a block of the group with this index.
         removed: makes the event that retracts these blocks.
     """
 
     def __init__(
         self,
-        indexes: Iterable[int],
-        num_groups: int,
+        indexes: Collection[int],
         stored: Callable[[int, bytes, BlockInfo], object],
         removed: Callable[[int, list[bytes]], object],
     ) -> None:
         self._stored, self._removed = stored, removed
-        self._most = max(1, MAX_ANNOUNCED // num_groups)
+        self._most = max(1, MAX_ANNOUNCED // (len(indexes) // 2))
         # By group, in the order of their announcement.
         self._announced: dict[int, dict[bytes, None]] = {index: {} for index in indexes}
         self._doubted: dict[int, dict[bytes, None]] = {index: {} for index in self._announced}

@@ -63,7 +63,7 @@ class Events:
         self._mask = self._mask_now()
         groups = [PageGroup(group, page_size)]
         self._known = KnownBlocks(groups, NAME_BYTES)
-        self._announcements = Announcements(media(groups), 1, self._stored, self._removed)
+        self._announcements = Announcements(media(groups), self._stored, self._removed)
         self._residents = Residents(groups, NAME_BYTES, _OfNames(watch), self._known, self._announcements, self._masked)
         self._early: list[Any] = []
         """SGLang's own that it has not got yet: some are taken before it asks for them."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.client import LeaseRenewal, LookupMode, Namespace
+from kvsidecar.client import LeaseRenewal, LookupMode
 from kvsidecar.client.types import LookupResult
 from kvsidecar.integrations.sglang.groups import KV, Group
 from kvsidecar.integrations.sglang.shared import Shared
@@ -53,14 +53,13 @@ class Offer:
 class Lookups:
     """
     Args:
-        keys: converts joined hashes to keys of the current weights.
         budget: longest time in seconds that a lookup may wait; `in_proportion`, since with pages of one token a prompt
             has tens of thousands.
     """
 
-    def __init__(self, shared: Shared, namespace: Namespace, keys: Callable[[bytes], bytes], budget: float) -> None:
-        self._client, self._namespace, self._groups, self._keys = shared.jobs.client, namespace, shared.groups, keys
-        self._budget = budget
+    def __init__(self, shared: Shared, budget: float) -> None:
+        self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
+        self._groups, self._budget = shared.groups, budget
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._trailing = any(group.pool != KV for group in shared.groups.all)
         self._offers: dict[str, Offer] = {}

@@ -89,11 +89,11 @@ class RankSide:
         )
         self._layouts, self._epoch = facts.memory.groups, 0
         self._jobs = Jobs(self._client, counters)
-        shared = Shared(self._jobs, facts.groups, counters, clock, order)
+        shared = Shared(self._jobs, facts.groups, namespace, weights.keys, counters, clock, order)
         self._known = shared.known
-        self._lookups = Lookups(shared, namespace, weights.keys, options.lookup_budget)
+        self._lookups = Lookups(shared, options.lookup_budget)
         self.loads = Loads(shared, options.load_timeout)
-        self._touches = Touches(shared, namespace, weights.keys, facts.trailing)
+        self._touches = Touches(shared, facts.trailing)
         self._tool_tokens = frozenset(options.tool_tokens)
         num_pages = max(layout.num_blocks for layout in self._layouts)
         self._offloads = Offloads(shared, notes, num_pages, is_first_rank=ranks.rank == 0)

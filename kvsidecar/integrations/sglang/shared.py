@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvsidecar.client import Namespace
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.jobs import Jobs
@@ -22,6 +23,9 @@ class Shared:
     jobs: Jobs
     """Of the rank's client."""
     groups: Groups
+    namespace: Namespace
+    keys: Callable[[bytes], bytes]
+    """Converts joined hashes to keys of the current weights."""
     counters: Counters
     clock: Callable[[], float]
     """Monotonic seconds."""

@@ -5,11 +5,10 @@ daemon is told when they are used next, if somebody says. Pure.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvsidecar.client import Namespace
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.sglang.groups import KV
 from kvsidecar.integrations.sglang.shared import Shared
@@ -38,14 +37,11 @@ class Touches:
     keeps, would look unused to the daemon, and would be evicted there first: without them, all others are useless.
 
     Args:
-        keys: converts joined hashes to keys of the current weights.
         trailing: by pool, how many pages at the end of a request a hit needs; of other pools it needs all.
     """
 
-    def __init__(
-        self, shared: Shared, namespace: Namespace, keys: Callable[[bytes], bytes], trailing: Mapping[str, int]
-    ) -> None:
-        self._client, self._namespace, self._keys = shared.jobs.client, namespace, keys
+    def __init__(self, shared: Shared, trailing: Mapping[str, int]) -> None:
+        self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._counters, self._clock = shared.groups, shared.counters, shared.clock
         self._trailing = trailing
         self._waiting: deque[_Touch] = deque()

@@ -57,7 +57,7 @@ class Events:
         self._known = KnownBlocks(groups, hash_bytes)
         self.keys: Callable[[bytes], bytes] = lambda hashes: hashes
         """Converts between joined hashes and the daemon's keys, in both directions."""
-        self._announcements = Announcements(self._groups, len(groups), self._announce, self._retract)
+        self._announcements = Announcements(self._groups, self._announce, self._retract)
         self._announces = announces
         self._residents: Residents | None = None
         if watch is not None:
@@ -117,19 +117,18 @@ class Events:
             hashes = [each for each in hashes if not residents.was_removed(index, each)]
         taken = self._known.pop if self._residents is None else self._known.get
         for each in hashes:
-            if self._residents is None or not self._announcements.is_announced(index, each):
-                info = taken(index, each) or UNKNOWN
-                if self._announces:
-                    self._announcements.announce(index, each, info)
+            info = taken(index, each) or UNKNOWN
+            if self._announces:
+                self._announcements.announce(index, each, info)
 
     def loaded(self, index: int, blocks: Loaded) -> None:
-        """Announce blocks that were loaded, unless they have been announced meanwhile."""
+        """Announce blocks that were loaded."""
         for each, info in blocks.items():
             if self._residents is not None:
                 self._known.add(index, each, info)
             if self._follows is not None:
                 self._follows.announce(index, each)
-            elif not self._announcements.is_announced(index, each):
+            else:
                 self._announcements.announce(index, each, info)
 
     def not_stored(self, index: int, hashes: Iterable[bytes]) -> None:

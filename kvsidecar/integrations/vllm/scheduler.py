@@ -69,7 +69,7 @@ class SchedulerSide:
         if watch is not None and events is not None:
             events.keys = self._weights_version.keys
         self._lookups = Lookups(shared, self._client)
-        self._touches = Touches(engine.groups, self._client, self.counters, clock)
+        self._touches = Touches(shared, self._client)
         self._tool_tokens = frozenset(options.tool_tokens)
         self._loads = Loads(shared, self._lookups)
         self._stores = Stores(shared, noted=watch is not None or options.publisher)

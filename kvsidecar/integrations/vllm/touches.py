@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import hits
-from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
+from kvsidecar.integrations.vllm.shared import Shared
 
 AFTER_SECONDS = 0.5
 """From the end of a request: its last blocks should be stored by then."""
@@ -28,10 +27,9 @@ class Touches:
     touch of the whole request, head last.
     """
 
-    def __init__(
-        self, groups: Sequence[Group], client: SchedulerClient, counters: Counters, clock: Callable[[], float]
-    ) -> None:
-        self._groups, self._client, self._counters, self._clock = groups, client, counters, clock
+    def __init__(self, shared: Shared, client: SchedulerClient) -> None:
+        self._groups, self._client = shared.engine.groups, client
+        self._counters, self._clock = shared.counters, shared.clock
         self._waiting: deque[tuple[float, Sequence[Any], int, float | None]] = deque(maxlen=MAX_WAITING)
         """When to touch what: block hashes, the tokens that they stand for, and the pause that follows."""
 
