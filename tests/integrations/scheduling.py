@@ -9,9 +9,10 @@ from tests.integrations.engine import EPOCH, Allocated, Block, Request, Step, Ti
 ATTACHED = RankReport(attached={0: EPOCH})
 
 
-def attached(*args: object, **kwargs: object) -> SchedulerSide:
-    made = side(*args, **kwargs)  # type: ignore[arg-type]
-    made.take_report(ATTACHED)
+def attached(*args: object, world_size: int = 1, **kwargs: object) -> SchedulerSide:
+    """`side`, all of whose ranks are attached."""
+    made = side(*args, world_size=world_size, **kwargs)  # type: ignore[arg-type]
+    made.take_report(RankReport(attached=dict.fromkeys(range(world_size), EPOCH)))
     return made
 
 

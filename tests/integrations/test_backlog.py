@@ -97,8 +97,7 @@ def test_what_a_step_has_no_room_for_when_a_request_ends_is_stored_by_later_step
 ) -> None:
     monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
     pool = TinyPool(80)
-    made = side(pool=pool, store_interval="1h")
-    made.take_report(ATTACHED)
+    made = attached(pool=pool, store_interval="1h")
     made.build_plan(Step({"nobody": 1}))
     request = Request("r", list(range(44)))
     blocks = pool.take(11)

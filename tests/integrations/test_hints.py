@@ -101,8 +101,7 @@ def by_priority(jobs: tuple[StoreJob, ...]) -> dict[Priority, list[bytes]]:
 
 def test_the_blocks_of_requests_with_hints_are_stored_in_jobs_of_their_own() -> None:
     pool = TinyPool(128)
-    made = side(pool=pool, store_interval=1000)
-    made.take_report(RankReport(attached={0: EPOCH}))
+    made = attached(pool=pool, store_interval=1000)
     requests = three(made, pool)
     for request in requests.values():
         made.request_finished(request)

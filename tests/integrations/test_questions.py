@@ -18,8 +18,9 @@ from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, EARLY_SECONDS, Question
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import LookupMode
-from tests.integrations.engine import EPOCH, Allocated, Clock, Request, Step, TinyDaemon, TinyPool, full, group, side
+from tests.integrations.engine import Allocated, Clock, Request, Step, TinyDaemon, TinyPool, full, group, side
 from tests.integrations.hit_cases import cases
+from tests.integrations.scheduling import attached
 
 
 class Waited(TinyDaemon):
@@ -52,8 +53,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def engine(daemon: Waited, clock: Clock) -> SchedulerSide:
-    made = side(daemon=daemon, clock=clock, pool=TinyPool(64))
-    made.take_report(RankReport(attached={0: EPOCH}))
+    made = attached(daemon=daemon, clock=clock, pool=TinyPool(64))
     daemon.waited = 0
     return made
 

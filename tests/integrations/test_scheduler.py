@@ -43,8 +43,7 @@ SECONDS = 30.0
 
 def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every_rank_has_reported() -> None:
     daemon = TinyDaemon()
-    made = side(daemon=daemon, world_size=2)
-    made.take_report(RankReport(attached={0: EPOCH, 1: EPOCH}))
+    made = attached(daemon=daemon, world_size=2)
     request = Request("r", list(range(14)))
     daemon.put(0, request.block_hashes)
 
@@ -404,8 +403,7 @@ def test_a_load_whose_needed_block_is_null_fails_instead_of_going_on_without_it(
 
 def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_rank_has_reported() -> None:
     pool = TinyPool(16)
-    made = side(pool=pool, world_size=2)
-    made.take_report(RankReport(attached={0: EPOCH, 1: EPOCH}))
+    made = attached(pool=pool, world_size=2)
     request = Request("r", list(range(14)))
     blocks = run(made, pool, request, 14)
 
@@ -428,8 +426,7 @@ def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_ra
 
 def test_blocks_of_running_requests_are_stored_together_and_those_of_one_that_ends_at_once() -> None:
     pool, clock = TinyPool(32), Clock()
-    made = side(pool=pool, clock=clock, store_interval="50ms")
-    made.take_report(ATTACHED)
+    made = attached(pool=pool, clock=clock, store_interval="50ms")
     one, other, third = (
         Request(name, [*range(first, first + 8)]) for name, first in (("a", 0), ("b", 100), ("c", 200))
     )
@@ -872,8 +869,7 @@ def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplo
 def asleep_and_awake(*woken: dict[int, bool], resets: bool = True) -> tuple[int, SchedulerSide]:
     """Hits on what was stored before an engine of two ranks slept, after these reports of its ranks."""
     daemon = TinyDaemon()
-    made = side(pool=TinyPool(16), daemon=daemon, world_size=2)
-    made.take_report(RankReport(attached={0: EPOCH, 1: EPOCH}))
+    made = attached(pool=TinyPool(16), daemon=daemon, world_size=2)
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
