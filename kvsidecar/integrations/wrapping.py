@@ -6,13 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+End = Callable[[], None]
+"""Ends what the function that returns it has begun, unless somebody has wrapped the same again."""
 
-def wrap(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
-    """From now on, ``call(original, ...)`` is called instead of ``owner.name(...)``.
 
-    Returns:
-        A function that ends this, unless somebody has wrapped it again.
-    """
+def wrap(owner: Any, name: str, call: Callable[..., Any]) -> End:
+    """From now on, ``call(original, ...)`` is called instead of ``owner.name(...)``."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -75,12 +75,8 @@ class Adapters:
         return self._digests[adapter]
 
 
-def wrap(requests: type, adapters: Adapters) -> Callable[[], None]:
-    """Have the requests of this class (``Req``) named by the content of their adapters.
-
-    Returns:
-        A function that ends this.
-    """
+def wrap(requests: type, adapters: Adapters) -> wrapping.End:
+    """Have the requests of this class (``Req``) named by the content of their adapters."""
 
     def init(original: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
 
-from kvsidecar.integrations.wrapping import wrap
+from kvsidecar.integrations.wrapping import End, wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -39,7 +39,7 @@ def watch(
     is_mine: Callable[[Any], bool],
     request_ended: Callable[[Any, Any], None],
     session_ended: Callable[[str], None],
-) -> Callable[[], None]:
+) -> End:
     """Watch the ends in one tree.
 
     Args:
@@ -47,9 +47,6 @@ def watch(
         is_mine: whether a tree of this class is the one.
         request_ended: called with the tree and a request that has ended.
         session_ended: called with the id of a session that has ended.
-
-    Returns:
-        A function that ends this.
     """
     if not all(hasattr(tree_class, name) for name in (RELEASE, END_SESSION)):
         _log.warning(

@@ -27,7 +27,7 @@ from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.note_format import NAME_BYTES, TOKEN_BYTES
 from kvsidecar.integrations.residency.residents import Residents, Watch, media
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
-from kvsidecar.integrations.wrapping import wrap
+from kvsidecar.integrations.wrapping import End, wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -75,12 +75,8 @@ class Events:
 
     # -- of SGLang ------------------------------------------------------------------------------------------------
 
-    def wrap(self, tree_class: type[Any], is_mine: Callable[[Any], bool]) -> Callable[[], None]:
-        """Add to what ``take_events`` of this engine's tree returns.
-
-        Returns:
-            A function that ends this.
-        """
+    def wrap(self, tree_class: type[Any], is_mine: Callable[[Any], bool]) -> End:
+        """Add to what ``take_events`` of this engine's tree returns."""
 
         def take_events(original: Callable[[Any], list[Any]], tree: Any) -> list[Any]:
             if not is_mine(tree):

@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvsidecar.integrations.wrapping import wrap
+from kvsidecar.integrations.wrapping import End, wrap
 
 KV_CACHE: Final = "kv_cache"
 """SGLang's tag of the memory of the KV cache; no tag stands for all."""
 RELEASE: Final = "release_memory_occupation"
 
 
-def watch(updater: Any, releasing: Callable[[], None]) -> Callable[[], None]:
+def watch(updater: Any, releasing: Callable[[], None]) -> End:
     """Call ``releasing`` before memory of the KV cache is released from now on.
 
     Args:
         updater: SGLang's class that does it for the scheduler.
-
-    Returns:
-        A function that ends this.
     """
 
     def release(original: Callable[..., Any], self: Any, request: Any) -> Any:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvsidecar.integrations.weights_version import WeightsVersion
-from kvsidecar.integrations.wrapping import wrap
+from kvsidecar.integrations.wrapping import End, wrap
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -127,15 +127,12 @@ def holds_no_kv(updater: Any, allocator: Any) -> bool:
         return False
 
 
-def watch(updater: Any, changing: Callable[[str], None], changed: Callable[[Any], None]) -> Callable[[], None]:
+def watch(updater: Any, changing: Callable[[str], None], changed: Callable[[Any], None]) -> End:
     """Watch each method of SGLang's class that changes weights.
 
     Args:
         changing: called before, with the method's name.
         changed: called after, with the object, also if the method raises.
-
-    Returns:
-        A function that ends this.
 
     Raises:
         ValueError: this version has none of these methods.
