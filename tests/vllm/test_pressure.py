@@ -56,7 +56,7 @@ def test_a_daemon_that_hangs_leaves_an_engine_under_pressure_going(
             assert engine.counters()["vllm:num_preemptions"] > before
             names.append(engine.add(longest, tokens=12))
             answers |= engine.run()
-            held = [block for each in stores._running for block in each.selection]
+            held = [block for each in stores.running for block in each.selection]
             given_up = engine.connector._scheduler.counters.given_up_daemons
             assert held or given_up, "nothing was stored when the daemon stopped: nothing was held"
             assert all(block.ref_cnt > 0 for block in held), "the daemon may read these blocks when it goes on"

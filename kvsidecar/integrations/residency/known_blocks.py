@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,12 +114,11 @@ class KnownBlocks:
                 notes.append(form.pack(each, info.parent, info.packed))
         return b"".join(notes)
 
-    def take_notes(self, index: int, hashes: bytes, notes: bytes, learned: Callable[[bytes], None]) -> None:
-        """Remember what other engines have noted.
+    def take_notes(self, index: int, hashes: bytes, notes: bytes) -> Iterator[bytes]:
+        """Remember what other engines have noted. Yields each hash that was not known.
 
         Args:
             hashes: joined, of this engine's weights: notes on blocks of others do not match them, and are ignored.
-            learned: called with each hash that was not known.
         """
         form, count = self._formats[index], len(hashes) // self._hash_bytes
         if len(notes) != count * form.nbytes:
@@ -129,7 +128,7 @@ class KnownBlocks:
                 continue
             if (said := form.unpack(each, notes[i * form.nbytes : (i + 1) * form.nbytes])) is not None:
                 self.add(index, each, BlockInfo(said[1], said[0], own=False))
-                learned(each)
+                yield each
 
 
 def _size(info: BlockInfo) -> int:

@@ -205,12 +205,8 @@ class Residents:
             kind, index = _OF_DISK[kind], index | DISK
         match kind:
             case Residency.NOTES:
-                self._known.take_notes(
-                    index,
-                    self._keys(change.hashes),
-                    change.notes,
-                    lambda each: self._rest.extend(((index, each), (index | DISK, each))),
-                )
+                for each in self._known.take_notes(index, self._keys(change.hashes), change.notes):
+                    self._rest.extend(((index, each), (index | DISK, each)))
             case Residency.STORED:
                 self._stored(index, change.hashes)
             case Residency.REMOVED:

@@ -41,16 +41,12 @@ class Loads:
         self._events, self._lookups = shared.events, lookups
         self.planned: list[LoadJob] = []
         """Jobs that were not sent to the ranks yet."""
-        self._running: dict[int, _Load] = {}
+        self.running: dict[int, _Load] = {}
+        """By job: those that some rank has not reported."""
 
     @property
     def outstanding(self) -> bool:
-        return bool(self.planned or self._running)
-
-    @property
-    def num_running(self) -> int:
-        """Jobs that some rank has not reported."""
-        return len(self._running)
+        return bool(self.planned or self.running)
 
     def plan(
         self, request: Any, block_ids: Sequence[Sequence[int]], offer: Offer, external: int, null_block: int
@@ -71,7 +67,7 @@ class Loads:
                 packed.append(GroupBlocks(group.index, hashes, pack_ids(ids)))
         number = next(self._numbers)
         lease = self._lookups.renew_lease(offer)
-        load = self._running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
+        load = self.running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
         if self._events is not None:
             load.unannounced = self._unannounced(self._events, request, load.blocks, offer.local)
         adapter = request.lora_request.lora_int_id if request.lora_request is not None else 0
@@ -94,7 +90,7 @@ class Loads:
 
     def forget_events(self) -> None:
         """What is being loaded is not announced: the daemon may not have it any more, or not for these weights."""
-        for load in self._running.values():
+        for load in self.running.values():
             load.unannounced = {}
 
     def _blocks(
@@ -138,14 +134,14 @@ class Loads:
         """Record which loads have ended. Returns the requests whose loads failed."""
         failed = []
         for number, count in report.loaded.items():
-            load = self._running.get(number)
+            load = self.running.get(number)
             if load is None:
                 continue
             load.failed |= number in report.not_loaded
             load.ranks -= count
             if load.ranks > 0:
                 continue
-            del self._running[number]
+            del self.running[number]
             if load.lease is not None:
                 load.lease.release()
                 # The answer to the renewal arrived before the end of the load.

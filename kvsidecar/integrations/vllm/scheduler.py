@@ -429,7 +429,7 @@ class SchedulerSide:
         now = {
             ATTACHED: int(self.attached),
             BREAKER_OPEN: int(self._client.hangs),
-            PENDING_JOBS: self._stores.num_running + self._loads.num_running,
+            PENDING_JOBS: len(self._stores.running) + len(self._loads.running),
             **reason_gauges(self.why_not),
         }
         changed = {name: value for name, value in now.items() if self._told.get(name) != value}

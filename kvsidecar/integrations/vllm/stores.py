@@ -98,7 +98,7 @@ class Stores:
         """By request id: the terms of its blocks, if they are not the default."""
         self._planned: dict[tuple[Terms, str], Selection] = {}
         """The blocks of the next jobs, by terms and, of those that were declined together with others', request id."""
-        self._running = RunningStores()
+        self.running = RunningStores()
         self._backlog = Backlog(0)
         self._most_held_backlog = 0
         self._pause = RETRY_SECONDS
@@ -122,12 +122,7 @@ class Stores:
     @property
     def outstanding(self) -> bool:
         """Whether references are held."""
-        return bool(self._running or self._num_planned)
-
-    @property
-    def num_running(self) -> int:
-        """Jobs that some rank has not reported."""
-        return len(self._running)
+        return bool(self.running or self._num_planned)
 
     def gpu_is_empty(self) -> bool:
         """Whether no GPU block is in use or can be hit, so that no earlier KV gets into later stores. Checks every
@@ -145,9 +140,9 @@ class Stores:
         Args:
             now: monotonic seconds.
         """
-        if self._running.silent_for(SOON_SECONDS, now):
+        if self.running.silent_for(SOON_SECONDS, now):
             return False
-        selections = (*self._planned.values(), *(store.selection for store in self._running))
+        selections = (*self._planned.values(), *(store.selection for store in self.running))
         return any(block.ref_cnt == 1 for each in selections for block in each)
 
     # -- planning --------------------------------------------------------------------------------------------------
@@ -162,14 +157,14 @@ class Stores:
             Whether `step` may find blocks to store. It also may if vLLM has preempted a request.
         """
         self._now = now
-        self._running.new_step()
+        self.running.new_step()
         return now >= self._next or self._backlog.count > 0
 
     def gives_up(self) -> bool:
         """Whether the ranks must give up the daemon in this step, so that the engine gets its blocks back."""
-        if self._num_held <= self._most_hung or not self._running.silent_for(GIVE_UP_SECONDS, self._now):
+        if self._num_held <= self._most_hung or not self.running.silent_for(GIVE_UP_SECONDS, self._now):
             return False
-        self._running.wait_anew(self._now)
+        self.running.wait_anew(self._now)
         self._counters.given_up_daemons += 1
         return True
 
@@ -237,7 +232,7 @@ class Stores:
     def new_run(self) -> None:
         """All ranks are attached to another daemon run. Running jobs count as failed: it is unknown which run ended
         them."""
-        for store in self._running:
+        for store in self.running:
             store.failed = True
         self._retry, self._pause = 0.0, RETRY_SECONDS
 
@@ -328,7 +323,7 @@ class Stores:
             self._events.not_stored(group, hashes)
 
     def _plan_backlog(self) -> None:
-        if self._running.silent_for(HUNG_SECONDS, self._now):
+        if self.running.silent_for(HUNG_SECONDS, self._now):
             return
         room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._num_held)
         hashes_of: dict[Terms, dict[int, dict[bytes, None]]] = {}
@@ -348,10 +343,10 @@ class Stores:
 
     def _room(self) -> int:
         """Number of further blocks that this step may consider."""
-        if self._running.silent_for(HUNG_SECONDS, self._now):
+        if self.running.silent_for(HUNG_SECONDS, self._now):
             self._counters.held_back_stores += 1
             return 0
-        most = self._most_hung if self._running.one_takes(HUNG_SECONDS, self._now) else self._most_held
+        most = self._most_hung if self.running.one_takes(HUNG_SECONDS, self._now) else self._most_held
         if self._num_held >= most:
             self._counters.held_back_stores += 1
         return min(STEP_BLOCKS - self._num_planned, most - self._num_held) - self._considered
@@ -431,7 +426,7 @@ class Stores:
         if self._noted and self._events is not None:
             events = self._events
             blocks = tuple(replace(each, notes=events.notes(each.group, each.split())) for each in blocks)
-        self._running.add(number, planned, blocks, self._world_size, self._now)
+        self.running.add(number, planned, blocks, self._world_size, self._now)
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
         return StoreJob(number, blocks, planned.traceparent, planned.terms)
@@ -440,7 +435,7 @@ class Stores:
         """Returns the ids of requests of which the daemon has declined blocks. It declines a job as a whole: one with
         blocks of several requests is sent again, a job for each."""
         declined: list[str] = []
-        for store in self._running.ended(report, self._now):
+        for store in self.running.ended(report, self._now):
             if not store.admitted:
                 self._counters.not_admitted_stores += 1
                 of_requests = store.selection.by_request() if store.retry else {}
@@ -458,7 +453,7 @@ class Stores:
         planned, self._planned = self._planned, {}
         for each in planned.values():
             self._end(each, each.packed(), failed=True, retry=False)
-        for store in self._running:
+        for store in self.running:
             store.retry = False
         for part in self._backlog.take(self._backlog.count):
             if self._events is not None:
