@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
+_DURATION = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_SECONDS)})?\s*", re.ASCII)
 
 
 def read_text(value: Any) -> str:
@@ -40,8 +40,7 @@ def read_seconds(value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = float(value)
     elif isinstance(value, str) and (found := _DURATION.fullmatch(value)):
-        unit = _SECONDS.get(found[2] or "s")
-        seconds = None if unit is None else float(found[1]) * unit
+        seconds = float(found[1]) * _SECONDS[found[2] or "s"]
     if seconds is None or not 0 < seconds < 1e9:
         raise ValueError("it must be a time above 0 such as 5ms or 30s, or a number of seconds")
     return seconds

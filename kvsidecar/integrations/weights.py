@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,8 @@ READERS = 8
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz")
 TEXTS = (".json", ".py", ".yaml", ".yml")
 """Read whole: configuration and code of the model. All other files are sampled."""
+HUB_SNAPSHOT = re.compile(r".*/models--(?P<name>[^/]*)/snapshots/(?P<commit>[0-9a-f]{40})", re.DOTALL)
+"""Path of a model's directory in the hub's local cache."""
 IGNORED_NAMES = (
     "tokenizer", "tekken", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template",
     "generation_config", "readme", "license", "notice",
@@ -89,15 +92,10 @@ def hub_snapshot(model: str | Path) -> tuple[str, str] | None:
     """Name and commit of a Hugging Face Hub model, if this is its directory in the hub's local cache: symbolic links to
     files that never change."""
     directory = Path(os.path.abspath(model))
-    snapshots, root = directory.parent, directory.parent.parent
-    if snapshots.name != "snapshots" or not root.name.startswith("models--"):
+    found = HUB_SNAPSHOT.fullmatch(str(directory))
+    if found is None or not directory.is_dir() or not all(each.is_symlink() for each in files_of(directory)):
         return None
-    commit = directory.name
-    if len(commit) != 40 or set(commit) - set("0123456789abcdef") or not directory.is_dir():
-        return None
-    if not all(each.is_symlink() for each in files_of(directory)):
-        return None
-    return root.name.removeprefix("models--").replace("--", "/"), commit
+    return found["name"].replace("--", "/"), found["commit"]
 
 
 def _digest_of_file(path: Path, cache: DigestCache) -> str:
