@@ -168,7 +168,7 @@ class WorkerSide:
         Args:
             same_weights: they are known to be those of the start.
         """
-        self._tell(woken={self._place.rank: same_weights})
+        self._tell(RankReport(woken={self._place.rank: same_weights}))
 
     @property
     def registered(self) -> bool:
@@ -296,9 +296,9 @@ class WorkerSide:
             self._reported_epoch = epoch
             pool_bytes = 0 if client is None else client.readiness.pool_bytes
             pool_blocks = max((layout.most_blocks(pool_bytes) for layout in self._layouts), default=0)
-            self._tell(attached={self._place.rank: epoch}, pool_blocks=pool_blocks)
+            self._tell(RankReport({self._place.rank: epoch}, pool_blocks=pool_blocks))
         if self._adapters is not None and (loads := self._adapters.take()):
-            self._tell(adapters={self._place.rank: loads})
+            self._tell(RankReport(adapters={self._place.rank: loads}))
         news, self._news = self._news, NO_NEWS
         return None if news is NO_NEWS else news
 
@@ -317,9 +317,9 @@ class WorkerSide:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, **news: Any) -> None:
-        """Add to the next report: fields of `RankReport`."""
-        self._news = self._news.merged(RankReport(**news))
+    def _tell(self, news: RankReport) -> None:
+        """Add to the next report."""
+        self._news = self._news.merged(news)
 
     def _settle_closed(self) -> None:
         """Report the loads of closed clients once nothing can write to their blocks any more."""
@@ -333,11 +333,11 @@ class WorkerSide:
 
     def _ended(self, done: JobDone) -> None:
         if self._unfit_jobs.note(done):
-            self._tell(refused=1)
+            self._tell(RankReport(refused=1))
         if (store := self._stores.pop(done.job, None)) is not None:
             self._transferred |= self._store_transfers.add(done)
             if done.reason == Refusal.NOT_ADMITTED:
-                self._tell(not_admitted=frozenset([store.number]))
+                self._tell(RankReport(not_admitted=frozenset([store.number])))
             self._store_ended(store, done=done.outcome is Outcome.DONE)
             return
         load = self._loads.pop(done.job, None)
@@ -351,10 +351,12 @@ class WorkerSide:
         self._load_ended(load, done=done.outcome is Outcome.DONE)
 
     def _store_ended(self, store: StoreJob, *, done: bool) -> None:
-        self._tell(stored={store.number: 1}, not_stored=frozenset() if done else frozenset([store.number]))
+        number = store.number
+        self._tell(RankReport(stored={number: 1}, not_stored=frozenset() if done else frozenset([number])))
 
     def _load_ended(self, load: LoadJob, *, done: bool) -> None:
-        self._tell(loaded={load.number: 1}, not_loaded=frozenset() if done else frozenset([load.number]))
+        number = load.number
+        self._tell(RankReport(loaded={number: 1}, not_loaded=frozenset() if done else frozenset([number])))
         self._results.finished.add(load.request_id)
         if not done:
             self._results.failed.add(load.request_id)
