@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.hints import MAX_ACTIONS, priority_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.terms import MAX_ACTIONS, priority_of
 from kvsidecar.types import Priority
 from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyPool, side
 from tests.integrations.scheduling import attached, run, stored_hashes

@@ -1,5 +1,8 @@
 """On which terms the daemon keeps a request's blocks: what a router hints at, and what a request says in its
 ``kv_transfer_params``. Pure; imports no vLLM.
+
+A router's hints come with a request (vLLM's ``kv_hints``). The schemas of their payloads are each component's own, so
+only the kinds are read here: a hint is for all blocks of its request.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from typing import Any
 from kvsidecar.integrations.next_use import NEXT_USE, said_in
 from kvsidecar.integrations.options import read_seconds
 from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.hints import priority_of
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.types import MAX_IDLE_SECONDS, Priority
 
 BOUNDS = frozenset(("ttl", "idle_ttl"))
 """What may be said under `next_use.KEY` beside `NEXT_USE`: ``{"ttl": 600, "idle_ttl": "1min"}``."""
+MAX_ACTIONS = 64
+"""KV hints of one request that are read."""
 SHORTEST = 1
 """Seconds in place of a time that cannot be read. The request wants a bound: none at all would keep what must not stay,
 and an error would cost the answer."""
@@ -61,3 +65,36 @@ def _seconds(value: Any, counters: Counters) -> int | None:
     except (ValueError, OverflowError):  # the latter for a number of hundreds of digits
         counters.bad_ttls += 1
         return SHORTEST
+
+
+def priority_of(request: Any, counters: Counters, options: Options) -> Priority:
+    """The priority of a request's blocks in the pool.
+
+    By its KV hints: to retain or to pin means `Priority.HIGH`, to demote `Priority.LOW`; the former wins. Without one,
+    by its priority in vLLM's scheduler, where a lower number comes first and 0 is the default.
+    """
+    hinted = _hinted(request, counters) if options.kv_hints else None
+    if hinted is not None:
+        return hinted
+    number = getattr(request, "priority", 0) if options.request_priority else 0
+    return Priority.HIGH if number < 0 else Priority.LOW if number > 0 else Priority.NORMAL
+
+
+def _hinted(request: Any, counters: Counters) -> Priority | None:
+    envelope = getattr(request, "kv_hints", None)  # since vLLM 0.32
+    if envelope is None:
+        return None
+    found: Priority | None = None
+    for action in envelope.actions[:MAX_ACTIONS]:
+        kind = str(action.action_type).rpartition(".")[2].lower()
+        if kind in ("retain", "pin"):
+            found = Priority.HIGH
+            counters.pin_hints += kind == "pin"
+        elif kind == "demote":
+            found = found or Priority.LOW
+        elif kind != "prefetch":  # the lookup that every request begins with fetches what a tier has
+            counters.unknown_hints += 1
+            continue
+        counters.hints += 1
+    counters.unknown_hints += max(0, len(envelope.actions) - MAX_ACTIONS)
+    return found
