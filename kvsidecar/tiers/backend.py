@@ -7,12 +7,16 @@ import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
+import xxhash
+
+from kvsidecar.cache.change_log import Outlet
 from kvsidecar.types import Namespace
 
 BACKENDS: Final = {
@@ -46,6 +50,19 @@ def namespace_digest(namespace: Namespace) -> str:
     """32 hexadecimal digits that name it on every node and in every run."""
     facts = json.dumps(asdict(namespace), sort_keys=True).encode()
     return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier name").hexdigest()
+
+
+def checksum_of(memory: memoryview, known: int | None = None) -> int:
+    """XXH3 (64 bits) of a shard's bytes, unless it is known."""
+    return xxhash.xxh3_64_intdigest(memory) if known is None else known
+
+
+def without_first(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of these after so many bytes are read or written."""
+    while parts and count >= parts[0].nbytes:
+        count -= parts[0].nbytes
+        parts = parts[1:]
+    return [parts[0][count:], *parts[1:]] if parts else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +130,7 @@ class BackendStats:
     """Of the day's budget, earlier runs included; None: it has none."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Where a tier keeps shards. Its methods are called from several threads at once and may block.
 
     A shard is named by its space and its block hash; hashes of a call are in prefix order and occur once. Memory is a
@@ -125,14 +142,15 @@ class Backend(Protocol):
             counts the failures and stops asking after some.
     """
 
+    @abstractmethod
     def find(self, space: ShardSpace, hashes: Sequence[bytes]) -> list[bool]:
         """Which of these are there. Only a hint: a read may still miss."""
-        ...
 
+    @abstractmethod
     def read(self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview]) -> list[ReadEnd]:
         """Fill memory. What does not end with `ReadEnd.DONE` has undefined bytes."""
-        ...
 
+    @abstractmethod
     def write(
         self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview], checksums: Sequence[int | None]
     ) -> list[WriteEnd]:
@@ -141,34 +159,36 @@ class Backend(Protocol):
         Args:
             checksums: XXH3 (64 bits) of the bytes, where one is known; the backend takes the others.
         """
-        ...
 
+    @abstractmethod
     def forget(self, namespace: Namespace | None) -> int:
         """Forget the shards of one namespace, or all. Returns how many."""
-        ...
 
     def keys(self) -> Iterable[tuple[bytes, bytes, int]] | None:
         """What is there: per shard space its digest, the block hashes, joined, and their width. None: unknown."""
-        ...
+        return None
 
+    @abstractmethod
     def probe(self) -> None:
         """Write something small, read it back and compare: whether it works at all."""
-        ...
 
+    @abstractmethod
     def stats(self) -> BackendStats: ...
 
+    @abstractmethod
     def close(self) -> None:
         """No call may be under way."""
-        ...
 
-
-@runtime_checkable
-class LimitsShares(Protocol):
-    """What a backend has besides if it limits shares. Others take what comes."""
-
-    def set_shares(self, shares: Sequence[TierShare]) -> None:
+    def set_shares(self, shares: Sequence[TierShare]) -> None:  # noqa: B027 - not every backend limits them
         """Limit them from now on. What is there stays; a share that has too much evicts it when it writes."""
-        ...
+
+    def watch(self, space: ShardSpace, outlet: Outlet | None) -> None:  # noqa: B027 - not every backend knows
+        """Tell an outlet of every change of what is there of this space from now on; None: nobody."""
+
+    def pieces(self, space: ShardSpace) -> Iterator[bytes]:
+        """What is there as far as it is known, as hashes joined in pieces of 32 KiB at most, some of which may be
+        empty. Each is as of the moment when it is asked for."""
+        return iter(())
 
 
 def open_backend(name: str, options: dict[str, Any], pool: memoryview) -> Backend:

@@ -22,7 +22,7 @@ from kvsidecar.errors import KVSidecarError, TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.child_side import EXIT_FAILED, Control, run
-from kvsidecar.tiers.backend import Backend, LimitsShares, ShardSpace, WriteEnd, open_backend
+from kvsidecar.tiers.backend import Backend, ShardSpace, WriteEnd, open_backend
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import (
     MAX_FRAME,
@@ -82,8 +82,7 @@ class TierProcess:
             self._spaces[request.space] = space_of(request)
             return
         if request.do is Do.SHARES:
-            if isinstance(self._backend, LimitsShares):
-                self._backend.set_shares(shares_of(request))
+            self._backend.set_shares(shares_of(request))
             return
         if request.do is Do.WATCH:
             self._teller.watch(request.space, self._spaces[request.space])

@@ -9,29 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
-from kvsidecar.cache.change_log import ChangeLog, Outlet
-from kvsidecar.tiers.backend import ShardSpace
+from kvsidecar.cache.change_log import ChangeLog
+from kvsidecar.tiers.backend import Backend, ShardSpace
 from kvsidecar.types import Residency
 
 PIECES: Final = 8
 """That are sent before a pause: 160,000 shards a second, so that the daemon's loop has time for others."""
 PAUSE_SECONDS: Final = 0.05
-
-
-@runtime_checkable
-class Listed(Protocol):
-    """What a backend has besides if it knows what it has."""
-
-    def watch(self, space: ShardSpace, outlet: Outlet | None) -> None:
-        """Tell an outlet of every change of what is there of this space from now on; None: nobody."""
-        ...
-
-    def pieces(self, space: ShardSpace) -> Iterator[bytes]:
-        """What is there, as hashes joined in pieces of 32 KiB at most, some of which may be empty. Each is as of the
-        moment when it is asked for."""
-        ...
 
 
 class Teller:
@@ -44,12 +30,11 @@ class Teller:
 
     def __init__(
         self,
-        backend: object,
+        backend: Backend,
         send: Callable[[int, Residency, bytes], object],
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._backend = backend if isinstance(backend, Listed) else None
-        self._send, self._pause = send, pause
+        self._backend, self._send, self._pause = backend, send, pause
         self._changed = threading.Condition()
         """Guards all that follows. A backend holds its own lock when it tells of a change, so it is not called with
         this one held."""
@@ -60,18 +45,17 @@ class Teller:
 
     def watch(self, number: int, space: ShardSpace) -> None:
         """Tell what is there of a space, then `Residency.COMPLETE`; and every change. Again: from the beginning."""
-        if self._backend is not None:
-            self._backend.watch(space, partial(self._changed_in, number))  # first: what changes from here on is told
+        self._backend.watch(space, partial(self._changed_in, number))  # first: what changes from here on is told
         with self._changed:
             self._spaces[number] = space
-            self._to_list[number] = iter(()) if self._backend is None else self._backend.pieces(space)
+            self._to_list[number] = self._backend.pieces(space)
             self._changed.notify()
 
     def unwatch(self, number: int) -> None:
         with self._changed:
             space = self._spaces.pop(number, None)
             self._to_list.pop(number, None)
-        if space is not None and self._backend is not None:
+        if space is not None:
             self._backend.watch(space, None)
 
     def _changed_in(self, number: int, kind: Residency, _group: int, hashes: bytes) -> None:

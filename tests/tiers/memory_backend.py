@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd
+from kvsidecar.tiers.backend import Backend, BackendStats, ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.types import Namespace
 
 NAME = "tests.tiers.memory_backend:open_backend"
 
 
-class MemoryBackend:
+class MemoryBackend(Backend):
     """Args: broken: while this file exists, every call fails with its text."""
 
     def __init__(self, capacity: int, broken: str) -> None:
@@ -64,9 +64,6 @@ class MemoryBackend:
             for key in gone:
                 del self._kept[key]
         return len(gone)
-
-    def keys(self) -> None:
-        return None
 
     def probe(self) -> None:
         self._check()

@@ -13,6 +13,7 @@ from kvsidecar.tiers import residency_report
 from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.tiers.residency_report import Teller
 from kvsidecar.types import Namespace, Residency
+from tests.tiers import memory_backend
 
 SPACE = ShardSpace(Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256"), 0, 0, 1, 4096)
 
@@ -132,7 +133,7 @@ def test_a_long_list_leaves_the_daemon_time() -> None:
 
 
 def test_an_engine_that_does_not_know_what_it_has_tells_nothing() -> None:
-    daemon = Daemon(object())
+    daemon = Daemon(memory_backend.open_backend())
     daemon.teller.watch(1, SPACE)
     assert daemon.listen(1) == [(Residency.COMPLETE, b"")]
 

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final
 
-import xxhash
-
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
-from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
+from kvsidecar.tiers.backend import Backend, BackendStats, ReadEnd, ShardSpace, WriteEnd, checksum_of, namespace_digest
 from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
 from kvsidecar.types import Namespace
 
@@ -75,8 +73,8 @@ class ClusterOptions:
     tenant: str = "default"
 
 
-class ClusterBackend:
-    """Keeps shards in Mooncake Store. Implements `kvsidecar.tiers.backend.Backend`.
+class ClusterBackend(Backend):
+    """Keeps shards in Mooncake Store.
 
     What is there is decided by the master, and changed by other nodes at any time: `keys` is unknown, and `stats` says
     zero.
@@ -147,7 +145,7 @@ class ClusterBackend:
                     ends.append(ReadEnd.MISS)
                     continue
                 whole = code == space.shard_bytes + TRAILER_BYTES
-                right = whole and trailer == trailer_of(space, block_hash, xxhash.xxh3_64_intdigest(shard))
+                right = whole and trailer == trailer_of(space, block_hash, checksum_of(shard))
                 ends.append(ReadEnd.DONE if right else ReadEnd.CORRUPT)
         if wrong := [key for key, end in zip(keys, ends, strict=True) if end is ReadEnd.CORRUPT]:
             # Forced: the read itself has taken a lease.
@@ -165,9 +163,7 @@ class ClusterBackend:
             shards = [memory[i] for i in which]
             with self._room(len(which)) as trailers:
                 for i, trailer in zip(which, trailers, strict=True):
-                    known = checksums[i]
-                    checksum = xxhash.xxh3_64_intdigest(memory[i]) if known is None else known
-                    trailer[:] = trailer_of(space, hashes[i], checksum)
+                    trailer[:] = trailer_of(space, hashes[i], checksum_of(memory[i], checksums[i]))
                 keys = _keys(space, [hashes[i] for i in which])
                 codes = self._store.batch_put_from_multi_buffers(keys, *_pieces(shards, trailers), self._config)
             _check("a write failed", codes, _FULL | _PRESENT)
@@ -182,9 +178,6 @@ class ClusterBackend:
         if count < 0:
             raise _failed("shards cannot be removed", count)
         return count
-
-    def keys(self) -> None:
-        return None
 
     def probe(self) -> None:
         key = PROBE_PREFIX + secrets.token_hex(16)

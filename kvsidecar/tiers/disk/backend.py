@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import xxhash
 
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block_cache import BlockCache
@@ -35,7 +34,17 @@ from kvsidecar.pool.record_table import TableFacts
 from kvsidecar.support import log
 from kvsidecar.support.patterns import covers
 from kvsidecar.support.units import MiB, format_size
-from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, ShareUse, TierShare, WriteEnd, namespace_digest
+from kvsidecar.tiers.backend import (
+    Backend,
+    BackendStats,
+    ReadEnd,
+    ShardSpace,
+    ShareUse,
+    TierShare,
+    WriteEnd,
+    checksum_of,
+    namespace_digest,
+)
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
 from kvsidecar.tiers.disk.kept_budget import KeptBudget
@@ -57,8 +66,8 @@ def facts_of(capacity_bytes: int, slab_bytes: int = SLAB_BYTES) -> TableFacts:
     return TableFacts(capacity_bytes, min(slab_bytes, capacity_bytes), KIND, "")
 
 
-class DiskBackend:
-    """Keeps shards in a directory on a local disk. Implements `kvsidecar.tiers.backend.Backend`.
+class DiskBackend(Backend):
+    """Keeps shards in a directory on a local disk.
 
     Args:
         path: the directory; made if only its last part is missing.
@@ -417,8 +426,7 @@ def _name(space: ShardSpace) -> Namespace:
 
 def _checksum(space: ShardSpace, memory: memoryview, known: int | None) -> int:
     """What is recorded of a shard: the checksum of its bytes, combined with its space."""
-    value = xxhash.xxh3_64_intdigest(memory) if known is None else known
-    return value ^ int.from_bytes(space.digest[:8], "little")
+    return checksum_of(memory, known) ^ int.from_bytes(space.digest[:8], "little")
 
 
 def open_backend(directory: str, capacity_bytes: int, write_bytes_per_day: int | None = None) -> DiskBackend:

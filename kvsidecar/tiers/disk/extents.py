@@ -16,6 +16,7 @@ from kvsidecar.cache.arrays import Ints
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import failpoints
 from kvsidecar.support.units import format_size
+from kvsidecar.tiers.backend import without_first
 
 PAGE: Final = 4096
 """Direct I/O takes only multiples of this: addresses, offsets and lengths."""
@@ -70,11 +71,12 @@ class ExtentFile:
             pages = self._pages(len(which)) if nbytes % PAGE else None
             buffers = _buffers([memory[i] for i in which], pages)
             try:
-                _hit_read()
+                failpoints.hit("tier.read")
                 self._move(os.preadv, buffers, at, extent * len(which))
-            except OSError as error:
+            except (OSError, failpoints.FailpointError) as error:
                 text = self._text("read", len(which) * extent, at, error)
-                raise (Unreadable(text, which) if error.errno == errno.EIO else TierFailed(text)) from error
+                readable = isinstance(error, OSError) and error.errno != errno.EIO
+                raise (TierFailed(text) if readable else Unreadable(text, which)) from error
             if pages is not None:
                 for i, page in zip(which, pages, strict=False):
                     memory[i][nbytes - nbytes % PAGE :] = page[: nbytes % PAGE]
@@ -92,11 +94,11 @@ class ExtentFile:
                 for i, page in zip(which, pages, strict=False):
                     page[: nbytes % PAGE] = memory[i][nbytes - nbytes % PAGE :]
             try:
-                _hit_write()
+                failpoints.hit("tier.write")
                 done = self._move(os.pwritev, _buffers([memory[i] for i in which], pages), at, extent * len(which))
                 if done < extent * len(which):
                     raise OSError(errno.EIO, f"only {done} bytes were written")
-            except OSError as error:
+            except (OSError, failpoints.FailpointError) as error:
                 raise TierFailed(self._text("write", len(which) * extent, at, error)) from error
 
     def _move(self, call: Call, buffers: list[memoryview], at: int, nbytes: int) -> int:
@@ -108,7 +110,7 @@ class ExtentFile:
             if not moved or (self.direct and moved % PAGE):
                 break
             if done < nbytes:
-                buffers = _rest(buffers, moved)
+                buffers = without_first(buffers, moved)
         if not self.direct:
             os.posix_fadvise(self._fd, at, nbytes, os.POSIX_FADV_DONTNEED)
         return done
@@ -121,22 +123,9 @@ class ExtentFile:
             pages = self._local.pages = [area[at : at + PAGE] for at in range(0, count * PAGE, PAGE)]
         return pages
 
-    def _text(self, action: str, nbytes: int, at: int, error: OSError) -> str:
-        return f"cannot {action} {format_size(nbytes)} at byte {at} of {self._path}: {error.strerror}"
-
-
-def _hit_read() -> None:
-    try:
-        failpoints.hit("tier.read")
-    except failpoints.FailpointError as error:
-        raise OSError(errno.EIO, str(error)) from error
-
-
-def _hit_write() -> None:
-    try:
-        failpoints.hit("tier.write")
-    except failpoints.FailpointError as error:
-        raise OSError(errno.EIO, str(error)) from error
+    def _text(self, action: str, nbytes: int, at: int, error: OSError | failpoints.FailpointError) -> str:
+        why = error.strerror if isinstance(error, OSError) else error
+        return f"cannot {action} {format_size(nbytes)} at byte {at} of {self._path}: {why}"
 
 
 def _sizes(memory: Sequence[memoryview]) -> tuple[int, int]:
@@ -166,11 +155,3 @@ def _buffers(memory: list[memoryview], pages: list[memoryview] | None) -> list[m
         return memory
     pairs = zip(memory, pages, strict=False)
     return [part for each, page in pairs for part in (each[: each.nbytes // PAGE * PAGE], page) if part.nbytes]
-
-
-def _rest(buffers: list[memoryview], moved: int) -> list[memoryview]:
-    """The buffers without their first ``moved`` bytes."""
-    left = list(buffers)
-    while moved and moved >= left[0].nbytes:
-        moved -= left.pop(0).nbytes
-    return [left[0][moved:], *left[1:]] if moved else left

@@ -20,11 +20,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-import xxhash
-
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
-from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
+from kvsidecar.tiers.backend import (
+    Backend,
+    BackendStats,
+    ReadEnd,
+    ShardSpace,
+    WriteEnd,
+    checksum_of,
+    namespace_digest,
+    without_first,
+)
 from kvsidecar.tiers.private_directory import open_directory
 from kvsidecar.tiers.shared_directory.sweep import SWEEP_SECONDS, TRASH, Sweeper, sweep
 from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
@@ -49,8 +56,8 @@ _GONE: Final = {errno.ENOENT, errno.ESTALE}
 _log = log.get("shared tier")
 
 
-class SharedBackend:
-    """Keeps shards in a directory that several nodes share. Implements `kvsidecar.tiers.backend.Backend`.
+class SharedBackend(Backend):
+    """Keeps shards in a directory that several nodes share.
 
     What is there is changed by other nodes at any time: `keys` is unknown, and `stats` is as of the last sweep.
 
@@ -107,7 +114,7 @@ class SharedBackend:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 got = _read_all(fd, memory, trailer)
-                expected = trailer_of(space, block_hash, xxhash.xxh3_64_intdigest(memory))
+                expected = trailer_of(space, block_hash, checksum_of(memory))
                 if got == len(memory) + TRAILER_BYTES and trailer[:TRAILER_BYTES] == expected:
                     _used(fd)
                     return ReadEnd.DONE
@@ -129,8 +136,7 @@ class SharedBackend:
         ends = [WriteEnd.PRESENT if there else WriteEnd.FULL for there in self.find(space, hashes)]
         for i, block_hash in enumerate(hashes):
             if ends[i] is WriteEnd.FULL and self._has_room(space.shard_bytes + TRAILER_BYTES):
-                known = checksums[i]
-                checksum = xxhash.xxh3_64_intdigest(memory[i]) if known is None else known
+                checksum = checksum_of(memory[i], checksums[i])
                 ends[i] = self._write(_path(self._root, space, block_hash), memory[i], space, block_hash, checksum)
         return ends
 
@@ -198,9 +204,6 @@ class SharedBackend:
         else:
             self._count(-files, -nbytes)
         return files
-
-    def keys(self) -> None:
-        return None
 
     def probe(self) -> None:
         path = self._root / f".probe-{secrets.token_hex(8)}"
@@ -293,7 +296,7 @@ def _write_file(path: str, *parts: memoryview | bytes) -> None:
         while left:
             count = os.pwritev(fd, left, at)
             at += count
-            left = _without(left, count)
+            left = without_first(left, count)
     finally:
         os.close(fd)  # a network file system may say only here that there is no room
 
@@ -304,16 +307,8 @@ def _read_all(fd: int, *parts: memoryview | bytearray) -> int:
     left = [memoryview(part) for part in parts]
     while left and (count := os.preadv(fd, left, at)):
         at += count
-        left = _without(left, count)
+        left = without_first(left, count)
     return at
-
-
-def _without(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of these after so many bytes."""
-    while parts and count >= len(parts[0]):
-        count -= len(parts[0])
-        parts = parts[1:]
-    return [parts[0][count:], *parts[1:]] if parts else []
 
 
 def _failed(what: str, path: str, error: OSError) -> TierFailed:
