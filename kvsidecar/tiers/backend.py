@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import xxhash
-
-from kvsidecar.cache.change_log import Outlet
 from kvsidecar.types import Namespace
+
+if TYPE_CHECKING:
+    from kvsidecar.cache.change_log import Outlet
 
 BACKENDS: Final = {
     "cluster": "kvsidecar.tiers.cluster.backend:open_backend",
@@ -50,19 +50,6 @@ def namespace_digest(namespace: Namespace) -> str:
     """32 hexadecimal digits that name it on every node and in every run."""
     facts = json.dumps(asdict(namespace), sort_keys=True).encode()
     return hashlib.blake2b(facts, digest_size=16, person=b"kvs tier name").hexdigest()
-
-
-def checksum_of(memory: memoryview, known: int | None = None) -> int:
-    """XXH3 (64 bits) of a shard's bytes, unless it is known."""
-    return xxhash.xxh3_64_intdigest(memory) if known is None else known
-
-
-def without_first(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of these after so many bytes are read or written."""
-    while parts and count >= parts[0].nbytes:
-        count -= parts[0].nbytes
-        parts = parts[1:]
-    return [parts[0][count:], *parts[1:]] if parts else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,14 +72,7 @@ class Tier(Supervised[TierLink]):
 
     SETTLED_SECONDS = LONGEST_PAUSE_SECONDS
 
-    def __init__(
-        self,
-        name: str,
-        options: TierOptions,
-        pool: FileInMemory,
-        *,
-        deadline: float = 2.0,
-    ) -> None:
+    def __init__(self, name: str, options: TierOptions, pool: FileInMemory, *, deadline: float = 2.0) -> None:
         super().__init__("tier", {"tier": name}, options.given)
         self.name = name
         self.counts = TierCounts()

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import log
-from kvsidecar.tiers.backend import Backend, BackendStats, ReadEnd, ShardSpace, WriteEnd, checksum_of, namespace_digest
-from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
+from kvsidecar.tiers.backend import Backend, BackendStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
+from kvsidecar.tiers.shard_bytes import TRAILER_BYTES, checksum_of, trailer_of
 from kvsidecar.types import Namespace
 
 BATCH: Final = 32

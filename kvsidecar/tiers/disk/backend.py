@@ -42,12 +42,12 @@ from kvsidecar.tiers.backend import (
     ShareUse,
     TierShare,
     WriteEnd,
-    checksum_of,
     namespace_digest,
 )
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
 from kvsidecar.tiers.disk.kept_budget import KeptBudget
+from kvsidecar.tiers.shard_bytes import checksum_of
 from kvsidecar.types import LookupMode, Namespace
 
 SLAB_BYTES: Final = 64 * MiB

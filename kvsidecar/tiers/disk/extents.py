@@ -16,7 +16,7 @@ from kvsidecar.cache.arrays import Ints
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import failpoints
 from kvsidecar.support.units import format_size
-from kvsidecar.tiers.backend import without_first
+from kvsidecar.tiers.shard_bytes import without_first
 
 PAGE: Final = 4096
 """Direct I/O takes only multiples of this: addresses, offsets and lengths."""

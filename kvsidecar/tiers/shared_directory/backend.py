@@ -28,13 +28,11 @@ from kvsidecar.tiers.backend import (
     ReadEnd,
     ShardSpace,
     WriteEnd,
-    checksum_of,
     namespace_digest,
-    without_first,
 )
 from kvsidecar.tiers.private_directory import open_directory
+from kvsidecar.tiers.shard_bytes import TRAILER_BYTES, checksum_of, trailer_of, without_first
 from kvsidecar.tiers.shared_directory.sweep import SWEEP_SECONDS, TRASH, Sweeper, sweep
-from kvsidecar.tiers.trailer import TRAILER_BYTES, trailer_of
 from kvsidecar.types import Namespace
 
 ROOT: Final = "kvsidecar-files-1"

@@ -14,8 +14,8 @@ import pytest
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.backend import ReadEnd, WriteEnd
 from kvsidecar.tiers.cluster.backend import BATCH, ClusterBackend, ClusterOptions, _address, _keys
+from kvsidecar.tiers.shard_bytes import TRAILER_BYTES
 from kvsidecar.tiers.tier import FAILURES
-from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually, eventually_in_loop
 from tests.mooncake_cluster import Cluster, OwnMemory, missing
 from tests.tiers.bench import NEVER, SHARD, SPACE, Bench, bench, name, names

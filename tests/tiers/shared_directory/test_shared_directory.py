@@ -15,11 +15,11 @@ import pytest
 from kvsidecar.errors import TierFailed
 from kvsidecar.support.file_lock import try_lock
 from kvsidecar.tiers.backend import ReadEnd, WriteEnd
+from kvsidecar.tiers.shard_bytes import TRAILER_BYTES
 from kvsidecar.tiers.shared_directory import backend as module
 from kvsidecar.tiers.shared_directory import sweep as sweeping
 from kvsidecar.tiers.shared_directory.backend import ROOT, SharedBackend
 from kvsidecar.tiers.shared_directory.sweep import EMPTY_SECONDS, LOCK, UNFINISHED_SECONDS, sweep
-from kvsidecar.tiers.trailer import TRAILER_BYTES
 from tests.harness import eventually
 from tests.tiers.support import PAGE, content, key, memory, read, space, there, write
 
