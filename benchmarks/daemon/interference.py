@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from statistics import median
 
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.probe import why_no_torch
 from kvsidecar.bench.processes import Child
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
-from kvsidecar.bench.stats import median
 from kvsidecar.bench.token_copy import BLOCKS, IN_FLIGHT, LOAD, SETTLE_SECONDS, STORE, rates, traffic_layout
 from kvsidecar.types import Direction
 

@@ -6,13 +6,14 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from statistics import median
 
 from kvsidecar.bench.engine import Engine, Finished, Held, direction_submits, throughput
 from kvsidecar.bench.errors import BenchError, Skipped
 from kvsidecar.bench.layouts import BLOCK_COUNTS, CONTIGUOUS, IN_FLIGHT, STACKED, Layout
 from kvsidecar.bench.report import Measurement, Row
 from kvsidecar.bench.setting import Setting
-from kvsidecar.bench.stats import median, no_garbage_collection, percentiles
+from kvsidecar.bench.stats import no_garbage_collection, percentiles
 from kvsidecar.support.units import format_size
 from kvsidecar.types import Direction
 

@@ -91,11 +91,7 @@ class Layout:
     def extents(self, block: int) -> list[tuple[int, int, int]]:
         """Where a block's rows lie, in order: (allocation, first byte, bytes)."""
         return [
-            (
-                region.allocation,
-                region.offset + row * region.row_stride + block * region.block_stride,
-                region.row_bytes,
-            )
+            (region.allocation, region.offset + row * region.row_stride + block * region.block_stride, region.row_bytes)
             for region in self.regions()
             for row in range(region.num_rows)
         ]

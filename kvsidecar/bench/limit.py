@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from statistics import median
 
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
-from kvsidecar.bench.stats import median
 from kvsidecar.support.units import GiB, MiB
 
 CUDA_BYTES = GiB

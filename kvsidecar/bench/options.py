@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Options:
     repeat: int | None = None
     seed: int = 0
     json: str | None = None
-    serve_flags: tuple[str, ...] = field(default=())
+    serve_flags: tuple[str, ...] = ()
 
     @classmethod
     def checked(

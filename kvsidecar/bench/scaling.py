@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from statistics import median
 
 from kvsidecar.bench import machine
 from kvsidecar.bench.engine import Engine, attached
@@ -19,7 +20,6 @@ from kvsidecar.bench.limit import CUDA_BYTES
 from kvsidecar.bench.processes import Child, Daemon
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
-from kvsidecar.bench.stats import median
 from kvsidecar.support import cuda_driver
 from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction

@@ -11,8 +11,6 @@ import numpy as np
 
 def latency(seconds: Sequence[float]) -> dict[str, float]:
     """Microseconds of a list of durations: ``n``, ``p50_us``, ``p99_us``, ``min_us`` and ``max_us``."""
-    if not seconds:
-        raise ValueError("there is nothing to summarise")
     p50, p99 = percentiles(seconds)
     return {
         "n": len(seconds),
@@ -27,10 +25,6 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float]:
     """p50 and p99; with fewer than a hundred samples the latter is close to the largest."""
     p50, p99 = np.percentile(np.asarray(samples, np.float64), (50, 99))
     return float(p50), float(p99)
-
-
-def median(samples: Sequence[float]) -> float:
-    return float(np.median(np.asarray(samples, np.float64)))
 
 
 @contextmanager

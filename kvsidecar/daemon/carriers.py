@@ -31,9 +31,8 @@ async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.
         os.close(fd)
         if name in FILES:  # of a start without --pool-dir: nobody would ever take them back
             manager.send("FDSTOREREMOVE=1", f"FDNAME={name}")
-    table_dir = None if settings.table_dir is None else Path(settings.table_dir)
     while True:
-        directory = PoolDirectory(Path(settings.pool_dir), table_dir)
+        directory = PoolDirectory(Path(settings.pool_dir), settings.table_path)
         if not await _lock(directory, settings, stop):
             return None
         if directory.is_there:

@@ -34,9 +34,8 @@ def check(flags: Mapping[str, str | None]) -> str:
     kernel_calls.check()
     geometry = pool_geometry(settings)
     group_id("socket_group", settings.socket_group)
-    _check_address(
-        "HTTP", settings.http_host, f"{settings.http_host}:{settings.http_port}", "--http-host and --http-port"
-    )
+    http = f"{settings.http_host}:{settings.http_port}"
+    _check_address("HTTP", settings.http_host, http, "--http-host and --http-port")
     _check_what_is_imported_late(settings, geometry)
     if settings.tcp_listen is not None:
         host = settings.tcp_listen.rpartition(":")[0].strip("[]")
@@ -51,20 +50,16 @@ def _check_what_is_imported_late(settings: Settings, geometry: PoolGeometry) -> 
     from kvsidecar.pool.kept_files import check_directories
 
     if settings.pool_dir is not None:
-        table_dir = None if settings.table_dir is None else Path(settings.table_dir)
-        check_directories(Path(settings.pool_dir), table_dir)
-    open_tracing = tracing_of(settings)
-    if open_tracing is not None:
+        check_directories(Path(settings.pool_dir), settings.table_path)
+    if (open_tracing := tracing_of(settings)) is not None:
         open_tracing(Metrics("host"))
     resolve(settings.share, settings.policy, geometry.pool_bytes)
-    disk_bytes = settings.disk_size if settings.disk_dir is not None else None
-    resolve_disk(settings.share, settings.policy, disk_bytes or 0)
+    resolve_disk(settings.share, settings.policy, settings.disk_size or 0)
     group_id("admin_group", settings.admin_group)
     if settings.tcp_listen is not None:
         from kvsidecar.server.tls import Certificates, TlsFiles
 
-        paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-        Certificates(TlsFiles(*(Path(path) for path in paths if path is not None)))
+        Certificates(TlsFiles(*settings.tls_files))
 
 
 def _check_address(service: str, host: str, address: str, option: str) -> None:

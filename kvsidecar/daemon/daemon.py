@@ -384,8 +384,7 @@ class Daemon:
     def _share_out(self, settings: Settings) -> None:
         """Divide the pool and the tiers among the shares. Raises ConfigError, and changes nothing then."""
         of_pool = resolve(settings.share, settings.policy, self._pool.nbytes)
-        disk_bytes = settings.disk_size if settings.disk_dir is not None else None
-        of_disk = resolve_disk(settings.share, settings.policy, disk_bytes or 0)
+        of_disk = resolve_disk(settings.share, settings.policy, settings.disk_size or 0)
         self._cache.set_shares(of_pool)
         for tier in self._tiers:
             tier.set_shares(of_disk)

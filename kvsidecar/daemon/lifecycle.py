@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvsidecar import __version__
 from kvsidecar.core.readiness import DaemonReadiness
@@ -24,6 +23,9 @@ from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.types import Readiness, State
+
+if TYPE_CHECKING:
+    from kvsidecar.pool.kept_files import Carrier
 
 _log = log.get("daemon")
 
@@ -48,10 +50,8 @@ class Lifecycle:
         self.loop_time = LoopTime()
         self.turns = Turns(self.loop_time)
         """Of the users on the event loop: all that they cause, but for the local protocol."""
-        self.on_stopping: list[Callable[[], None]] = [self.endpoint.say_ends]
-        """Called when the daemon begins to stop: a daemon that starts now waits for the end of this one."""
-        self.on_failed_start: list[Callable[[], None]] = []
-        """Called at the end of a daemon that was never ready, and that nobody has told to stop."""
+        self.carrier: Carrier | None = None
+        """What holds the pool while there is no daemon."""
         self._was_ready = False
         self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page, loop_time=self.loop_time)
         self.stop = asyncio.Event()
@@ -81,8 +81,8 @@ class Lifecycle:
         # use this port.
         await self.probes.stop()
         never_started = isinstance(error, Exception) and not self._was_ready
-        for call in self.on_failed_start if never_started else ():
-            call()
+        if never_started and self.carrier is not None:
+            self.carrier.undo()
         self.endpoint.release(undo=never_started)
         if error is None:  # the caller reports an error
             _log.info("stopped")
@@ -109,8 +109,9 @@ class Lifecycle:
         if self._stopping:
             return
         self._stopping = True
-        for call in self.on_stopping:
-            call()
+        self.endpoint.say_ends()  # a daemon that starts now waits for the end of this one
+        if self.carrier is not None:
+            self.carrier.say_ends()
         self.readiness.shut_down()
         self.notifier.stopping(drain_timeout)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsidecar.daemon.lifecycle import Lifecycle
@@ -64,8 +63,7 @@ class Listeners:
         from kvsidecar.server.tcp import RemoteServer
         from kvsidecar.server.tls import Certificates, TlsFiles
 
-        paths = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-        certificates = Certificates(TlsFiles(*(Path(path) for path in paths if path is not None)))
+        certificates = Certificates(TlsFiles(*settings.tls_files))
         return RemoteServer(settings.tcp_listen, certificates, handler, self._rpc.health, life.endpoint, life.turns)
 
     async def start(self) -> int | None:

@@ -34,9 +34,6 @@ _log = log.get("daemon")
 class PoolStart:
     """Pins the pool in every copier, chunk by chunk, and has each copier copy to it and back.
 
-    With blocks of an earlier daemon, the self-test follows the first chunk, and from then on the blocks in pinned
-    chunks are looked up and loaded.
-
     Args:
         holds: they may have to leave a place for the self-test.
     """

@@ -92,10 +92,7 @@ async def _run(
             return 0
         from kvsidecar.daemon.carriers import open_carrier  # not before probes are answered
 
-        carrier = await open_carrier(settings, notifier.listener, life.stop)
-        if carrier is not None:
-            life.on_stopping.append(carrier.say_ends)
-            life.on_failed_start.append(carrier.undo)
+        life.carrier = carrier = await open_carrier(settings, notifier.listener, life.stop)
         if life.stop.is_set():
             return 0
         # In this thread, which lives as long as the daemon; it starts while this process imports.

@@ -160,11 +160,7 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str], place: str = "")
             raise ConfigError(f"{shown}{place} is not a setting: {hint}")
 
 
-_PROBLEMS = {
-    "bool": "must be on or off",
-    "float": "must be a number of seconds",
-    "int": "must be a whole number",
-}
+_PROBLEMS = {"bool": "must be on or off", "float": "must be a number of seconds", "int": "must be a whole number"}
 """By the first part of pydantic's name of an error, such as ``int_parsing``."""
 
 

@@ -51,16 +51,12 @@ def _chunk_size(value: str | int) -> int:
     return nbytes
 
 
-def _store_chunk(value: str | int) -> int | None:
-    # Also called with the default; in a file, off may be a string or false.
-    return None if value in ("off", None, False) else _whole_pages(value)
-
-
 def _disk_size(value: str | int | None) -> int | None:
     return None if value is None else _whole_pages(value)
 
 
 def _size_or_off(value: str | int | None) -> int | None:
+    # Also called with the default; in a file, off may be a string or false.
     return None if value in ("off", None, False) else _whole_pages(value)
 
 
@@ -122,10 +118,11 @@ class Shown:
 
 PoolSize = Annotated[Size, BeforeValidator(_size), Shown("SIZE|PERCENT")]
 SlabSize = Annotated[int | Literal["auto"], BeforeValidator(_slab_size), Shown("auto|SIZE")]
-StoreChunk = Annotated[int | None, BeforeValidator(_store_chunk), Shown("SIZE|off", "4 MiB")]
+StoreChunk = Annotated[int | None, BeforeValidator(_size_or_off), Shown("SIZE|off", "4 MiB")]
 PolicyRules = Annotated[Policy | None, BeforeValidator(policy.parse), Shown("TOML", "none")]
 ShareRules = Annotated[tuple[ShareRule, ...], BeforeValidator(shares.parse), Shown("TOML", "none")]
 ChunkSize = Annotated[int, BeforeValidator(_chunk_size), Shown("SIZE", "1 GiB")]
+Directory = Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")]
 File = Annotated[str | None, Field(min_length=1), Shown("PATH", "none")]
 Seconds = Annotated[float, Field(allow_inf_nan=False, le=MAX_SECONDS), Shown("SECONDS")]
 SocketPath = Annotated[

@@ -8,6 +8,7 @@ Imports nothing heavy: ``kvsidecar serve --help`` needs this module.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -17,6 +18,7 @@ from kvsidecar.daemon.setting_types import (
     Address,
     ChunkSize,
     Devices,
+    Directory,
     DiskSize,
     File,
     Master,
@@ -140,7 +142,7 @@ class Settings(BaseModel):
         description="Page size of the pool. thp: transparent huge pages. hugetlb: huge pages that the operator has "
         "reserved. none: 4 KiB pages, which are slow to pin. auto: hugetlb if enough are free, otherwise thp.",
     )
-    pool_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
+    pool_dir: Directory = Field(
         None,
         description="Directory on tmpfs or hugetlbfs that holds the pool, so that the cache outlives the daemon. "
         "Created if only its last component is missing. Without it, the cache outlives the daemon only if systemd's "
@@ -178,7 +180,7 @@ class Settings(BaseModel):
         description="Check the pool against every memory limit before any of it is allocated, and refuse a pool that "
         "does not fit. Turn it off on virtual machines whose memory grows on demand.",
     )
-    disk_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
+    disk_dir: Directory = Field(
         None,
         description="Directory on a local disk for blocks that are used again. They outlive the pool and a reboot. "
         "Created if only its last component is missing.",
@@ -243,7 +245,7 @@ class Settings(BaseModel):
         description="Seconds after which a read of the cluster is late and its blocks count as misses. After three "
         "late or failed calls, the cluster is not used until it works again.",
     )
-    shared_dir: Annotated[str | None, Field(min_length=1), Shown("DIRECTORY", "none")] = Field(
+    shared_dir: Directory = Field(
         None,
         description="Directory on a file system that several nodes mount, for blocks that are used again. The nodes "
         "share them. Created if only its last component is missing.",
@@ -344,6 +346,15 @@ class Settings(BaseModel):
     @property
     def socket_mode_bits(self) -> int:
         return int(self.socket_mode, 8)
+
+    @property
+    def table_path(self) -> Path | None:
+        return None if self.table_dir is None else Path(self.table_dir)
+
+    @property
+    def tls_files(self) -> list[Path]:
+        """The certificate, its key and the clients' CA, with ``tcp_listen``."""
+        return [Path(path) for path in (self.tls_certificate, self.tls_key, self.tls_client_ca) if path is not None]
 
     @field_validator("*")
     @classmethod

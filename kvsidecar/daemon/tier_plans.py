@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from kvsidecar.core.tiering import TierPlan
 from kvsidecar.daemon.settings import Settings
@@ -18,20 +18,18 @@ def tier_plans(settings: Settings, pool: HostPool, given: Given) -> list[TierPla
     Args:
         given: to their processes.
     """
-    plans = []
-    start = partial(TierOptions, given=given)
+    plans: list[TierPlan] = []
+
+    def tier(name: str, deadline: float, options: dict[str, Any], capacity_bytes: int = 0) -> Tier:
+        return Tier(name, TierOptions(name, options, capacity_bytes, given), pool, deadline=deadline)
+
     if settings.disk_dir is not None:
-        size = settings.disk_size or 0
-        options = {
-            "directory": settings.disk_dir,
-            "capacity_bytes": size,
-            "write_bytes_per_day": settings.disk_writes_per_day,
-        }
-        disk = start("disk", options, capacity_bytes=size)
-        tier = Tier("disk", disk, pool, deadline=settings.disk_deadline)
-        plans.append(TierPlan(tier, settings.disk_admission, settings.disk_writes_per_day, own=True))
+        size, per_day = settings.disk_size or 0, settings.disk_writes_per_day
+        options = {"directory": settings.disk_dir, "capacity_bytes": size, "write_bytes_per_day": per_day}
+        disk = tier("disk", settings.disk_deadline, options, size)
+        plans.append(TierPlan(disk, settings.disk_admission, per_day, own=True))
     if settings.cluster_master is not None:
-        cluster = {
+        options = {
             "master": settings.cluster_master,
             "segment_bytes": settings.cluster_segment or 0,
             "protocol": settings.cluster_protocol,
@@ -41,13 +39,8 @@ def tier_plans(settings: Settings, pool: HostPool, given: Given) -> list[TierPla
             "soft_pin_seconds": settings.cluster_soft_pin,
             "tenant": settings.cluster_tenant,
         }
-        tier = Tier("cluster", start("cluster", cluster, capacity_bytes=0), pool, deadline=settings.cluster_deadline)
-        plans.append(TierPlan(tier, settings.cluster_admission))
+        plans.append(TierPlan(tier("cluster", settings.cluster_deadline, options), settings.cluster_admission))
     if settings.shared_dir is not None:
-        shared = start(
-            "shared", {"directory": settings.shared_dir, "capacity_bytes": settings.shared_size or 0}, capacity_bytes=0
-        )
-        plans.append(
-            TierPlan(Tier("shared", shared, pool, deadline=settings.shared_deadline), settings.shared_admission)
-        )
+        options = {"directory": settings.shared_dir, "capacity_bytes": settings.shared_size or 0}
+        plans.append(TierPlan(tier("shared", settings.shared_deadline, options), settings.shared_admission))
     return plans

@@ -252,9 +252,8 @@ async def frames(connection: Connection, on_frame: Callable[[zmtp.Frame], None])
             if not is_ready or quiet == 2:
                 text = "answers no heartbeat" if is_ready else "does not complete its handshake"
                 raise RouterRefused(Reason.SILENT, f"it {text}") from None
-            if (
-                connection.reader.minor and not connection.lock.locked()
-            ):  # else it has no heartbeats, or takes something
+            # Else it has no heartbeats, or takes something.
+            if connection.reader.minor and not connection.lock.locked():
                 quiet += 1
                 await connection.send([zmtp.command(b"PING", b"\0\0")], SILENCE_SECONDS)
             continue

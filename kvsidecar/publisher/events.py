@@ -228,7 +228,18 @@ class Topic:
             return 1
         name.round = self._round
         tokens = info.tokens
-        self._say(holder, key, info, tokens)
+        self._events.store(
+            key[2],
+            None if info.parent is None else holder.dialect.number(info.parent),
+            tokens,
+            block_size=len(tokens),
+            lora_id=None,
+            lora_name=None,
+            medium=medium,
+            group_idx=holder.group,
+            **holder.dialect.stored,
+            **self._common,
+        )
         if waiting := self._waiting.pop(key[1:], None):
             self._released.append(waiting)
         return max(1, len(tokens) // COUNTED_TOKENS)
@@ -246,21 +257,6 @@ class Topic:
                 waiting.pop(entry, None)
                 if not waiting:
                     del self._waiting[place]
-
-    def _say(self, holder: Holder, key: _Key, info: BlockInfo, tokens: list[int]) -> None:
-        medium, group, number = key
-        self._events.store(
-            number,
-            None if info.parent is None else holder.dialect.number(info.parent),
-            tokens,
-            block_size=len(tokens),
-            lora_id=None,
-            lora_name=None,
-            medium=medium,
-            group_idx=group,
-            **holder.dialect.stored,
-            **self._common,
-        )
 
 
 def _key(holder: Holder, medium: str, block_hash: bytes) -> _Key:

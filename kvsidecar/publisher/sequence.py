@@ -26,7 +26,8 @@ class Sequence:
         self._encoder = msgspec.msgpack.Encoder()
         self._max_kept, self._max_bytes = max_kept, max_bytes
         self._kept: deque[Message] = deque()
-        self._bytes = 0
+        self.nbytes = 0
+        """Of the payloads that are kept."""
         self.next = 0
 
     def add(self, topic: str, events: list[Event], now: float) -> Message:
@@ -39,15 +40,10 @@ class Sequence:
         message = topic.encode(), self.next.to_bytes(8, "big"), payload
         self.next += 1
         self._kept.append(message)
-        self._bytes += len(payload)
-        while len(self._kept) > self._max_kept or (self._bytes > self._max_bytes and len(self._kept) > 1):
-            self._bytes -= len(self._kept.popleft()[2])
+        self.nbytes += len(payload)
+        while len(self._kept) > self._max_kept or (self.nbytes > self._max_bytes and len(self._kept) > 1):
+            self.nbytes -= len(self._kept.popleft()[2])
         return message
-
-    @property
-    def nbytes(self) -> int:
-        """Of the payloads that are kept."""
-        return self._bytes
 
     def has(self, first: int) -> bool:
         """Whether nothing from this number on is lost."""

@@ -188,10 +188,10 @@ def _memory(settings: Settings | None, driver: Driver) -> Memory:
 def _kept_pool(settings: Settings | None) -> KeptPool:
     if settings is None or settings.pool_dir is None:
         return KeptPool()
-    directory, table_dir = Path(settings.pool_dir), settings.table_dir
+    directory = Path(settings.pool_dir)
     place = existing(directory)
     try:
-        opened = PoolDirectory(place, None if table_dir is None else existing(Path(table_dir)))
+        opened = PoolDirectory(place, settings.table_path and existing(settings.table_path))
         opened.close()
         status, limit = place.stat(), os.statvfs(place)
     except (ConfigError, OSError) as error:

@@ -15,12 +15,7 @@ from kvsidecar.cli.doctor.findings import Finding, Verdict
 from kvsidecar.cli.status_view import printable
 from kvsidecar.support.units import count
 
-_STYLES = {
-    Verdict.OK: "green",
-    Verdict.WARNING: "yellow",
-    Verdict.PROBLEM: "bold red",
-    Verdict.NOT_CHECKED: "dim",
-}
+_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red", Verdict.NOT_CHECKED: "dim"}
 
 
 def render(findings: Sequence[Finding]) -> RenderableType:

@@ -200,11 +200,7 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
         tokens = max(tokens, step * math.ceil(state_bytes / (step * token_bytes)))
     page, shards = tokens * token_bytes, 1 if mla else tp
     window = fields.number("sliding_window", "attention_chunk_size") if counts[Kind.WINDOW] else 0
-    of_group = {
-        Kind.FULL: (page, shards, 0),
-        Kind.WINDOW: (page, shards, window),
-        Kind.STATE: (state_bytes, tp, 0),
-    }
+    of_group = {Kind.FULL: (page, shards, 0), Kind.WINDOW: (page, shards, window), Kind.STATE: (state_bytes, tp, 0)}
     groups = []
     for kind, layers in zip(counts, _split(list(counts.values())), strict=True):
         nbytes, parts, size = of_group[kind]

@@ -27,13 +27,7 @@ def _gqa(layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> 
 
 
 def _mla(**more: Any) -> Config:
-    return {
-        "num_hidden_layers": 61,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "dtype": "bfloat16",
-        **more,
-    }
+    return {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16", **more}
 
 
 KNOWN: Final[dict[str, Config]] = {
