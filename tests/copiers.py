@@ -71,16 +71,17 @@ class NoProcessLink(CopierLink):
     def __init__(self, pid: int, answer: Answer, on_kill: Callable[[], None]) -> None:
         # Not the constructor of the class: it wants a process.
         self.state = State.LAUNCHED
+        self.pid = pid
         self._process: Any = NoProcess(pid, on_kill)
         self._connection: Any = SimpleNamespace(close=lambda: None)
         self._guard = NO_GUARD
         self._steps = Steps(LoopTime(seconds=math.inf))
         self._records = {direction: deque() for direction in Direction}
         self._mapped = True
-        self._pidfd = os.eventfd(0)
+        self.pidfd = os.eventfd(0)
         self._rings = []
-        self.to_process = {direction: Records(self._pidfd) for direction in Direction}
-        self.from_process = {direction: Records(self._pidfd) for direction in Direction}
+        self.to_process = {direction: Records(self.pidfd) for direction in Direction}
+        self.from_process = {direction: Records(self.pidfd) for direction in Direction}
         self._senders: Any = self.to_process
         self._receivers: Any = self.from_process
         self._taken = dict.fromkeys(Direction, (0, 0.0))
