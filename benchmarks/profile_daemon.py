@@ -32,6 +32,7 @@ from rich.table import Table
 
 from kvsidecar.bench import machine
 from kvsidecar.bench.errors import BenchError
+from kvsidecar.bench.job_rate import per_second
 from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.options import Options
 from kvsidecar.bench.processes import Child
@@ -188,13 +189,8 @@ class Ranks:
         before = [child.call("count") for child in self._children]
         yield
         after = [child.call("count") for child in self._children]
+        self.rates = per_second(before, after, self._directions, "jobs")
         pairs = list(zip(before, after, strict=True))
-        self.rates = {
-            name: sum(
-                (late[name]["jobs"] - early[name]["jobs"]) / (late["time"] - early["time"]) for early, late in pairs
-            )
-            for name in self._directions
-        }
         self.jobs = sum(late[name]["jobs"] - early[name]["jobs"] for early, late in pairs for name in self._directions)
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -181,10 +181,8 @@ def kill(daemon: PrivateDaemon) -> float:
         return round(time.perf_counter() - began, 3)
 
 
-@contextmanager
-def rank(setting: Setting, daemon: PrivateDaemon, layout: Layout) -> Iterator[Engine]:
-    with attached(daemon.socket, layout, setting.cuda, run=setting.run, rng=setting.rng) as engine:
-        yield engine
+def rank(setting: Setting, daemon: PrivateDaemon, layout: Layout) -> AbstractContextManager[Engine]:
+    return attached(daemon.socket, layout, setting.cuda, run=setting.run, rng=setting.rng)
 
 
 def fill(engine: Engine, content: Content, count: int) -> list[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from statistics import median
@@ -12,7 +11,7 @@ from kvsidecar.bench.probe import why_no_torch
 from kvsidecar.bench.processes import Child
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
-from kvsidecar.bench.token_copy import BLOCKS, IN_FLIGHT, LOAD, SETTLE_SECONDS, STORE, rates, traffic_layout
+from kvsidecar.bench.token_copy import BLOCKS, IN_FLIGHT, LOAD, STORE, meanwhile, traffic_layout
 from kvsidecar.types import Direction
 
 REPEATS = {"decode": 600, "gemm": 600}
@@ -24,10 +23,7 @@ def measure(setting: Setting, out: Measurement) -> None:
     if missing := "needs a GPU" if setting.cuda is None else why_no_torch():
         raise Skipped(missing)
     work = Child("benchmarks.daemon.work", {}, setting.directory)
-    with (
-        closing(work),
-        setting.rank(traffic_layout(setting), BLOCKS, IN_FLIGHT, (STORE, LOAD)) as rank,
-    ):
+    with closing(work), setting.rank(traffic_layout(setting), BLOCKS, IN_FLIGHT, (STORE, LOAD)) as rank:
         for kind, repeats in REPEATS.items():
             for directions in TRAFFIC:
                 setting.say(f"{kind} while {' and '.join(directions)}")
@@ -49,14 +45,7 @@ def _slowdown(
         return median(work.call("work", kind=kind, repeats=repeats)["seconds"])
 
     first = once()
-    rank.call("start", directions=[direction.value for direction in directions], idle=True)
-    try:
-        time.sleep(setting.seconds(SETTLE_SECONDS))
-        before = rank.call("count")
-        under = once()
-        after = rank.call("count")
-    finally:
-        rank.call("stop")
+    under, gbps = meanwhile(setting, rank, directions, once, idle=True)
     alone = (first + once()) / 2
     out.add(
         work=kind,
@@ -64,5 +53,5 @@ def _slowdown(
         alone_ms=round(alone * 1e3, 4),
         under_ms=round(under * 1e3, 4),
         slowdown=round(under / alone - 1, 5),
-        **rates(before, after),
+        **gbps,
     )

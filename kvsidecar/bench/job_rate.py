@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.processes import Child, Daemon
-from kvsidecar.bench.report import Measurement
+from kvsidecar.bench.report import Measurement, Row
 from kvsidecar.bench.setting import Setting
 from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
@@ -95,8 +95,13 @@ def rates(
     after = [child.call("count") for child in children]
     for child in children:
         child.call("stop")
+    return list(per_second(before, after, map(str, directions), what).values())
+
+
+def per_second(before: list[Row], after: list[Row], directions: Iterable[str], what: str) -> dict[str, float]:
+    """``jobs`` or ``bytes`` a second of all ranks together, by direction, from two counts of each."""
     pairs = list(zip(before, after, strict=True))
-    return [
-        sum((late[name][what] - early[name][what]) / (late["time"] - early["time"]) for early, late in pairs)
-        for name in map(str, directions)
-    ]
+    return {
+        name: sum((late[name][what] - early[name][what]) / (late["time"] - early["time"]) for early, late in pairs)
+        for name in directions
+    }

@@ -67,7 +67,7 @@ class Options:
         serve_flags: Iterable[str], measurements: Collection[str] = tuple(MEASUREMENTS), **rest: Any,
     ) -> Options:  # fmt: skip
         """From the command line, where ``only`` may name these measurements. Raises BadOption."""
-        options = cls(
+        return cls(
             only=_names("--only", "measurement", only, measurements),
             layouts=_names("--layouts", "layout", layouts, [each.name for each in ALL_LAYOUTS]),
             pool_bytes=_size("--pool-size", pool_size),
@@ -75,10 +75,8 @@ class Options:
             serve_flags=tuple(serve_flags),
             **rest,
         )
-        options._check()
-        return options
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if self.repeat is not None and not 1 <= self.repeat <= 1000:
             raise BadOption(f"--repeat={self.repeat} is not between 1 and 1000")
         if self.socket is not None:

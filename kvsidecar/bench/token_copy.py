@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.layouts import STACKED, Layout
@@ -19,6 +20,7 @@ SAMPLES = 2000
 SETTLE_SECONDS = 0.3
 """From the first job to the first sample."""
 STORE, LOAD = Direction.STORE, Direction.LOAD
+Result = TypeVar("Result")
 
 
 def traffic_layout(setting: Setting) -> Layout:
@@ -46,18 +48,26 @@ def measure(setting: Setting, out: Measurement) -> None:
 
 def under_traffic(setting: Setting, probe: Child, rank: Child, directions: Sequence[Direction], *, idle: bool) -> Row:
     """Time token copies while a rank keeps the daemon busy; stores are paced unless its engine is idle."""
+    copies, gbps = meanwhile(setting, rank, directions, lambda: token(setting, probe), idle=idle)
+    return {**copies, **gbps}
+
+
+def meanwhile(
+    setting: Setting, rank: Child, directions: Sequence[Direction], work: Callable[[], Result], *, idle: bool
+) -> tuple[Result, Row]:
+    """What the work returns that is done while a rank keeps the daemon busy, and the rank's GB/s by direction."""
     rank.call("start", directions=[direction.value for direction in directions], idle=idle)
     try:
         time.sleep(setting.seconds(SETTLE_SECONDS))
         before = rank.call("count")
-        copies = token(setting, probe)
+        result = work()
         after = rank.call("count")
     finally:
         rank.call("stop")
-    return {**copies, **rates(before, after)}
+    return result, _rates(before, after)
 
 
-def rates(before: Row, after: Row) -> Row:
+def _rates(before: Row, after: Row) -> Row:
     """GB/s of a rank between two of its counts, by direction."""
     seconds = after["time"] - before["time"]
     gbps = {

@@ -87,9 +87,13 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
     from_file = _read_file(file, required=bool(named))
 
     options = Settings.model_fields
-    _refuse_unknown(map(flag_of, given), map(flag_of, options))
-    _refuse_unknown(variables, [*map(variable_of, options), *RESERVED])
-    _refuse_unknown(from_file, options, f" in {file}")
+    unknown = (
+        _unknown(map(flag_of, given), map(flag_of, options))
+        or _unknown(variables, [*map(variable_of, options), *RESERVED])
+        or _unknown(from_file, options, f" in {file}")
+    )
+    if unknown:
+        raise ConfigError(unknown)
 
     from_variables = {option: variables[name] for option in options if (name := variable_of(option)) in variables}
     try:
@@ -115,14 +119,8 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
 
 def unknown_variable(environ: Mapping[str, str]) -> str:
     """One sentence about a variable with our prefix that nothing reads; empty if there is none."""
-    try:
-        _refuse_unknown(
-            [name for name, value in environ.items() if _is_ours(name, value)],
-            [*map(variable_of, Settings.model_fields), *RESERVED],
-        )
-    except ConfigError as error:
-        return str(error)
-    return ""
+    ours = [name for name, value in environ.items() if _is_ours(name, value)]
+    return _unknown(ours, [*map(variable_of, Settings.model_fields), *RESERVED])
 
 
 def _is_ours(name: str, value: str) -> bool:
@@ -150,14 +148,16 @@ def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
         raise ConfigError(f"{file} is not a TOML file that can be read: it is nested too deeply") from None
 
 
-def _refuse_unknown(names: Iterable[str], known: Iterable[str], place: str = "") -> None:
+def _unknown(names: Iterable[str], known: Iterable[str], place: str = "") -> str:
+    """What is wrong with the first of the names that is not known; empty if all are."""
     known = list(known)
     for name in names:
         if name not in known:
             shown = _short(name)
             near = get_close_matches(shown, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see kvsidecar serve --help"
-            raise ConfigError(f"{shown}{place} is not a setting: {hint}")
+            return f"{shown}{place} is not a setting: {hint}"
+    return ""
 
 
 _PROBLEMS = {"bool": "must be on or off", "float": "must be a number of seconds", "int": "must be a whole number"}

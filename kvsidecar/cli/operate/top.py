@@ -10,13 +10,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 
 from kvsidecar.cli.operate.top_view import Screen, render
-from kvsidecar.cli.status_figures import Rates, Sample, Worth, rates_between
+from kvsidecar.cli.status_figures import Sample, Worth, rates_between
 from kvsidecar.errors import ClientError
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -40,15 +41,12 @@ _QUIT = frozenset("qQ\x03\x04")
 class Watch:
     """The observations of one daemon, which may disappear and come back."""
 
-    def __init__(self, client: Client | RemoteClient, worth: Worth | None = None) -> None:
+    def __init__(self, client: Client | RemoteClient, worth: Worth | None) -> None:
         self._client = client
-        self._worth = worth
         self._last: Sample | None = None
-        self._rates: Rates | None = None
         self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)
         self._lost_at: float | None = None
-        self._lost_reason = ""
-        self._restarts = 0
+        self._screen = Screen(reply=None, rates=None, history=(), lost_for=None, worth=worth)
 
     def poll(self) -> Screen:
         try:
@@ -56,31 +54,24 @@ class Watch:
         except ClientError as error:
             now = time.monotonic()
             self._lost_at = now if self._lost_at is None else self._lost_at
-            self._lost_reason = str(error)
-            self._rates = None
-        return Screen(
-            reply=None if self._last is None else self._last.reply,
-            rates=self._rates,
-            history=tuple(self._history),
-            lost_for=None if self._lost_at is None else time.monotonic() - self._lost_at,
-            lost_reason=self._lost_reason,
-            restarts=self._restarts,
-            worth=self._worth,
-        )
+            self._screen = replace(self._screen, rates=None, lost_for=now - self._lost_at, lost_reason=str(error))
+        return self._screen
 
     def _take(self, reply: pb.StatusReply) -> None:
-        now = Sample(time.monotonic(), reply)
-        before, self._last = self._last, now
-        self._rates = None if before is None else rates_between(before, now)
+        before, now = self._last, Sample(time.monotonic(), reply)
+        self._last, self._lost_at = now, None
+        rates = None if before is None else rates_between(before, now)
+        restarts = self._screen.restarts
         if before is not None and before.reply.epoch != reply.epoch:
-            self._restarts += 1
+            restarts += 1
             self._history.clear()
-        if self._rates is not None:
-            self._history.append((self._rates.stored_bytes, self._rates.loaded_bytes))
-        self._lost_at, self._lost_reason = None, ""
+        if rates is not None:
+            self._history.append((rates.stored_bytes, rates.loaded_bytes))
+        worth, history = self._screen.worth, tuple(self._history)
+        self._screen = Screen(reply, rates, history, lost_for=None, restarts=restarts, worth=worth)
 
 
-def once(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None = None) -> None:
+def once(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> None:
     """Print one screen, with rates over ``interval`` seconds. Raises ClientError if no daemon answers."""
     client.status()
     watch = Watch(client, worth)
@@ -89,7 +80,7 @@ def once(client: Client | RemoteClient, interval: float, console: Console, worth
     console.print(render(watch.poll(), console.width, 10_000))
 
 
-def live(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None = None) -> None:
+def live(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> None:
     """Refresh the screen until q or Ctrl-C."""
     watch = Watch(client, worth)
     with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:

@@ -47,6 +47,7 @@ from kvsidecar.tiers.backend import (
 from kvsidecar.tiers.disk.directory import EXTENTS, KIND, DiskDirectory
 from kvsidecar.tiers.disk.extents import PAGE, ExtentFile, Unreadable
 from kvsidecar.tiers.disk.kept_budget import KeptBudget
+from kvsidecar.tiers.disk.names import KeptNames
 from kvsidecar.tiers.shard_bytes import checksum_of
 from kvsidecar.types import LookupMode, Namespace
 
@@ -99,7 +100,7 @@ class DiskBackend(Backend):
         self._budget: KeptBudget | None = None
         try:
             if write_bytes_per_day is not None:
-                self._budget = self._directory.budget(write_bytes_per_day)
+                self._budget = KeptBudget(self._directory.fd, path, write_bytes_per_day)
             self._files, is_new = self._directory.open(facts)
             self._cache = self._adopt(facts, is_new)
         except BaseException:
@@ -115,7 +116,7 @@ class DiskBackend(Backend):
         self._forgotten_blocks = 0
         """With the spaces that were too many."""
         self._shares: list[ShareLimits] = []
-        self._names = self._directory.names(2 * MAX_SPACES)
+        self._names = KeptNames(self._directory.fd, path, 2 * MAX_SPACES)
         self._namespaces = self._names.open(self._digests())
         """By their digests, which are all that the index tells."""
         self._probe = threading.Lock()

@@ -20,8 +20,6 @@ from kvsidecar.support import log, private_files
 from kvsidecar.support.file_lock import RETRY_SECONDS, try_lock
 from kvsidecar.support.units import format_size
 from kvsidecar.tiers.disk.extents import PAGE
-from kvsidecar.tiers.disk.kept_budget import KeptBudget
-from kvsidecar.tiers.disk.names import KeptNames
 from kvsidecar.tiers.private_directory import open_directory
 
 EXTENTS: Final = "kvsidecar-disk-extents"
@@ -76,30 +74,22 @@ class DiskDirectory:
 
     def __init__(self, path: Path, lock_seconds: float) -> None:
         self.path = path
-        self._fd = open_directory(path, "disk")
+        self.fd = open_directory(path, "disk")
         try:
             self._lock(lock_seconds)
         except BaseException:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
 
     def _lock(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         try:
-            while not try_lock(self._fd):
+            while not try_lock(self.fd):
                 if time.monotonic() >= deadline:
                     raise TierFailed(f"the disk tier's directory {self.path} is in use by another process")
                 time.sleep(RETRY_SECONDS)
         except OSError as error:
             raise TierFailed(f"the disk tier's directory {self.path} cannot be locked: {error.strerror}") from error
-
-    def names(self, limit: int) -> KeptNames:
-        """The file that says which namespaces the shards are of. Close it before the directory."""
-        return KeptNames(self._fd, self.path, limit)
-
-    def budget(self, per_day: int) -> KeptBudget:
-        """What may be written in a day. Close it before the directory. Raises TierFailed: it cannot be kept."""
-        return KeptBudget(self._fd, self.path, per_day)
 
     def open(self, facts: TableFacts) -> tuple[DiskFiles, bool]:
         """The files that an earlier run has left, if they fit, else new ones. Returns them, and whether they are new.
@@ -117,11 +107,11 @@ class DiskDirectory:
         return self.create(facts), True
 
     def _open(self, facts: TableFacts) -> DiskFiles:
-        extents = private_files.open_file(EXTENTS, self._fd)
+        extents = private_files.open_file(EXTENTS, self.fd)
         try:
             if (found := os.fstat(extents).st_size) != file_bytes(facts):
                 raise KeptRefused(f"its file has {found} bytes instead of {file_bytes(facts)}")
-            index = private_files.open_file(INDEX, self._fd)
+            index = private_files.open_file(INDEX, self.fd)
         except BaseException:
             os.close(extents)
             raise
@@ -147,11 +137,11 @@ class DiskDirectory:
             # The index first, so that none of earlier extents ever stands beside the new ones.
             for name in (INDEX, EXTENTS):
                 with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._fd)
+                    os.unlink(name, dir_fd=self.fd)
             self._check_room(facts)
-            made.append(private_files.make_file(EXTENTS, self._fd, file_bytes(facts)))
+            made.append(private_files.make_file(EXTENTS, self.fd, file_bytes(facts)))
             os.posix_fallocate(made[0], 0, file_bytes(facts))
-            made.append(private_files.make_file(INDEX, self._fd, RecordTable.file_bytes(facts)))
+            made.append(private_files.make_file(INDEX, self.fd, RecordTable.file_bytes(facts)))
             os.posix_fallocate(made[1], 0, RecordTable.file_bytes(facts) - _records_bytes(facts))
             table = RecordTable.create(map_table(made[1]), facts)
             return DiskFiles(made[0], made[1], table, _open_direct(made[0]), facts)
@@ -160,12 +150,12 @@ class DiskDirectory:
                 os.close(fd)
             for name in (INDEX, EXTENTS):  # a part of what was asked for must not fill the disk
                 with suppress(OSError):
-                    os.unlink(name, dir_fd=self._fd)
+                    os.unlink(name, dir_fd=self.fd)
             raise TierFailed(f"no disk tier can be created in {self.path}: {error.strerror}") from error
 
     def _check_room(self, facts: TableFacts) -> None:
         """Refuse early: where the file system cannot preallocate, to try it takes long."""
-        free = os.fstatvfs(self._fd)
+        free = os.fstatvfs(self.fd)
         room, need = free.f_bavail * free.f_frsize, needs(facts)
         if room < need:
             raise TierFailed(
@@ -174,7 +164,7 @@ class DiskDirectory:
             )
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def needs(facts: TableFacts) -> int:
