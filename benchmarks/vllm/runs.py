@@ -7,7 +7,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,22 +127,17 @@ def daemon(
         yield running
 
 
-@contextmanager
 def offloads_to(
     options: argparse.Namespace, directory: Path, mode: str, pool_bytes: int, flags: Sequence[str] = ()
-) -> Iterator[PrivateDaemon | pegaflow.Server | None]:
+) -> AbstractContextManager[PrivateDaemon | pegaflow.Server | None]:
     """What the engine of a mode needs beside it, ready: the daemon, PegaFlow's server, or nothing."""
     if mode == "kvsidecar":
-        chosen: Any = daemon(options, directory, pool_bytes, flags)
-    elif mode == "pegaflow":
-        chosen = pegaflow.server(directory, pool_bytes, getattr(options, "tp", 1))
-    else:
-        chosen = nullcontext()
-    with chosen as running:
-        yield running
+        return daemon(options, directory, pool_bytes, flags)
+    if mode == "pegaflow":
+        return pegaflow.server(directory, pool_bytes, getattr(options, "tp", 1))
+    return nullcontext()
 
 
-@contextmanager
 def engine(
     options: argparse.Namespace,
     directory: Path,
@@ -152,7 +147,7 @@ def engine(
     *,
     time_hooks: bool = True,
     **llm: Any,
-) -> Iterator[Child]:
+) -> AbstractContextManager[Child]:
     """An engine that starts; its `started` waits."""
     extra = {}
     if mode in ("kvsidecar", "pegaflow"):
@@ -169,11 +164,7 @@ def engine(
         "options": {**llm, **json.loads(options.llm)},
         "time_hooks": time_hooks,
     }
-    child = Child("benchmarks.vllm.engine", config, directory)
-    try:
-        yield child
-    finally:
-        child.close()
+    return closing(Child("benchmarks.vllm.engine", config, directory))
 
 
 def ask(child: Child, do: str, **arguments: Any) -> dict[str, Any]:

@@ -102,17 +102,15 @@ class PrivateDaemon:
 
     def wait_ready(self) -> None:
         """Raises BenchError with what its log says if it does not become ready."""
-        read = 0
+        line = b""
         with self._log.open("rb") as log:
             while "ready" not in self.said:
-                line = log.readline()
-                read += len(line)
-                if not line.endswith(b"\n"):
-                    log.seek(read - len(line))
-                    read -= len(line)
+                line += log.readline()
+                if line.endswith(b"\n"):
+                    self._heard(line)
+                    line = b""
+                else:
                     self._wait_for_more()
-                    continue
-                self._heard(line)
 
     def _wait_for_more(self) -> None:
         if time.perf_counter() - self.started > READY_SECONDS:

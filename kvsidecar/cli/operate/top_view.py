@@ -84,8 +84,9 @@ def _cut(text: Text) -> Text:
     return text
 
 
-def _label(name: str) -> Text:
-    return Text(f"{name:<{_LABEL}}", style="bold")
+def _label(name: str, now: str = "") -> Text:
+    """The beginning of a line, with the rate at present."""
+    return Text(f"{name:<{_LABEL}}{now:>{_RATE_COLUMNS if now else 0}}", style="bold")
 
 
 def _lost(screen: Screen) -> list[Text]:
@@ -132,8 +133,7 @@ def _flow(screen: Screen, reply: pb.StatusReply, width: int, height: int) -> lis
         ("Store", 0, None if rates is None else rates.stored_bytes, jobs.stores_done, jobs.stored_bytes),
         ("Load", 1, None if rates is None else rates.loaded_bytes, jobs.loads_done, jobs.loaded_bytes),
     ):
-        line = _label(name)
-        line.append(f"{'-' if rate is None else format_rate(rate):>{_RATE_COLUMNS}}")
+        line = _label(name, "-" if rate is None else format_rate(rate))
         if columns >= _SPARKLINE_COLUMNS:
             line.append("  " + _sparkline([each[index] for each in screen.history], columns), style="cyan")
         line.append(f"  {format_size(total)} in {done:,} {'job' if done == 1 else 'jobs'}", style="dim")
@@ -156,9 +156,8 @@ def _sparkline(values: Sequence[float], columns: int) -> str:
 
 
 def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
-    line = _label("Hits")
     now = None if rates is None else rates.hit_rate
-    line.append(f"{'-' if now is None else f'{now:.0%}':>{_RATE_COLUMNS}}")
+    line = _label("Hits", "-" if now is None else f"{now:.0%}")
     if rates is not None and now is not None:
         line.append(f"  of {rates.hits + rates.misses:,.0f} blocks/s")
     asked = reply.lookups.hits + reply.lookups.misses
@@ -172,8 +171,7 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
 def _saved(screen: Screen, jobs: pb.JobsStatus) -> Text:
     """Prompt tokens that were loaded instead of computed."""
     now = None if screen.rates is None else screen.rates.loaded_tokens
-    line = _label("Saved")
-    line.append(f"{'-' if now is None else f'{now:,.0f}':>{_RATE_COLUMNS}}")
+    line = _label("Saved", "-" if now is None else f"{now:,.0f}")
     line.append("  tokens/s")
     if screen.worth is not None and now:
         line.append(f", {screen.worth.hourly(now)}", style="green")
@@ -184,8 +182,7 @@ def _saved(screen: Screen, jobs: pb.JobsStatus) -> Text:
 
 
 def _jobs(jobs: pb.JobsStatus) -> Text:
-    line = _label("Jobs")
-    line.append(jobs_now(jobs).rjust(_RATE_COLUMNS))
+    line = _label("Jobs", jobs_now(jobs))
     if jobs.oldest_inflight_seconds:
         old = jobs.oldest_inflight_seconds
         line.append(f", oldest {format_duration(old)}", style="yellow" if old > 1 else "")

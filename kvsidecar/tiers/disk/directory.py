@@ -6,7 +6,7 @@ import fcntl
 import mmap
 import os
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,15 +107,13 @@ class DiskDirectory:
         return self.create(facts), True
 
     def _open(self, facts: TableFacts) -> DiskFiles:
-        extents = private_files.open_file(EXTENTS, self.fd)
-        try:
+        with ExitStack() as opened:
+            extents = private_files.open_file(EXTENTS, self.fd)
+            opened.callback(os.close, extents)
             if (found := os.fstat(extents).st_size) != file_bytes(facts):
                 raise KeptRefused(f"its file has {found} bytes instead of {file_bytes(facts)}")
             index = private_files.open_file(INDEX, self.fd)
-        except BaseException:
-            os.close(extents)
-            raise
-        try:
+            opened.callback(os.close, index)
             table = RecordTable.open(map_table(index), facts)
             table.take_room_by(partial(os.posix_fallocate, index))  # as below: somebody has made holes in it
             table.records.take_room = None  # the backend takes it, see `DiskFiles.allocate_records`
@@ -124,11 +122,9 @@ class DiskDirectory:
             table.starts += 1
             if os.fstat(extents).st_blocks * 512 < file_bytes(facts):
                 os.posix_fallocate(extents, 0, file_bytes(facts))
-            return DiskFiles(extents, index, table, _open_direct(extents), facts)
-        except BaseException:
-            os.close(extents)
-            os.close(index)
-            raise
+            files = DiskFiles(extents, index, table, _open_direct(extents), facts)
+            opened.pop_all()
+            return files
 
     def create(self, facts: TableFacts) -> DiskFiles:
         """New files in the place of any earlier ones. Raises TierFailed: they cannot be made."""
