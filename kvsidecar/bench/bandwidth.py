@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from statistics import median
 
-from kvsidecar.bench.engine import Engine, Finished, Held, direction_submits, throughput
+from kvsidecar.bench.engine import Engine, Finished, Held, throughput
 from kvsidecar.bench.errors import BenchError, Skipped
 from kvsidecar.bench.layouts import BLOCK_COUNTS, CONTIGUOUS, IN_FLIGHT, STACKED, Layout
 from kvsidecar.bench.report import Measurement, Row
@@ -95,7 +95,7 @@ class _Layout:
             while len(rounds) <= self._setting.repeat or (time.perf_counter() < until and len(rounds) < MOST_ROUNDS):
                 if direction is Direction.STORE:
                     self._make_room(jobs * blocks * self._layout.block_bytes)
-                submits = direction_submits(self._engine, direction, blocks, jobs, held)
+                submits = self._engine.submits(direction, blocks, jobs, held)
                 rounds.append(self._engine.run(submits, in_flight))
                 until = until or time.perf_counter() + self._setting.cell_seconds
         return rounds[1:]
@@ -151,7 +151,7 @@ class _Layout:
             def run(direction: Direction) -> None:
                 """None ends before the other begins."""
                 while not enough():
-                    submits = direction_submits(self._engine, direction, BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT, held)
+                    submits = self._engine.submits(direction, BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT, held)
                     finished[direction] += self._engine.run(submits, BOTH_IN_FLIGHT)
 
             with ThreadPoolExecutor(len(finished), "bench-both") as threads:

@@ -84,6 +84,10 @@ class Engine:
             for blocks, each in zip(self.jobs([each.hashes for each in used]), used, strict=True)
         ]
 
+    def submits(self, direction: Direction, count: int, jobs: int, held: Sequence[Held]) -> list[Callable[[], int]]:
+        """Functions that submit jobs of one direction."""
+        return self.stores(count, jobs) if direction is Direction.STORE else self.loads(held, jobs)
+
     def finish(self, job: int) -> tuple[int, float]:
         """Wait for a job. Returns its bytes and the seconds of its DMA. Raises BenchError unless it was done."""
         done = self.client.wait([job], TIMEOUT).get(job)
@@ -180,10 +184,3 @@ def throughput(finished: Sequence[Finished]) -> float:
     """Bytes per second from the first submission to the last end."""
     seconds = max(each.done for each in finished) - min(each.submitted for each in finished)
     return sum(each.nbytes for each in finished) / seconds
-
-
-def direction_submits(
-    engine: Engine, direction: Direction, count: int, jobs: int, held: Sequence[Held]
-) -> list[Callable[[], int]]:
-    """Submissions of one direction."""
-    return engine.stores(count, jobs) if direction is Direction.STORE else engine.loads(held, jobs)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvsidecar.bench.driver import Cuda
-from kvsidecar.bench.engine import Engine, Held, attached, direction_submits
+from kvsidecar.bench.engine import Engine, Held, attached
 from kvsidecar.bench.layouts import Layout
 from kvsidecar.bench.processes import serve
 from kvsidecar.support import cuda_driver
@@ -68,7 +68,7 @@ class Traffic:
                 renew_at = time.monotonic() + LEASE_SECONDS / 3
                 for each in self._held:
                     self._engine.client.renew(each.lease, LEASE_SECONDS)
-            for submit in direction_submits(self._engine, self._direction, self._blocks, BATCH, self._held):
+            for submit in self._engine.submits(self._direction, self._blocks, BATCH, self._held):
                 if len(outstanding) >= self._in_flight:
                     self._finish(outstanding.popleft())
                 if self._stop.is_set():

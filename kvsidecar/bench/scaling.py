@@ -6,8 +6,7 @@ Beside it what plain copies reach, with a process for each GPU and no daemon: th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from statistics import median
 
 from kvsidecar.bench import machine
@@ -71,7 +70,12 @@ def _limit(setting: Setting, out: Measurement, devices: int) -> None:
 
 
 def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daemon, devices: list[str]) -> None:
-    with _asking(setting, daemon) as asker:
+    with (
+        attached(daemon.socket, TINY, setting.cuda, run=setting.run, rng=setting.rng) as engine,
+        engine.held(HASHES, 1) as held,
+    ):
+        engine.client.set_idle(True)  # its device's stores must not be paced
+        asker = _Asker(engine, held[0].hashes, daemon)
         asker.ask_for(setting.seconds(SECONDS))
         idle_us = asker.p50_us
         for layout in layouts:
@@ -131,13 +135,3 @@ class _Asker:
         if self._pid is None:
             return ()
         return machine.cpu_seconds(self._pid), sum(map(machine.cpu_seconds, machine.children_of(self._pid)))
-
-
-@contextmanager
-def _asking(setting: Setting, daemon: Daemon) -> Iterator[_Asker]:
-    with (
-        attached(daemon.socket, TINY, setting.cuda, run=setting.run, rng=setting.rng) as engine,
-        engine.held(HASHES, 1) as held,
-    ):
-        engine.client.set_idle(True)  # its device's stores must not be paced
-        yield _Asker(engine, held[0].hashes, daemon)
