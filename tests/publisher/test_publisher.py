@@ -86,18 +86,8 @@ def test_a_router_agrees_with_lookups_after_clears_and_stores_of_the_same_blocks
     """Within one telling, by hash, with the disk behind the pool, and over the deaths of daemon and publisher."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    kept = (
-        "--pool-size",
-        "1MiB",
-        "--pool-dir",
-        str(pool_dir),
-        "--disk-dir",
-        str(disk),
-        "--disk-size",
-        "64MiB",
-        "--disk-admission",
-        "all",
-    )
+    kept = ["--pool-size", "1MiB", "--pool-dir", str(pool_dir)]
+    kept += ("--disk-dir", str(disk), "--disk-size", "64MiB", "--disk-admission", "all")
     with DaemonProcess(short_dir, *kept) as first, PublisherProcess(short_dir, first.socket) as publisher:
         engine = Engine(first.wait_ready())
         with subscribe(publisher) as router:

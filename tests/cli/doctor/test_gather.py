@@ -32,12 +32,6 @@ def driver_that(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -
     monkeypatch.setattr(sys, "executable", str(program))
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("KVSIDECAR_")]:
-        monkeypatch.delenv(name)
-
-
 def test_this_machine_is_looked_at_whatever_it_has(short_dir: Path) -> None:
     facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, None)
     assert facts.config.pool_bytes == MiB

@@ -20,12 +20,6 @@ from tests.e2e.disks import disk_daemon, tier_metric
 from tests.harness import eventually
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("KVSIDECAR_")]:
-        monkeypatch.delenv(name)
-
-
 def settings(**flags: str) -> Settings:
     return load_settings({"config": None, **flags})
 
