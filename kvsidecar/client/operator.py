@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 
 from kvsidecar.errors import ClientError, DaemonUnreachable, RequestDenied
-from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.protocol.wire import namespace_to_wire, pack_hashes
 from kvsidecar.types import Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -110,7 +110,7 @@ class OperatorCalls(ABC):
 
 def _add_groups(request: pb.ClearRequest | pb.PinRequest, groups: Mapping[int, bytes | Sequence[bytes]]) -> None:
     for group, hashes in groups.items():
-        request.groups.add(group=group, hashes=hashes if isinstance(hashes, bytes) else b"".join(hashes))
+        request.groups.add(group=group, hashes=pack_hashes(hashes))
 
 
 def operator_error(error: grpc.RpcError, where: str) -> ClientError:

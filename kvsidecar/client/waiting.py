@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvsidecar.client.connection import Connection
@@ -81,10 +82,8 @@ class Waker:
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return
 
     def close(self) -> None:
         with self._lock:

@@ -101,15 +101,18 @@ class Arrivals:
         arrival.held += len(fds)
 
     def complete(self, arrival: Arrival) -> None:
-        """Its Hello is complete, and it stays."""
-        self._forget(arrival)
+        """Its Hello is complete, and it stays; or it ends without."""
+        if (unfinished := self._unfinished.get(arrival.uid)) is not None:
+            unfinished.pop(arrival, None)
+            if not unfinished:
+                del self._unfinished[arrival.uid]
 
     def end(self, arrival: Arrival) -> None:
         """Give back all that the connection has. The caller closes the connection itself."""
         if arrival.ended:
             return
         arrival.ended = True
-        self._forget(arrival)
+        self.complete(arrival)
         close_all(arrival.fds)
         arrival.fds = []
         self._connections.give_back(arrival.uid)
@@ -153,12 +156,6 @@ class Arrivals:
         with contextlib.suppress(OSError):
             arrival.connection.shutdown(socket.SHUT_RD)  # wakes whoever waits for the Hello
         self.end(arrival)
-
-    def _forget(self, arrival: Arrival) -> None:
-        if (unfinished := self._unfinished.get(arrival.uid)) is not None:
-            unfinished.pop(arrival, None)
-            if not unfinished:
-                del self._unfinished[arrival.uid]
 
 
 def _table_size() -> int:

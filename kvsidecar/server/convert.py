@@ -45,15 +45,12 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
         InvalidRequest: an allocation has no source, or a limit for one rank is exceeded.
     """
     regions = sum(len(group.regions) for group in message.groups)
+    ranges = sum(len(each.ranges.fd_indexes) for each in message.allocations)
     for what, count, limit in (
         ("allocations", len(message.allocations), MAX_ALLOCATIONS),
         ("groups", len(message.groups), MAX_GROUPS),
         ("regions", regions, MAX_REGIONS),
-        (
-            "ranges of physical memory",
-            sum(len(each.ranges.fd_indexes) for each in message.allocations),
-            MAX_DESCRIPTORS,
-        ),
+        ("ranges of physical memory", ranges, MAX_DESCRIPTORS),
     ):
         if count > limit:  # before creating an object for each
             raise InvalidRequest(f"a rank with {count} {what} is over the limit of {limit}")
@@ -67,8 +64,8 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
             case "fd_index":
                 allocations.append(FdAllocation(allocation.fd_index, allocation.size))
             case "ranges":
-                ranges = allocation.ranges
-                allocations.append(RangesAllocation(tuple(ranges.fd_indexes), tuple(ranges.sizes), allocation.size))
+                indexes, sizes = tuple(allocation.ranges.fd_indexes), tuple(allocation.ranges.sizes)
+                allocations.append(RangesAllocation(indexes, sizes, allocation.size))
             case _:
                 raise InvalidRequest(f"allocation {index} names neither a CUDA IPC handle nor a file descriptor")
     groups: list[GroupLayout] = []

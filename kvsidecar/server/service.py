@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Hashable
-from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -73,16 +72,15 @@ class Service(pb_grpc.SidecarServicer):
         self._large_lookups = Turns(handler.steps.loop_time, share=LOOKUP_SHARE, burst_seconds=LOOKUP_BURST_SECONDS)
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
+        def lookup() -> pb.LookupReply:
+            return self._handler.lookup(request, self._caller(request, context))
+
         try:
-            lookup = partial(self._lookup, request, context)
             if sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES:
                 return await self._large_lookups.run(self._user(request, context), lookup)
             return lookup()
         except KVSidecarError as error:
             await self._refuse(context, error)
-
-    def _lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:
-        return self._handler.lookup(request, self._caller(request, context))
 
     Release = _unary("release")
     Renew = _unary("renew")

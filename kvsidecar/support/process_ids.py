@@ -45,19 +45,17 @@ def stat_fields(pid: int | str) -> list[str]:
 
 def process_id(pid: int) -> ProcessId | None:
     """A process that lives, or has ended and is not waited for yet; None if there is none."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         return ProcessId(pid, int(stat_fields(pid)[19]))
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    return None
 
 
 def is_ending(pid: int) -> bool:
     """Whether this process has begun to end, or has ended and is not waited for yet. It may take seconds: the kernel
     frees a process's memory before it closes its files."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         return bool(int(stat_fields(pid)[6]) & _PF_EXITING)
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return False
 
 
 class Watched:
