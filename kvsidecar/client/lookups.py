@@ -52,8 +52,7 @@ class Lookups:
         parts = LookupParts(query)
         try:
             while (part := parts.next()) is not None:
-                late = self._release_late if query.lease_seconds else None
-                parts.take(part.result(self._call(part.request, deadline, late)))
+                parts.take(part.result(self._call(part.request, deadline)))
         except NoAnswer as missing:
             self._release(parts)
             return query.no_hits(str(missing))
@@ -72,13 +71,8 @@ class Lookups:
 
     def _release(self, parts: LookupParts) -> None:
         lease, parts.lease = parts.lease, 0
-        if lease and (transport := self._supervisor.transport) is not None:
-            post(transport, _release_request(lease), None)
-
-    def _release_late(self, answer: Any, transport: Transport) -> None:
-        """The answer to a lookup that nobody waits for any more: end its lease."""
-        if isinstance(answer, pb.LookupReply) and answer.lease:
-            post(transport, _release_request(answer.lease), None)
+        if (transport := self._supervisor.transport) is not None:
+            _post_release(transport, lease)
 
     def begin(self, query: LookupQuery) -> PendingLookup | None:
         if (transport := self._available_transport()) is None:
@@ -120,7 +114,7 @@ class Lookups:
 
     def release_nowait(self, lease: int) -> None:
         if (transport := self._available_transport()) is not None:
-            post(transport, _release_request(lease), None)
+            _post_release(transport, lease)
 
     def release(self, lease: int, timeout: float | None) -> bool:
         request = _release_request(lease)
@@ -144,18 +138,12 @@ class Lookups:
     def _available_transport(self) -> Transport | None:
         return self._supervisor.transport if self._breaker.allows else None
 
-    def _call(
-        self,
-        request: Callable[[bytes], pb.LocalRequest],
-        deadline: float,
-        late: Callable[[Any, Transport], None] | None = None,
-    ) -> Any:
-        """Send a request and wait for the reply.
+    def _call(self, request: Callable[[bytes], pb.LocalRequest], deadline: float) -> Any:
+        """Send a request and wait for the reply. The lease of one that comes later is released.
 
         Args:
             request: makes the request from the connection's token.
             deadline: monotonic seconds.
-            late: takes the answer if it comes later.
 
         Raises:
             NoAnswer: the daemon is lost or hangs.
@@ -177,8 +165,8 @@ class Lookups:
         def on_late(answer: Any) -> None:
             self._supervisor.late_answers.discard(call)
             self.heard(answer)
-            if late is not None:
-                late(answer, transport)
+            if isinstance(answer, pb.LookupReply):
+                _post_release(transport, answer.lease)
 
         message = request(transport.connection.token)
         self._breaker.called()
@@ -346,13 +334,18 @@ class PendingLookup:
         """Of what was answered so far."""
         with self._lock:
             lease, self._parts.lease = self._parts.lease, 0
-        if lease:
-            post(self._transport, _release_request(lease), None)
+        _post_release(self._transport, lease)
 
 
 def post(transport: Transport, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
     """Send a call without waiting, by whichever way takes it at once. False: the connection is closed."""
     return transport.post(request, on_answer) or transport.post_in_background(request, on_answer)
+
+
+def _post_release(transport: Transport, lease: int) -> None:
+    """0: there is none."""
+    if lease:
+        post(transport, _release_request(lease), None)
 
 
 def _post_in_turn(transport: Transport, requests: Sequence[pb.LocalRequest]) -> bool:
@@ -391,7 +384,7 @@ class LeaseRenewal:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.collect()
-            post(transport, _release_request(self._lease), None)
+            _post_release(transport, self._lease)
 
     def on_answer(self, answer: Any) -> None:
         if not isinstance(answer, TransportError):

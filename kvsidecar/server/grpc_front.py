@@ -71,7 +71,6 @@ class Limits:
     user: Most
     everyone: Most
     connection_bytes: int = CONNECTION_BYTES
-    """The most memory of a connection without calls."""
 
 
 LIMITS = Limits(

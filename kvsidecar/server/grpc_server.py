@@ -135,6 +135,7 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._inner.server)
         self._listener = unix_listener(socket_files, front, self._tasks, turns)
         self.start_again = self._listener.start
+        """To listen at another socket, because this one was removed. Who is connected notices nothing."""
 
     async def start(self) -> None:
         """Bind and serve. The caller holds the lock of the socket files. Raises SocketInUse."""

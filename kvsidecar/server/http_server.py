@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from typing import Any
 
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import web
@@ -25,9 +27,9 @@ class HttpServer:
         application.middlewares.append(take_turn)
         application.on_response_prepare.append(before_response)
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
-        self._turns, self._tasks = TcpTurns(), tasks
-        self._connections = Connections(refuse, self._turns)
-        self._listener: TcpListener | None = None
+        self._tasks, turns = tasks, TcpTurns()
+        self._connections = Connections(refuse, turns)
+        self._listener = TcpListener(self._accepted, SocketOptions(RECEIVE_BYTES), turns, tasks, _caused)
 
     async def start(self, host: str, port: int, option: str) -> int:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.
@@ -39,25 +41,18 @@ class HttpServer:
             AddressUnavailable, ConfigError: the address cannot be bound, now or ever.
         """
         await self._runner.setup()
-        server = self._runner.server
-        assert server is not None
         try:
-            loop = asyncio.get_running_loop()
-            self._listener = TcpListener(
-                lambda connection, _: loop.connect_accepted_socket(
-                    lambda: HttpConnection(server, self._connections), connection
-                ),
-                SocketOptions(RECEIVE_BYTES),
-                self._turns,
-                self._tasks,
-                _caused,
-            )
             return await self._listener.start(host, port)
         except OSError as error:
             raise cannot_listen("HTTP", f"{host}:{port}", option, error) from error
 
     async def stop(self) -> None:
         await self._tasks.cancel()
-        if self._listener is not None:
-            await self._listener.close()
+        await self._listener.close()
         await self._runner.cleanup()
+
+    async def _accepted(self, connection: socket.socket, _address: Any) -> None:
+        server = self._runner.server
+        assert server is not None
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: HttpConnection(server, self._connections), connection)
