@@ -73,6 +73,10 @@ class Rule:
     """Patterns of a namespace's model, or of its full text, as ``kvsidecar clear --namespace`` takes them."""
     admin: bool = False
 
+    @property
+    def has_owners(self) -> bool:
+        return bool(self.uids or self.gids or self.certificates)
+
     def fits(self, client: Identity) -> bool:
         if client.uid is not None and (client.uid in self.uids or not self.gids.isdisjoint(client.gids)):
             return True
@@ -188,7 +192,7 @@ def _rule(name: str, table: Mapping[str, Any]) -> Rule:
     if not isinstance(admin, bool):
         raise ValueError(f"has a {name} whose admin is {admin!r}; it must be true or false")  # noqa: TRY004
     rule = replace(read_owners(name, table), namespaces=read_texts(name, "namespaces", table), admin=admin)
-    if not (rule.uids or rule.gids or rule.certificates):
+    if not rule.has_owners:
         raise ValueError(f"has a {name} that matches no client: give uids, gids or certificates")
     if not (rule.namespaces or rule.admin):
         raise ValueError(f"has a {name} that grants nothing: give namespaces or admin = true")

@@ -131,15 +131,12 @@ class Notes:
             del self._bytes[user]
         return kept
 
-    def forget(self, namespace: Namespace) -> None:
-        for user in tuple(self._kept.get(namespace, ())):
-            kept_bytes = self._kept[namespace][user].nbytes
-            self._freed.append(self._remove(namespace, user).changes)
-            self._freed_bytes += kept_bytes
-
-    def forget_all(self) -> None:
-        for namespace in tuple(self._kept):
-            self.forget(namespace)
+    def forget(self, namespace: Namespace | None) -> None:
+        """All notes of a namespace, or all."""
+        for each in tuple(self._kept) if namespace is None else (namespace,):
+            for user in tuple(self._kept.get(each, ())):
+                self._freed_bytes += self._kept[each][user].nbytes
+                self._freed.append(self._remove(each, user).changes)
 
     def of(self, namespace: Namespace) -> Iterator[Change]:
         """Those that there are now, as far as they are still there when they are asked for."""

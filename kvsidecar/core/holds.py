@@ -110,18 +110,15 @@ class Holds:
                 f"{format_size(nbytes)} more would be pinned; other pins have {format_size(others)} of the "
                 f"{format_size(self.most_bytes)} that --pin-max allows"
             )
-        to_keep = None if self._kept is None or hold.blocks == kept_blocks else self._to_keep(hold, lease)
-        if self._kept is not None and to_keep is not None and not self._kept.put(to_keep):
-            self._cache.release(lease.id)
-            raise LimitExceeded(f"there is no room for the hashes of {lease.num_blocks} more blocks: pin fewer")
+        if self._kept is not None and hold.blocks != kept_blocks:
+            groups = [(chain.blocks.space.group, chain.blocks.index.hashes_of(chain.rows)) for chain in lease.chains]
+            if not self._kept.put(KeptHold(name, owner, namespace, tuple(groups), hold.expires_at)):
+                self._cache.release(lease.id)
+                raise LimitExceeded(f"there is no room for the hashes of {lease.num_blocks} more blocks: pin fewer")
         if before is not None:
             self._cache.release(before.lease)
         self._holds[name] = hold
         return hold
-
-    def _to_keep(self, hold: Hold, lease: Lease) -> KeptHold:
-        groups = [(chain.blocks.space.group, chain.blocks.index.hashes_of(chain.rows)) for chain in lease.chains]
-        return KeptHold(hold.name, hold.owner, hold.namespace, tuple(groups), hold.expires_at)
 
     def restore(self) -> None:
         """Take over the holds of an earlier run, each for those of its blocks that are still there, until the time that

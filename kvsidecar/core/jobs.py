@@ -100,7 +100,7 @@ class JobRunner:
 
     def decline(self, direction: Direction, reason: Refusal, error: str = "") -> JobResult:
         """Count and answer a job that is never started."""
-        result = JobResult(Outcome.DECLINED, reason, error)
+        result = _declined(reason, error)
         self._count(direction, result)
         return result
 
@@ -117,7 +117,7 @@ class JobRunner:
         try:
             result = step()
         except InvalidRequest as error:
-            result = JobResult(Outcome.DECLINED, Refusal.INVALID_REQUEST, str(error))
+            result = _declined(Refusal.INVALID_REQUEST, str(error))
         except DeviceLost as error:
             result = JobResult(Outcome.FAILED, Refusal.DEVICE_LOST, str(error))
         except (DeviceError, failpoints.FailpointError) as error:

@@ -262,9 +262,7 @@ class LookupService:
 
     def clear(self, namespace: Namespace | None) -> int:
         """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
-        if self.tiering is not None:
-            self.tiering.forget(namespace)
-        self.on_clear(namespace)
+        self._forget_elsewhere(namespace)
         self._holds.clear(namespace)
         return self.cache.clear(namespace)
 
@@ -276,9 +274,7 @@ class LookupService:
 
     def clear_blocks(self, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]]) -> int:
         """Forget these blocks. A slower tier forgets the whole namespace: it has no order for less."""
-        if self.tiering is not None:
-            self.tiering.forget(namespace)
-        self.on_clear(namespace)
+        self._forget_elsewhere(namespace)
         found = [(self.cache.find_space(namespace, group), as_keys(hashes)) for group, hashes in groups]
         return sum([self.cache.clear_blocks(space, hashes) for space, hashes in found if space is not None])
 
@@ -290,12 +286,15 @@ class LookupService:
             lambda space: namespace in (None, space.namespace) and share in ("", space.share.name)
         )
         for each in chosen:
-            if self.tiering is not None:
-                self.tiering.forget(each)
-            self.on_clear(each)
+            self._forget_elsewhere(each)
         return sum(
             [self.cache.clear_unused(space, seconds) for space in self.cache.spaces if space.namespace in chosen]
         )
+
+    def _forget_elsewhere(self, namespace: Namespace | None) -> None:
+        if self.tiering is not None:
+            self.tiering.forget(namespace)
+        self.on_clear(namespace)
 
     def _namespaces(self, chosen: Callable[[Space], bool]) -> dict[Namespace, None]:
         return dict.fromkeys(space.namespace for space in self.cache.spaces if chosen(space))

@@ -55,7 +55,7 @@ class DaemonReadiness:
     """The state. Used by the event loop's thread only."""
 
     def __init__(self, pool_bytes: int) -> None:
-        self._below = self._now = Readiness(State.STARTING, pool_bytes, reason="the daemon is starting")
+        self._below = self.now = Readiness(State.STARTING, pool_bytes, reason="the daemon is starting")
         self._draining = ""
         """The reason; empty while the daemon does not drain."""
         self._ending = False
@@ -71,24 +71,20 @@ class DaemonReadiness:
         self._listeners: dict[object, Callable[[Readiness], None]] = {}
 
     @property
-    def now(self) -> Readiness:
-        return self._now
-
-    @property
     def ready(self) -> bool:
-        return self._now.state is State.READY
+        return self.now.state is State.READY
 
     @property
     def refusal(self) -> Refusal | None:
         """Why stores are declined in this state, or None if they are not."""
         if self._accepts:
             return None
-        return Refusal.DRAINING if self._now.state is State.DRAINING else Refusal.NOT_READY
+        return Refusal.DRAINING if self.now.state is State.DRAINING else Refusal.NOT_READY
 
     @property
     def read_refusal(self) -> Refusal | None:
         """Why lookups and loads are declined, or None if they are not."""
-        return None if self._now.serves_kept else self.refusal
+        return None if self.now.serves_kept else self.refusal
 
     def listen(self, listener: Callable[[Readiness], None]) -> Callable[[], None]:
         """Call ``listener`` with every change. Returns the function that ends it."""
@@ -172,8 +168,8 @@ class DaemonReadiness:
         self._accepts = now.state is State.READY
         if self._unreachable and self._accepts:
             now = replace(now, state=State.STARTING, reason=self._unreachable)
-        if now == self._now:
+        if now == self.now:
             return
-        self._now = now
+        self.now = now
         for listener in tuple(self._listeners.values()):
             listener(now)

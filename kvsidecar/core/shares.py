@@ -91,14 +91,8 @@ def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) 
 
     limits = []
     for rule in rules:
-        patterns = _patterns(rule, policy)
-        guaranteed = 0 if rule.guaranteed is None else rule.guaranteed.of(pool_bytes)
-        most = None if rule.most is None else rule.most.of(pool_bytes)
-        if most is not None and most < guaranteed:
-            raise ConfigError(
-                f"share {rule.name!r} is guaranteed {format_size(guaranteed)}, more than its max ({format_size(most)})"
-            )
-        covered = partial(covers, patterns)
+        covered = partial(covers, _patterns(rule, policy))
+        guaranteed, most = _least_and_most(rule.name, rule.guaranteed, rule.most, pool_bytes)
         limits.append(ShareLimits(rule.name, covered, guaranteed, most, rule.ttl, rule.idle_ttl, rule.weight))
     total = sum(each.guaranteed for each in limits)
     if total > pool_bytes:
@@ -125,7 +119,12 @@ def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: 
     first, last = rules[limited[0] - 1], rules[limited[-1] - 1]
     if not disk_bytes:
         raise ConfigError(f"share {first.name!r} has {first.disk_keys[0]}, but there is no disk tier (--disk-dir)")
-    shares = [_of_disk(rule, policy, disk_bytes) for rule in rules[: limited[-1]]]
+    shares = []
+    for rule in rules[: limited[-1]]:
+        guaranteed, most = _least_and_most(
+            rule.name, rule.disk_guaranteed, rule.disk_most, disk_bytes, " of the disk", "disk_max"
+        )
+        shares.append(TierShare(rule.name, _patterns(rule, policy), most, guaranteed))
     if (total := sum([each.guaranteed for each in shares])) > disk_bytes:
         raise ConfigError(
             f"the shares are guaranteed {format_size(total)} of the disk together; it has {format_size(disk_bytes)}"
@@ -138,40 +137,33 @@ def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: 
     return shares
 
 
-def _of_disk(rule: ShareRule, policy: Policy | None, disk_bytes: int) -> TierShare:
-    guaranteed = 0 if rule.disk_guaranteed is None else rule.disk_guaranteed.of(disk_bytes)
-    most = None if rule.disk_most is None else rule.disk_most.of(disk_bytes)
-    if most is not None and most < guaranteed:
+def _least_and_most(
+    name: str, guaranteed: Size | None, most: Size | None, nbytes: int, of: str = "", option: str = "max"
+) -> tuple[int, int | None]:
+    """The bytes of so many that a share is guaranteed, and the most that it may have. Raises ConfigError."""
+    least = 0 if guaranteed is None else guaranteed.of(nbytes)
+    limit = None if most is None else most.of(nbytes)
+    if limit is not None and limit < least:
         raise ConfigError(
-            f"share {rule.name!r} is guaranteed {format_size(guaranteed)} of the disk, more than its disk_max "
-            f"({format_size(most)})"
+            f"share {name!r} is guaranteed {format_size(least)}{of}, more than its {option} ({format_size(limit)})"
         )
-    return TierShare(rule.name, _patterns(rule, policy), most, guaranteed)
+    return least, limit
 
 
 def _patterns(rule: ShareRule, policy: Policy | None) -> tuple[str, ...]:
     """Of the namespaces that it covers. Raises ConfigError."""
-    if not _has_owners(rule.owners):
+    owners = rule.owners
+    if not owners.has_owners:
         return rule.namespaces
-    owned = _owned(rule.owners, policy)
+    owned = dict.fromkeys(
+        pattern
+        for each in (() if policy is None else policy.rules)
+        if each.uids & owners.uids or each.gids & owners.gids or set(each.certificates) & set(owners.certificates)
+        for pattern in each.namespaces
+    )
     if not owned:
         raise ConfigError(f"share {rule.name!r} names owners to whom no policy rule grants a namespace")
-    return rule.namespaces + owned
-
-
-def _owned(owners: Rule, policy: Policy | None) -> tuple[str, ...]:
-    rules = () if policy is None else policy.rules
-    found = dict.fromkeys(
-        pattern
-        for rule in rules
-        if rule.uids & owners.uids or rule.gids & owners.gids or set(rule.certificates) & set(owners.certificates)
-        for pattern in rule.namespaces
-    )
-    return tuple(found)
-
-
-def _has_owners(rule: Rule) -> bool:
-    return bool(rule.uids or rule.gids or rule.certificates)
+    return (*rule.namespaces, *owned)
 
 
 def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
@@ -197,7 +189,7 @@ def _rule(where: str, table: Mapping[str, Any]) -> ShareRule:
         disk_most=_size(where, "disk_max", table),
         disk_guaranteed=_size(where, "disk_guaranteed", table),
     )
-    if not rule.namespaces and not _has_owners(rule.owners):
+    if not rule.namespaces and not rule.owners.has_owners:
         raise ValueError(f"has a {where} that covers nothing: give namespaces, uids, gids or certificates")
     return rule
 

@@ -30,8 +30,6 @@ QUEUE_SHARE: Final = 16
 """At most one byte in so many of the pool waits to be written, or is being written: it cannot be evicted meanwhile."""
 SMALL_QUEUE: Final = 64 << 20
 """Unless that is less than this; but never more than half of the pool."""
-
-
 AHEAD_BYTES: Final = 8 << 30
 """At most so much of the pool, and half of the queue, is evicted before a store needs it (`Admission.ON_EVICT`)."""
 AHEAD_CHUNKS: Final = 32
@@ -65,7 +63,7 @@ class Writes:
         clock: monotonic seconds.
         refused: called with the reason and a number of blocks.
         chunk_bytes: of one call of an engine, about.
-        queue_bytes: that may wait to be written, or are being written; None for a share of the pool.
+        queue_bytes: that may wait to be written, or are being written.
         soon: makes a call a little later: a job's answer goes first. The blocks have references already.
     """
 
@@ -78,11 +76,10 @@ class Writes:
     refused: Callable[[WriteRefusal, int], object]
     _: KW_ONLY
     chunk_bytes: int = CHUNK_BYTES
-    queue_bytes: int | None = None
+    queue_bytes: int
     soon: Callable[[Callable[[], object]], object] = lambda call: call()
 
     def __post_init__(self) -> None:
-        self._most_bytes = queue_share(self.cache.stats().total_bytes) if self.queue_bytes is None else self.queue_bytes
         self._under_way: set[_Write] = set()
         self._waiting: deque[_Write] = deque()
         """Those that the tier has not been handed yet."""
@@ -148,7 +145,7 @@ class Writes:
         if self.tier.off:
             self.refused(WriteRefusal.OFF, len(rows))
             return
-        room = min(max(0, self._most_bytes - self.writing_bytes), self.cache.busy_room(space)) // space.block_bytes
+        room = min(max(0, self.queue_bytes - self.writing_bytes), self.cache.busy_room(space)) // space.block_bytes
         rows, rest = rows[:room], rows[room:]  # the beginning of a prefix first: without it the rest is of no use
         spent = not self._write_rows(chain.blocks, rows)
         if len(rest) and spent:
@@ -168,7 +165,7 @@ class Writes:
         if self.tier.off:
             return
         sizes = {size for space in spaces for size in space.slot_sizes if size}
-        wanted = min(AHEAD_BYTES, self._most_bytes // 2) - self.writing_bytes
+        wanted = min(AHEAD_BYTES, self.queue_bytes // 2) - self.writing_bytes
         needs = {size: count for size in sizes if (count := wanted // len(sizes) // size) > 0}
         room = min(wanted, self.chunk_bytes * AHEAD_CHUNKS, wanted if left is None else left)
         for chain in self.cache.tiers.evict_ahead(needs, self.bit, spaces[0]) if needs else ():
@@ -209,7 +206,7 @@ class Writes:
     def _write_named(self) -> None:
         """Write those that wait by name, as far as there is room."""
         for _ in range(len(self._names)):
-            if self.writing_bytes > self._most_bytes // 2 or not self._names:
+            if self.writing_bytes > self.queue_bytes // 2 or not self._names:
                 return
             space, hashes = self._names.popleft()
             count = self._count(space, hashes)

@@ -96,7 +96,7 @@ class Tiering:
         self._tiers = [behind(plan, 1 << number) for number, plan in enumerate(plans)]
         self._own = next((plan.tier for plan in plans if plan.own), None)
         only = self._tiers[0].fetches if len(plans) == 1 else None
-        self.may_come: Callable[[Space, bytes], bool] = _always if only is None else only.may_come
+        self.may_come: Callable[[Space, bytes], bool] = (lambda *_: True) if only is None else only.may_come
         """As `Fetches.may_come`, to be asked before `coming`: nearly every miss ends here, and with one tier in one
         call. With several, `coming` asks each."""
 
@@ -202,7 +202,3 @@ def _behind_the_answers(call: Callable[[], object]) -> None:
     """uvloop sends what was written to a socket at the end of an iteration. This may be the beginning of one."""
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, call)
-
-
-def _always(_space: Space, _block_hash: bytes) -> bool:
-    return True

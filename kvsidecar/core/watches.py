@@ -120,11 +120,8 @@ class Watch:
         self.snapshot: Iterator[Change | None] | None = None
         """What is left of the snapshot."""
         self.ended = False
-        self._sequence = 0
-
-    def send(self, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
-        self._sequence += 1
-        self.receiver.send(Update(self._sequence, changes, reset, complete))
+        self.sequence = 0
+        """Number of the last update."""
 
     def lose(self, reason: ResetReason) -> None:
         """It was not told everything: it needs a new snapshot."""
@@ -151,7 +148,7 @@ class Watches:
         self._cache, self._metrics, self._later, self._is_ready = cache, metrics, later, is_ready
         self._slower = slower
         self._feeds: dict[Namespace, _Feed] = {}
-        self._notes = Notes()
+        self.notes = Notes()
         self._armed = False
         self._sending: Iterator[None] | None = None
         """What is left of what `flush` has begun to send."""
@@ -159,14 +156,6 @@ class Watches:
 
     def __len__(self) -> int:
         return sum(len(feed.watches) for feed in self._feeds.values())
-
-    @property
-    def notes_bytes(self) -> int:
-        return self._notes.total_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        return self._notes.held_bytes
 
     def begin(self, namespace: Namespace, receiver: Receiver) -> Watch:
         watch = Watch(namespace, receiver)
@@ -188,7 +177,8 @@ class Watches:
                 del self._feeds[watch.namespace]
                 self._cache.watch(watch.namespace, None)
                 for each in feed.on_disk.values():
-                    self._look_away(each)
+                    if each.watched is not None and self._slower is not None:
+                        self._slower.unwatch(each.watched)
 
     def note(self, namespace: Namespace, group: int, hashes: bytes, notes: bytes, *, user: int) -> None:
         """Keep what a client notes about blocks that it stores, for the watchers.
@@ -206,17 +196,14 @@ class Watches:
             )
         feed = self._feeds.get(namespace)
         for change in split(Change(Residency.NOTES, group, hashes, notes), namespace.hash_bytes):
-            for other, lost in self._notes.add(namespace, user, change):
+            for other, lost in self.notes.add(namespace, user, change):
                 self._metrics.residency_dropped_notes.inc(len(lost.hashes) // other.hash_bytes)
             if feed is not None:
                 feed.add(change.kind, group, change.hashes, change.notes)
 
     def forget(self, namespace: Namespace | None) -> None:
         """A namespace is cleared, or all: its notes, too."""
-        if namespace is None:
-            self._notes.forget_all()
-        else:
-            self._notes.forget(namespace)
+        self.notes.forget(namespace)
 
     def flush(self) -> None:
         """Send what has changed, and the next pieces of snapshots: one message in each iteration of the loop, because
@@ -262,7 +249,7 @@ class Watches:
         namespaces that are gone."""
         # What a slower tier has is not asked for note by note: with one, they are kept until their namespace is gone.
         are_gone = None if self._slower is not None else partial(without_blocks, self._cache)
-        self._notes.look({space.namespace for space in self._cache.spaces}, are_gone)
+        self.notes.look({space.namespace for space in self._cache.spaces}, are_gone)
         if self._slower is not None and self._feeds:
             for space in self._cache.spaces:
                 if (feed := self._feeds.get(space.namespace)) is not None:
@@ -274,10 +261,6 @@ class Watches:
         if on_disk.watched is None or again:
             on_disk.listed = False
             on_disk.watched = self._slower.watch(space, on_disk.tell)
-
-    def _look_away(self, on_disk: _OnDisk) -> None:
-        if on_disk.watched is not None and self._slower is not None:
-            self._slower.unwatch(on_disk.watched)
 
     def _arm(self) -> None:
         if not self._armed:
@@ -329,7 +312,8 @@ class Watches:
             yield
 
     def _send(self, watch: Watch, changes: tuple[Change, ...], *, reset: bool = False, complete: bool = False) -> None:
-        watch.send(changes, reset=reset, complete=complete)
+        watch.sequence += 1
+        watch.receiver.send(Update(watch.sequence, changes, reset, complete))
         self._metrics.residency_messages.inc()
         for kind in {each.kind for each in changes}:  # not for each change: a snapshot's message has hundreds of notes
             nbytes = sum([len(each.hashes) for each in changes if each.kind is kind])
@@ -338,7 +322,7 @@ class Watches:
     def _snapshot(self, namespace: Namespace) -> Iterator[Change | None]:
         """All notes, then all readable blocks, piece by piece as the cache has them then; None for a piece without any.
         What becomes readable meanwhile is told as a change."""
-        yield from self._notes.of(namespace)
+        yield from self.notes.of(namespace)
         groups = [space.group for space in self._cache.spaces if space.namespace == namespace]
         for group in groups:
             first, table = 0, None

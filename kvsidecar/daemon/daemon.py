@@ -350,7 +350,7 @@ class Daemon:
             for tier in self._tiers:
                 tier.check(self._settings.stuck_after)
             self._watches.look()
-            await notes.used(self._watches.held_bytes)
+            await notes.used(self._watches.notes.held_bytes)
 
     async def _sweep(self) -> None:
         """Free cleared blocks, a few at a time."""

@@ -90,7 +90,7 @@ class Report:
             oldest_inflight_seconds={direction: self.runner.oldest_seconds(direction) for direction in Direction},
             imported_bytes=self.instances.imported_bytes(),
             watchers=len(self.watches),
-            notes_bytes=self.watches.notes_bytes,
+            notes_bytes=self.watches.notes.total_bytes,
             tiers=[] if self.tiering is None else self.tiering.gauges(),
             shares=self.cache.shares,
             used_by_model=self._used_by_model if self._shows_names else None,

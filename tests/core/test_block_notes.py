@@ -50,9 +50,9 @@ def test_all_of_a_namespace_that_keeps_one_block_goes_but_its_own() -> None:
     for name in range(3 * STEP_NOTES):
         daemon.watches.note(namespace(), 0, key(name), b"note", user=0)
     store(daemon.cache, space, STEP_NOTES)
-    before = daemon.watches.notes_bytes
+    before = daemon.watches.notes.total_bytes
     looks(daemon, 4)
-    assert daemon.watches.notes_bytes == before // (3 * STEP_NOTES)
+    assert daemon.watches.notes.total_bytes == before // (3 * STEP_NOTES)
 
 
 def test_the_memory_of_a_cleared_namespace_is_freed_in_steps() -> None:
@@ -60,14 +60,14 @@ def test_the_memory_of_a_cleared_namespace_is_freed_in_steps() -> None:
     open_space(daemon.cache)
     for name in range(5 * STEP_NOTES):
         daemon.watches.note(namespace(), 0, key(name), b"note", user=0)
-    before = daemon.watches.held_bytes
+    before = daemon.watches.notes.held_bytes
     daemon.watches.forget(namespace())
-    assert daemon.watches.notes_bytes == 0
-    held = [before, daemon.watches.held_bytes]
+    assert daemon.watches.notes.total_bytes == 0
+    held = [before, daemon.watches.notes.held_bytes]
     assert held[1] == before, "all is freed at once"
     while held[-1]:
         daemon.watches.look()
-        held.append(daemon.watches.held_bytes)
+        held.append(daemon.watches.notes.held_bytes)
         assert held[-2] - held[-1] <= STEP_NOTES * before / (5 * STEP_NOTES)
     assert len(held) > 5
 
@@ -173,7 +173,7 @@ def test_what_is_counted_is_what_is_kept_whatever_comes_and_goes(seed: int, monk
             == sum(each.nbytes + block_notes.ENTRY_BYTES for each in there)
             <= block_notes.MAX_NOTES_BYTES
         )
-    held.forget_all()
+    held.forget(None)
     for _ in range(400):
         held.look(every, None)
     assert held.held_bytes == 0
@@ -270,9 +270,9 @@ def test_a_note_is_kept_while_the_tier_may_have_its_block(monkeypatch: pytest.Mo
     open_space(daemon.cache)
     daemon.watches._slower = Nothing()  # type: ignore[assignment]
     daemon.watches.note(namespace(), 0, key("a"), b"note", user=0)
-    before = daemon.watches.notes_bytes
+    before = daemon.watches.notes.total_bytes
     looks(daemon, 3)
-    assert daemon.watches.notes_bytes == before > 0
+    assert daemon.watches.notes.total_bytes == before > 0
 
 
 class Nothing:

@@ -188,7 +188,7 @@ def test_notes_come_before_the_blocks_also_for_those_who_come_later() -> None:
     assert later.notes == first.notes == dict(zip(keys("a", "b"), [b"AAA", b"BBB"], strict=True))
     assert later.readable == first.readable
     daemon.watches.forget(namespace())
-    assert daemon.watches.notes_bytes == 0
+    assert daemon.watches.notes.total_bytes == 0
 
 
 def test_many_small_notes_fill_few_messages() -> None:
@@ -294,7 +294,7 @@ def test_notes_have_a_limit_and_the_one_with_most_gives_up_its_oldest(monkeypatc
     daemon.watches.note(namespace("small"), 0, keys("s")[0], b"small", user=0)
     for name in range(100):
         daemon.watches.note(namespace(), 0, keys(name)[0], b"n", user=0)
-        assert daemon.watches.notes_bytes <= 4000
+        assert daemon.watches.notes.total_bytes <= 4000
     daemon.watch(reader)
     daemon.settle()
     assert 10 < len(reader.notes) < 20
@@ -313,16 +313,16 @@ def test_no_user_takes_the_notes_of_another_in_any_namespace(monkeypatch: pytest
     for number in range(100):  # in the same namespace, and in many small ones
         daemon.watches.note(namespace(), 0, keys(number)[0], b"n" * 10, user=2)
         daemon.watches.note(namespace(f"m{number}"), 0, keys(number)[0], b"n" * 10, user=2)
-        assert daemon.watches.notes_bytes <= 4000
+        assert daemon.watches.notes.total_bytes <= 4000
     daemon.watch(reader)
     daemon.settle()
     assert set(keys("a", "b", "c")) <= set(reader.notes)
     dropped = daemon.metrics.value("kvsidecar_residency_dropped_notes_total")
     assert dropped > 180, "what is given up is not counted"
     daemon.watches.note(namespace(), 0, keys("d")[0], b"h" * 3000, user=1)
-    assert daemon.watches.notes_bytes <= 4000, "who has most gives up"
+    assert daemon.watches.notes.total_bytes <= 4000, "who has most gives up"
     daemon.watches.forget(None)
-    assert daemon.watches.notes_bytes == 0
+    assert daemon.watches.notes.total_bytes == 0
 
 
 def test_notes_go_with_their_namespace() -> None:
@@ -331,10 +331,10 @@ def test_notes_go_with_their_namespace() -> None:
     for name, _ in zip(("stays", "goes"), spaces, strict=True):
         daemon.watches.note(namespace(name), 0, keys("a")[0], b"n" * 1000, user=0)
     daemon.watches.look()
-    both = daemon.watches.notes_bytes
+    both = daemon.watches.notes.total_bytes
     daemon.cache.close_space(spaces[1])
     daemon.watches.look()
-    assert daemon.watches.notes_bytes == both // 2
+    assert daemon.watches.notes.total_bytes == both // 2
 
 
 @pytest.mark.parametrize("notes", [b"x", b"x" * (2 * watches.MAX_NOTE_BYTES + 2)])
