@@ -8,7 +8,6 @@ same blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -203,13 +202,12 @@ def _keep_idle_times(blocks: SpaceBlocks, rows: Ints, contents: Words) -> None:
 
 
 def _make_evictable(
-    table: BlockTable, records: Records, found: Iterable[_Found], report: AdoptReport, sealed: _Sealed
+    table: BlockTable, records: Records, found: list[_Found], report: AdoptReport, sealed: _Sealed
 ) -> None:
     """Cut the slabs, and put the blocks into the order of their last use.
 
     Ticks begin again at 1, without gaps: whatever a damaged word says of a last use concerns the order alone.
     """
-    found = list(found)
     every = np.concatenate([each.used >> np.uint64(ORDER_BITS) for each in found] or [np.empty(0, np.uint64)])
     distinct = np.unique(every)
     report.last_tick = len(distinct)

@@ -43,9 +43,10 @@ class AllocationPlan:
         free_there: Mapping[int, int] | None = None,
     ) -> None:
         self._slabs = slabs
-        self._parts = parts
+        self.parts = parts
+        """With the runs that are not cut after what this plan frees."""
         self._own_parts = False
-        """Whether ``_parts`` are copies."""
+        """Whether ``parts`` are copies."""
         self._needs = sorted(needs.items(), reverse=True)
         self._free_slots = Counter(free_slots)
         self._node = node
@@ -63,7 +64,7 @@ class AllocationPlan:
             if self._node is None and len(self._needs) == 1:
                 missing -= self._room(size)
             elif parts is None:
-                parts = [part.copy() for part in self._parts]
+                parts = [part.copy() for part in self.parts]
             if parts is not None:
                 if self._node is not None:
                     elsewhere = self._free_slots[size] - self._free_there.get(size, 0)
@@ -86,11 +87,6 @@ class AllocationPlan:
         return self._needs[0][0]
 
     @property
-    def parts(self) -> Sequence[Part]:
-        """All parts of the pool, with the runs that are not cut after what this plan frees."""
-        return self._parts
-
-    @property
     def whole_slabs(self) -> list[int]:
         """Slabs of which the plan frees every used slot."""
         return [slab for slab, freed in self._freed.items() if freed and self.is_whole(slab)]
@@ -110,7 +106,7 @@ class AllocationPlan:
     def _room(self, size: int) -> int:
         """How many slots could be cut from all runs."""
         shape = self._slabs.grid.shape(size)
-        return sum([part.count(shape) for part in self._parts])
+        return sum([part.count(shape) for part in self.parts])
 
     def _cut(self, parts: Sequence[Part], size: int, missing: int) -> int:
         """Cut slabs until no slots are missing. Returns how many still are."""
@@ -137,8 +133,8 @@ class AllocationPlan:
         slabs = self._slabs
         self._free_slots[int(slabs.size[slab])] -= sign * int(slabs.capacity[slab])
         if not self._own_parts:
-            self._parts, self._own_parts = [part.copy() for part in self._parts], True
+            self.parts, self._own_parts = [part.copy() for part in self.parts], True
         start = slabs.head.item(slab)
         end = start + slabs.units.item(slab)
-        part = next(part for part in self._parts if part.start <= start < part.end)
+        part = next(part for part in self.parts if part.start <= start < part.end)
         (part.add if sign > 0 else part.take)(start, end)

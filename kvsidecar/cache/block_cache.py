@@ -15,7 +15,6 @@ from kvsidecar.cache.arrays import Ints, all_true, first_of_each
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import Expiry
-from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.grants import Chain, Lease, LoadGrant, StoreGrant
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.prompts import Prompts
@@ -60,6 +59,8 @@ class BlockCache:
         eviction: Eviction = Eviction.LRU,
     ) -> None:
         self.eviction = eviction
+        self.freed = allocator.freed
+        """What is to be zeroed; None: nothing is."""
         self._table = BlockTable(allocator, seed, eviction)
         self.adopted = AdoptReport() if records is None else adopt(self._table, records)
         """What was taken over from an earlier run."""
@@ -71,22 +72,8 @@ class BlockCache:
         self._loads: set[LoadGrant] = set()
         self._tick = self.adopted.last_tick
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
-        self._reader = Reader(self._expiry)
+        self.reader = Reader(self._expiry)
         self.tiers = TierCopies(self._table, self._room, self._next_tick)
-
-    @property
-    def freed(self) -> Freed | None:
-        """What is to be zeroed; None: nothing is."""
-        return self._table.slots.freed
-
-    @property
-    def readable_below(self) -> int | None:
-        """Only blocks whose slots all lie below this offset can be looked up and loaded; None: all."""
-        return self._reader.below
-
-    @readable_below.setter
-    def readable_below(self, below: int | None) -> None:
-        self._reader.below = below
 
     # -- shares ------------------------------------------------------------------------------------------------
 
@@ -140,7 +127,7 @@ class BlockCache:
 
         Counts hits and misses. A lookup does not count as a use of the blocks; a lease, a load or a store does.
         """
-        answer: list[bool] = self._reader.find(space, hashes, mode)[1].tolist()
+        answer: list[bool] = self.reader.find(space, hashes, mode)[1].tolist()
         return answer
 
     def touch(self, parts: Sequence[Part], pause: float = 0.0) -> list[list[bool]]:
@@ -160,7 +147,7 @@ class BlockCache:
                 self._prompts.touch(space.blocks, keys, rows, self._expiry.at, pause)
             if self._prompts is not None or pause != inf:
                 self._table.touch_rows(space.blocks, rows, tick)
-            answers.append(self._reader.readable(space, rows).tolist())
+            answers.append(self.reader.readable(space, rows).tolist())
         return answers
 
     def lookup_and_lease(
@@ -175,7 +162,7 @@ class BlockCache:
         """
         chains, answers, found = [], [], []
         for space, hashes in parts:
-            rows, hits, keys = self._reader.find(space, hashes, mode)
+            rows, hits, keys = self.reader.find(space, hashes, mode)
             chains.append(_chain(space, rows[hits]))
             answers.append(hits.tolist())
             found.append((space.blocks, keys, rows, hits))
@@ -363,8 +350,8 @@ class BlockCache:
             return Refusal.STALE_LEASE
         found = []
         for space, _, hashes in parts:
-            rows = self._reader.find_leased(space, hashes, lease)
-            if not all_true(self._reader.readable(space, rows, leased=True)):
+            rows = self.reader.find_leased(space, hashes, lease)
+            if not all_true(self.reader.readable(space, rows, leased=True)):
                 return Refusal.NOT_FOUND
             found.append(rows)
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]

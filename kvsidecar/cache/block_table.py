@@ -11,7 +11,6 @@ from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.eviction_rhythm import Rhythm
-from kvsidecar.cache.geometry import set_geometry
 from kvsidecar.cache.grants import Chain, StorePart
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.shares import Shares
@@ -120,7 +119,7 @@ class BlockTable:
             )
         known = self.spaces.get((namespace, group))
         space = known or Space(namespace, group, num_shards)
-        new_shard = set_geometry(space, num_shards, shard, shard_bytes)
+        new_shard = space.register_shard(num_shards, shard, shard_bytes)
         if known:
             space.blocks.capacity = max(space.blocks.capacity, self.capacity(space))
             if new_shard and self.records is not None:

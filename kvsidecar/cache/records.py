@@ -161,7 +161,7 @@ class Records:
         at = self._free_entries.pop()
         entry, commit = self._spaces[at], self._next_commit()
         entry[ENTRY_HEAD : ENTRY_HEAD + words] = np.frombuffer(facts.ljust(8 * words, b"\0"), np.uint64)
-        entry[:ENTRY_HEAD] = (_entry_crc(commit, number, facts), number, len(facts))
+        entry[:ENTRY_HEAD] = (entry_crc(commit, number, facts), number, len(facts))
         self._space_commits[at] = commit
         self._entries[number] = at
 
@@ -420,7 +420,8 @@ def _used(tick: int, count: int) -> Words:
     return order + np.uint64(tick << ORDER_BITS)
 
 
-def _entry_crc(commit: int, number: int, facts: bytes) -> int:
+def entry_crc(commit: int, number: int, facts: bytes) -> int:
+    """Of an entry whose commit word and number are these, and the length and bytes of its text."""
     return zlib.crc32(struct.pack("<3Q", commit, number, len(facts)) + facts)
 
 
@@ -430,7 +431,7 @@ def _read_entry(commit: int, entry: Words) -> SpaceEntry | None:
     if not 0 < number < 1 << 31 or length > 8 * (PAGE_WORDS - ENTRY_HEAD):
         return None
     facts = entry[ENTRY_HEAD:].tobytes()[:length]
-    if not commit & 1 or commit > LAST_COMMIT or crc != _entry_crc(commit, number, facts):
+    if not commit & 1 or commit > LAST_COMMIT or crc != entry_crc(commit, number, facts):
         return None
     try:
         fields, group, shard_bytes = json.loads(facts)

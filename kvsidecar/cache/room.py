@@ -121,8 +121,7 @@ class Room:
         return any(len(chain.rows) for chain in victims)
 
     def place_below(self, below: int) -> tuple[int, int] | None:
-        """Offset and bytes of a place below this offset that holds no block. Nothing is reserved: a store may take it.
-        If there is none, the oldest block with a slot there is evicted. None: all of them are in use."""
+        """As `BlockCache.find_place`."""
         table, to_sweep = self._table, True
         while (place := table.slots.find_free(below)) is None and to_sweep:
             to_sweep = table.sweep(SWEEP)

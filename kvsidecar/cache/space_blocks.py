@@ -23,6 +23,7 @@ from kvsidecar.cache.eviction_lru import LRUQueues
 from kvsidecar.cache.eviction_rhythm import CLASS_OF, FIRST_GAP, NEVER, Rhythm, class_of, in_order
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.slots import size_class
+from kvsidecar.errors import NamespaceMismatch
 from kvsidecar.types import EVICTION_ORDER, Namespace, Priority
 
 NO_SLOT = -1
@@ -42,19 +43,12 @@ SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
 COLUMNS = (
-    "slots",
-    "missing",
-    "refs",
-    "evictable",
-    "last_used",
-    "expires",
-    "idle",
-    "priority",
-    "gaps",
-    "marks",
-    "detached",
-    "tiers",
-    "_freed_rows",
+    *("slots", "missing", "refs", "evictable", "last_used", "expires", "idle"),
+    *("priority", "gaps", "marks", "detached", "tiers", "_freed_rows"),
+)
+MISMATCH_HINT = (
+    "Instances whose KV differs in layout or type must differ in kv_layout or dtype of the namespace; if the blocks of "
+    "the other kind are not wanted any more, clear the namespace"
 )
 
 
@@ -418,6 +412,23 @@ class Space:
     def __post_init__(self) -> None:
         self.shard_bytes = [None] * self.num_shards
         self.slot_sizes = [0] * self.num_shards
+
+    def register_shard(self, num_shards: int, shard: int, nbytes: int) -> bool:
+        """A rank says this of the shards: all must say the same, or it is refused with NamespaceMismatch. Returns
+        whether this shard was not known before."""
+        if self.num_shards != num_shards:
+            raise NamespaceMismatch(
+                f"group {self.group}: this rank says a block has {num_shards} shards, but in this namespace "
+                f"{self.num_shards} are registered. {MISMATCH_HINT}"
+            )
+        known = self.shard_bytes[shard]
+        if known not in (None, nbytes):
+            raise NamespaceMismatch(
+                f"group {self.group}: this rank says shard {shard} has {nbytes} bytes per block, but in this "
+                f"namespace {known} are registered. {MISMATCH_HINT}"
+            )
+        self.set_shard(shard, nbytes)
+        return known is None
 
     def set_shard(self, shard: int, nbytes: int) -> None:
         self.shard_bytes[shard] = nbytes

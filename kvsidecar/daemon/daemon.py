@@ -159,7 +159,7 @@ class Daemon:
             self._cache,
             self._metrics,
             self._soon_or_later,
-            lambda: self._cache.readable_below is None and self.readiness.read_refusal is None,
+            lambda: self._cache.reader.below is None and self.readiness.read_refusal is None,
             tiering,
         )
         kept_holds = None if kept is None else kept.holds

@@ -72,7 +72,7 @@ class PoolStart:
         if not self._has_kept:
             nbytes = min(SELF_TEST_BYTES, self.pool.nbytes)
             await self._self_test({0, self.pool.nbytes - nbytes}, nbytes)
-        self.cache.readable_below = None
+        self.cache.reader.below = None
 
     @property
     def _has_kept(self) -> bool:
@@ -84,7 +84,7 @@ class PoolStart:
         Raises:
             DeviceError, PinFailed: the self-test failed.
         """
-        self.cache.readable_below = progress.pinned_bytes
+        self.cache.reader.below = progress.pinned_bytes
         self.readiness.pinning(
             pinned_bytes=progress.pinned_bytes,
             bytes_per_second=progress.bytes_per_second,

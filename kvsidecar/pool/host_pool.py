@@ -81,6 +81,7 @@ class HostPool:
         if spec.slab_bytes <= 0 or spec.chunk_bytes <= 0 or spec.chunk_bytes % spec.slab_bytes:
             raise ValueError("chunk_bytes must be a multiple of slab_bytes")
         self._spec = spec
+        self.nbytes = spec.nbytes
         self._platform = platform
         self._root = root
         self._lock = threading.Lock()
@@ -88,16 +89,13 @@ class HostPool:
         self._fd: int | None = None
         self._address: int | None = None
         self._pages: Pages | None = None
-        self._bound: tuple[int, ...] = ()
+        self.numa_nodes: tuple[int, ...] = ()
+        """Nodes that parts of the pool are bound to: empty on one node, before `pin`, or where binding was refused."""
         self._parts = split_over_nodes(spec.nbytes, spec.slab_bytes, self._nodes())
         chunks = list(_chunks(self._parts, spec.chunk_bytes))
         self._chunks = PinnedChunks(platform, chunks, spec.prefault_threads, clock)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        return self._spec.nbytes
 
     @property
     def address(self) -> int:
@@ -124,11 +122,6 @@ class HostPool:
     def page_kind(self) -> PageKind:
         """Which pages it got, or most of it; known from `pin` on."""
         return PageKind.SMALL if self._chunks.small_bytes > self.nbytes / 2 else self.pages.kind
-
-    @property
-    def numa_nodes(self) -> tuple[int, ...]:
-        """Nodes that parts of the pool are bound to: empty on one node, before `pin`, or where binding was refused."""
-        return self._bound
 
     def numa_of_slab(self) -> tuple[int | None, ...]:
         """The node that each ``slab_bytes`` are meant for, or None. Known before `pin`."""
@@ -172,7 +165,8 @@ class HostPool:
                 bookkeeping=memory_limits.bookkeeping_bytes(self.nbytes) * self._spec.num_pins if cuda else 0,
                 pin_limit=self._platform.pin_limit(),
                 node_bytes=self._node_bytes(),
-                present=self._present_bytes(),
+                # What the file has already is not taken again.
+                present=0 if self._fd is None else min(self.nbytes, os.fstat(self._fd).st_blocks * 512),
                 root=self._root,
             )
         return pages
@@ -226,7 +220,7 @@ class HostPool:
         """
         with self._lock:
             self._used = True
-            pinned = self._chunks.num_pinned
+            pinned = len(self._chunks.pinned)
             outcome = self._give_back()
             if self._chunks.num_lost:
                 raise PinFailed(f"of {pinned} chunks, {outcome}")
@@ -244,10 +238,6 @@ class HostPool:
 
     def _node_bytes(self) -> dict[int, int]:
         return {part.node: part.nbytes for part in self._parts if part.node is not None}
-
-    def _present_bytes(self) -> int:
-        """How much of the pool's file exists already; its pages are not taken again."""
-        return 0 if self._fd is None else min(self.nbytes, os.fstat(self._fd).st_blocks * 512)
 
     def _choose_pages(self) -> Pages:
         wish = self._spec.huge_pages
@@ -289,7 +279,7 @@ class HostPool:
                 # slower, not wrong.
                 _log.warning("the pool is not bound to its NUMA node", node=part.node, error=reason_of(error))
             else:
-                self._bound += (part.node,)
+                self.numa_nodes += (part.node,)
 
     def _warn_of_small_pages(self, pages: Pages) -> None:
         if pages.kind is not PageKind.HUGETLB and self._spec.huge_pages is not HugePages.NONE:
@@ -305,7 +295,7 @@ class HostPool:
 
     def _give_back(self) -> str:
         """Unpin in reverse order and unmap. Returns the result in words, or "" if nothing was pinned."""
-        pinned = self._chunks.num_pinned
+        pinned = len(self._chunks.pinned)
         self._chunks.unpin()
         lost = self._chunks.num_lost
         if self._address is not None and not lost:

@@ -9,8 +9,6 @@ two with the same name, the one with the higher commit word counts.
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final
@@ -18,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvsidecar.cache.arrays import Words
+from kvsidecar.cache.records import LAST_COMMIT, entry_crc
 from kvsidecar.types import Namespace
 
 MAX_HOLDS: Final = 1024
@@ -28,7 +27,6 @@ _HEAD_WORDS: Final = 4
 _PAGE_WORDS: Final = 512
 """Of a page: number of the next one, and its piece of the text."""
 _PIECE: Final = 8 * (_PAGE_WORDS - 1)
-_LAST_COMMIT: Final = 1 << 62
 _SHARE_OF_POOL: Final = 4096
 _LEAST_BYTES: Final = 8 << 20
 """More than `MAX_HOLDS` pages."""
@@ -103,7 +101,7 @@ class KeptHolds:
         self._last_commit += 2
         self._pages[pages, 1:] = np.frombuffer(text.ljust(count * _PIECE, b"\0"), np.uint64).reshape(count, -1)
         self._pages[pages[:-1], 0] = pages[1:]
-        self._heads[at, 1:] = (_crc(self._last_commit, pages[0], text), pages[0], len(text))
+        self._heads[at, 1:] = (entry_crc(self._last_commit, pages[0], text), pages[0], len(text))
         self._heads[at, 0] = self._last_commit
         self.drop(hold.name)
         self._places[hold.name] = (at, pages)
@@ -121,7 +119,7 @@ class KeptHolds:
         """The pages of a hold and its text; None if anything about them is wrong."""
         commit, crc, page, length = self._heads[at].tolist()
         pages: list[int] = []
-        if commit & 1 == 0 or commit > _LAST_COMMIT or not 0 < length <= self._pages.nbytes:
+        if commit & 1 == 0 or commit > LAST_COMMIT or not 0 < length <= self._pages.nbytes:
             return pages, None
         for _ in range(-(-length // _PIECE)):
             if page >= len(self._pages) or page in taken:
@@ -129,11 +127,7 @@ class KeptHolds:
             pages.append(page)
             page = self._pages.item(page, 0)
         text = self._pages[pages, 1:].tobytes()[:length]
-        return pages, text if len(set(pages)) == len(pages) and crc == _crc(commit, pages[0], text) else None
-
-
-def _crc(commit: int, page: int, text: bytes) -> int:
-    return zlib.crc32(struct.pack("<3Q", commit, page, len(text)) + text)
+        return pages, text if len(set(pages)) == len(pages) and crc == entry_crc(commit, pages[0], text) else None
 
 
 def _text_of(hold: KeptHold) -> bytes:

@@ -77,15 +77,11 @@ class PinnedChunks:
         self._pinner, self._chunks, self._threads, self._clock = pinner, chunks, threads, clock
         self._total_bytes = sum([chunk.nbytes for chunk in chunks])
         self._address = 0
-        self._pinned: list[Chunk] = []
+        self.pinned: list[Chunk] = []
         self.num_lost = 0
         """How many could not be unpinned."""
         self.small_bytes = 0
         """Bytes that have small pages, though huge ones were asked for."""
-
-    @property
-    def num_pinned(self) -> int:
-        return len(self._pinned)
 
     def pin(
         self, address: int, pages: Pages, on_progress: Callable[[PinProgress], None], stop: threading.Event
@@ -128,14 +124,14 @@ class PinnedChunks:
                 except Exception as error:
                     where = f"{format_size(chunk.nbytes)} at {format_size(chunk.offset)}"
                     raise PinFailed(f"chunk {number} of {len(chunks)} ({where}): {reason_of(error)}") from error
-                self._pinned.append(chunk)
+                self.pinned.append(chunk)
                 done += chunk.nbytes
                 on_progress(self._progress(done, started, registering, faulted))
 
     def unpin(self) -> None:
         """Unpin all, in reverse order. What the driver refuses stays pinned, and is counted."""
-        while self._pinned:
-            chunk = self._pinned.pop()
+        while self.pinned:
+            chunk = self.pinned.pop()
             try:
                 self._pinner.unpin(self._address + chunk.offset, chunk.nbytes)
             except Exception as error:  # noqa: BLE001 - the chunks before it must still be given back

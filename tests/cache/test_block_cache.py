@@ -50,7 +50,7 @@ def test_blocks_above_the_limit_are_neither_looked_up_nor_leased_nor_loaded() ->
     store(cache, sharded, "s")  # the second slot of it is in the third slab
     everything = [(space, keys(*"abc")), (sharded, keys("s"))]
     for below, hits in ((0, 0), (2, 2), (4, 3), (6, 4), (None, 4)):
-        cache.readable_below = None if below is None else below * PAGE
+        cache.reader.below = None if below is None else below * PAGE
         assert readable(cache, space, *"abc") + readable(cache, sharded, "s") == [n < hits for n in range(4)]
         assert sum(cache.lookup(space, keys(*"cab"), LookupMode.PREFIX)) == (3 if hits >= 3 else 0)
         taken, found = cache.lookup_and_lease(everything, LookupMode.BITMAP, 0.0, 1.0, None)
@@ -72,7 +72,7 @@ def test_a_long_prefix_ends_at_the_limit() -> None:
     space = open_space(cache)
     store(cache, space, *range(2 * PROBE))
     for below in (PROBE // 2, PROBE, PROBE + PROBE // 2):
-        cache.readable_below = below * PAGE
+        cache.reader.below = below * PAGE
         found = cache.lookup(space, keys(*range(2 * PROBE)), LookupMode.PREFIX)
         assert found == [number < below for number in range(2 * PROBE)]
 

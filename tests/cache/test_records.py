@@ -388,7 +388,7 @@ def test_a_space_entry_that_makes_no_sense_is_dropped(change: Callable[[dict[str
     assert isinstance(number, int)
     assert isinstance(text, bytes)
     commit = kept._space_commits.item(at)
-    crc = records._entry_crc(commit, number, text)
+    crc = records.entry_crc(commit, number, text)
     kept._spaces[at, : records.ENTRY_HEAD] = (crc, number, len(text))
     words = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), np.uint64)
     kept._spaces[at, records.ENTRY_HEAD : records.ENTRY_HEAD + len(words)] = words

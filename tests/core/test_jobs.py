@@ -536,7 +536,7 @@ async def test_kept_blocks_are_loaded_before_the_daemon_is_ready_and_nothing_is_
     await world.stored("a", "b")
     readiness = world.runner.readiness = DaemonReadiness(SLOTS * SLOT)
     readiness.pinning(pinned_bytes=SLOT)
-    world.cache.readable_below = SLOT
+    world.cache.reader.below = SLOT
     assert (await world.job(Direction.LOAD, "a")).reason is Refusal.NOT_READY
     readiness.serve_kept(True)
     assert (await world.job(Direction.STORE, "c")).reason is Refusal.NOT_READY

@@ -74,7 +74,7 @@ def test_blocks_in_leases_are_counted_and_given_back_with_their_owner(world: Wor
 def test_kept_blocks_are_looked_up_and_leased_before_the_daemon_is_ready(world: World) -> None:
     world.readiness = world.lookups.readiness = DaemonReadiness(1 << 20)
     world.readiness.pinning(pinned_bytes=2 * PAGE)
-    world.cache.readable_below = 2 * PAGE
+    world.cache.reader.below = 2 * PAGE
     declined = world.lookup(b"b", 4)
     assert (declined.ready, declined.groups[0].hits, declined.lease) == (False, 0, None)
     assert world.metrics.value("kvsidecar_refusals_total", reason="not_ready") == 1
