@@ -43,7 +43,8 @@ class Question:
         self.local, self.end = local, local + most
         self.touched = 0.0
         self._hashes = hits.hashes(groups, request.block_hashes, local, most) if groups else {}
-        self._first = {group.index: local // group.block_tokens for group in groups}
+        self._block_tokens = {group.index: group.block_tokens for group in groups}
+        self._first = {index: local // tokens for index, tokens in self._block_tokens.items()}
         self.mode = LookupMode.PREFIX if prefix and not hits.chooses(groups) else LookupMode.BITMAP
         self._found: dict[int, Sequence[bool]] = {index: [False] * len(each) for index, each in self._hashes.items()}
         self._held: dict[int, Sequence[bool]] = {}
@@ -169,23 +170,18 @@ class Question:
 
     def there(self, local: int) -> dict[int, Sequence[bool]]:
         """The same, now or after a fetch from a slower tier."""
-        if not self._held:
-            return self.found(local)
-        either = {
-            index: [one or other for one, other in zip(flags, self._held[index], strict=True)]
-            if index in self._held
-            else flags
-            for index, flags in self._found.items()
-        }
-        return {index: flags[self._after(index, local) :] for index, flags in either.items()}
+        flags = self.found(local)
+        for index, held in self._held.items():
+            later = held[self._after(index, local) :]
+            flags[index] = [one or other for one, other in zip(flags[index], later, strict=True)]
+        return flags
 
     def packed(self, local: int, hash_bytes: int) -> dict[int, bytes]:
         """The joined hashes from the first block after ``local`` on, of groups of which all was asked."""
         return {index: each[self._after(index, local) * hash_bytes :] for index, each in self._packed.items()}
 
     def _after(self, index: int, local: int) -> int:
-        group = next(group for group in self._groups if group.index == index)
-        return local // group.block_tokens - self._first[index]
+        return local // self._block_tokens[index] - self._first[index]
 
 
 def _placed(flags: Sequence[bool], places: Sequence[int], new: Sequence[bool]) -> Sequence[bool]:
