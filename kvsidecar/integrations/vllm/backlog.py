@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +63,7 @@ class Backlog:
 
     def take(self, most: int) -> list[BlockHashes]:
         """Remove and return up to ``most`` blocks."""
-        return list(self._taken(most))
-
-    def _taken(self, most: int) -> Iterator[BlockHashes]:
+        taken = []
         while most > 0 and self._parts:
             part = self._parts.popleft()
             if len(part) > most:
@@ -75,4 +72,5 @@ class Backlog:
             self.count -= len(part)
             most -= len(part)
             self._queued.discard(part.tags)
-            yield part
+            taken.append(part)
+        return taken
