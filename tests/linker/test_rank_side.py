@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,15 @@ def transfer(name: object, *, count: int = 0, pages: Sequence[int] | None = None
     return Transfer(PoolName.KV, keys(len(pages), name), slots)
 
 
+@contextmanager
+def running(directory: Path, failpoints: str = "", **options: Any) -> Iterator[tuple[DaemonProcess, Engine]]:
+    """An engine, and its daemon with these failpoints."""
+    with DaemonProcess(directory, KVSIDECAR_FAILPOINTS=failpoints) as daemon:
+        engine = Engine(daemon.wait_ready().socket, **options).attach()
+        yield daemon, engine
+        engine.side.close()
+
+
 @pytest.fixture
 def engine(daemon: DaemonProcess) -> Iterator[Engine]:
     each = Engine(daemon.socket).attach()
@@ -171,8 +181,7 @@ def test_pages_come_back_byte_for_byte(engine: Engine) -> None:
 
 
 def test_the_forward_begins_before_the_last_layer_is_there(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@3={gate}") as daemon:
-        engine = Engine(daemon.wait_ready().socket).attach()
+    with running(short_dir, f"load.in_flight@3={gate}") as (daemon, engine):
         engine.store([1, 2], "a")
         engine.lookup("a", 2)
         assert engine.load([8, 9], "a")
@@ -187,13 +196,11 @@ def test_the_forward_begins_before_the_last_layer_is_there(short_dir: Path, gate
         waits.join(SECONDS)
         assert engine.side.loads.finish(index)
         assert engine.holds([8, 9], "a")
-        engine.side.close()
 
 
 def test_a_load_that_misses_its_deadline_fails_and_is_waited_out(short_dir: Path, gate: Gate) -> None:
     """The pages are SGLang's again when it returns."""
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@2={gate}") as daemon:
-        engine = Engine(daemon.wait_ready().socket, load_timeout=0.2).attach()
+    with running(short_dir, f"load.in_flight@2={gate}", load_timeout=0.2) as (_, engine):
         engine.store([1, 2], "a")
         engine.lookup("a", 2)
         assert engine.load([8, 9], "a")
@@ -215,14 +222,12 @@ def test_a_load_that_misses_its_deadline_fails_and_is_waited_out(short_dir: Path
         engine.attach()
         engine.clock.ahead += 10
         eventually(lambda: engine.lookup("a", 2) == [1, 2], "the daemon is used again")
-        engine.side.close()
 
 
 @pytest.mark.parametrize("after", ["load", "flush"])
 def test_a_daemon_that_goes_on_after_it_was_given_up_touches_nothing(short_dir: Path, after: str) -> None:
     """It was stopped when it had not read the jobs; SGLang has written other KV into their pages since."""
-    with DaemonProcess(short_dir) as daemon:
-        engine = Engine(daemon.wait_ready().socket, load_timeout=0.1, reset_timeout=0.1).attach()
+    with running(short_dir, load_timeout=0.1, reset_timeout=0.1) as (daemon, engine):
         engine.store([1, 2], "a")
         assert engine.lookup("a", 2) == [1, 2]
         daemon.process.send_signal(signal.SIGSTOP)
@@ -240,7 +245,6 @@ def test_a_daemon_that_goes_on_after_it_was_given_up_touches_nothing(short_dir: 
         eventually(lambda: engine.lookup("a", 2) == [1, 2], "the daemon is used again")
         assert engine.holds([8, 9], "c")
         assert engine.lookup("b", 2, "other") == []
-        engine.side.close()
 
 
 def test_a_daemon_killed_during_a_load_fails_it(short_dir: Path, gate: Gate) -> None:
@@ -269,8 +273,7 @@ def test_a_daemon_killed_during_a_load_fails_it(short_dir: Path, gate: Gate) -> 
 def test_after_a_failed_load_nothing_is_offered_for_a_while(short_dir: Path) -> None:
     """A failed load costs a request. The pause doubles while loads fail."""
     rules = "load.before_copy@0=raise(planned);load.before_copy@1=raise(planned)"
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=rules) as daemon:
-        engine = Engine(daemon.wait_ready().socket, chunks=1).attach()
+    with running(short_dir, rules, chunks=1) as (_, engine):
         engine.side.loads._pause = 1000.0
         engine.store([1, 2], "a")
         for pause, lands in ((1000, False), (2000, False), (0, True)):
@@ -285,7 +288,6 @@ def test_after_a_failed_load_nothing_is_offered_for_a_while(short_dir: Path) -> 
                 assert engine.lookup("a", 2) == []
                 engine.clock.ahead += pause / 2
         assert engine.side.loads._pause == loads.PAUSE_SECONDS
-        engine.side.close()
 
 
 def test_a_lease_that_has_ended_lets_the_request_be_computed(engine: Engine, daemon: DaemonProcess) -> None:
@@ -399,8 +401,7 @@ def test_known_pages_are_not_asked_for(engine: Engine, daemon: DaemonProcess) ->
 
 
 def test_offloads_end_in_the_order_in_which_they_were_offered(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
-        engine = Engine(daemon.wait_ready().socket).attach()
+    with running(short_dir, f"store.in_flight@2={gate}") as (daemon, engine):
         engine.offload([1], "a")
         daemon.wait_log("failpoint")
         engine.side._lookups._known.clear()
@@ -409,12 +410,10 @@ def test_offloads_end_in_the_order_in_which_they_were_offered(short_dir: Path, g
         gate.let_pass()
         eventually(lambda: engine.side.completed() == 2, "both")
         assert [engine.side.pop(), engine.side.pop()] == [True, True]
-        engine.side.close()
 
 
 def test_stores_of_a_daemon_that_hangs_hold_a_part_of_the_pages(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
-        engine = Engine(daemon.wait_ready().socket).attach()
+    with running(short_dir, f"store.in_flight@2={gate}") as (_, engine):
         engine.offload(range(PAGES // 2), "a")
         engine.offload([20], "b")
         assert engine.counters.held_back_offloads == 1
@@ -424,12 +423,10 @@ def test_stores_of_a_daemon_that_hangs_hold_a_part_of_the_pages(short_dir: Path,
         engine.offload([20], "b")
         gate.let_pass()
         assert engine.ended()
-        engine.side.close()
 
 
 def test_a_reset_waits_until_nothing_reads_the_pages(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
-        engine = Engine(daemon.wait_ready().socket, reset_timeout=SECONDS).attach()
+    with running(short_dir, f"store.in_flight@2={gate}", reset_timeout=SECONDS) as (daemon, engine):
         engine.fill([1], "a")
         engine.offload([1], "a")
         daemon.wait_log("failpoint")
@@ -446,7 +443,6 @@ def test_a_reset_waits_until_nothing_reads_the_pages(short_dir: Path, gate: Gate
             assert engine.load([5], "a")
             assert engine.side.loads.finish(engine.start())
             assert engine.holds([5], "a")
-        engine.side.close()
 
 
 def test_nothing_is_stored_or_looked_up_between_a_change_of_the_weights_and_the_flush(engine: Engine) -> None:
@@ -490,8 +486,7 @@ def test_an_empty_engine_offloads_right_after_a_change_of_its_weights(engine: En
 
 def test_a_store_from_before_a_change_of_the_weights_goes_under_the_old_ones(short_dir: Path, gate: Gate) -> None:
     """SGLang keeps its pages until it ends."""
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
-        engine = Engine(daemon.wait_ready().socket).attach()
+    with running(short_dir, f"store.in_flight@2={gate}") as (daemon, engine):
         other = Engine(daemon.socket, name="of the old weights").attach()
         engine.fill([1, 2], "a")
         engine.offload([1, 2], "a")
@@ -507,7 +502,6 @@ def test_a_store_from_before_a_change_of_the_weights_goes_under_the_old_ones(sho
         assert other.side.loads.finish(other.start())
         assert other.holds([8, 9], "a")
         other.side.close()
-        engine.side.close()
 
 
 def test_pages_can_be_hit_when_every_rank_has_stored_its_shard(daemon: DaemonProcess) -> None:
