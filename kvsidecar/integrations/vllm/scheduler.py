@@ -63,7 +63,7 @@ class SchedulerSide:
         # A file from before the start names older weights.
         used = read_name(options.weights_version_file)
         self._weights_version = WeightsVersion(engine.hash_bytes, options.weights_version, used=[used] if used else [])
-        self._client = SchedulerClient(client, self._weights_version, options.fetch_patience, options.prefill_rate)
+        self._client = SchedulerClient(client, self._weights_version, options)
         self._alignment = engine.groups[0].alignment
         self._watch, self._wake, self._alarm = watch, wake, Alarm(wake)
         if watch is not None and events is not None:

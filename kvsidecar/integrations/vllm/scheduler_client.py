@@ -7,6 +7,7 @@ from typing import Any
 
 from kvsidecar.client import BreakerState, Client, LeaseRenewal, LookupResult, Namespace, PendingLookup
 from kvsidecar.client.types import NO_ANSWER
+from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.weights_version import WeightsVersion
 
 
@@ -17,11 +18,9 @@ class SchedulerClient:
     until then no lookup is sent.
     """
 
-    def __init__(
-        self, client: Client, weights_version: WeightsVersion, fetch_seconds: float = 0.0, prefill_rate: float = 0.0
-    ) -> None:
+    def __init__(self, client: Client, weights_version: WeightsVersion, options: Options) -> None:
         self._client, self._weights_version = client, weights_version
-        self._fetch: dict[str, Any] = {"fetch_seconds": fetch_seconds, "prefill_rate": prefill_rate}
+        self._fetch: dict[str, Any] = {"fetch_seconds": options.fetch_patience, "prefill_rate": options.prefill_rate}
         self.namespace: Namespace | None = None
 
     @property
