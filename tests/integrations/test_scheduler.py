@@ -1098,6 +1098,9 @@ def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:
         def stored(self, index: int, hashes: list[bytes]) -> None:
             told.extend(("stored", index, each) for each in hashes)
 
+        def notes(self, index: int, hashes: list[bytes]) -> bytes:
+            return b""
+
         def all_removed(self) -> None:
             pass
 

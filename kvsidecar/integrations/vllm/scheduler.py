@@ -72,7 +72,7 @@ class SchedulerSide:
         self._touches = Touches(shared, self._client)
         self._tool_tokens = frozenset(options.tool_tokens)
         self._loads = Loads(shared, self._lookups)
-        self._stores = Stores(shared, noted=watch is not None or options.publisher)
+        self._stores = Stores(shared)
         self._counts = True
         """Whether counters or gauges may have changed since `take_counts`."""
         self._told: dict[str, int] = {}

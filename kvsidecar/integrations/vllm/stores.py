@@ -54,14 +54,11 @@ class Stores:
     Blocks that could not be stored with their request, for lack of room or of a daemon, or because the daemon declined
     them, enter the backlog: they are stored later if the GPU's prefix cache still has them. In lazy mode, all blocks
     that requests leave in the prefix cache enter the backlog, and are stored while the engine is idle.
-
-    Args:
-        noted: whether other engines are told the blocks' tokens.
     """
 
-    def __init__(self, shared: Shared, *, noted: bool) -> None:
+    def __init__(self, shared: Shared) -> None:
         options, engine, groups = shared.options, shared.engine, shared.engine.groups
-        self._noted, self._waits, self._world_size = noted, engine.waits, engine.world_size
+        self._waits, self._world_size = engine.waits, engine.world_size
         self._groups, self._by_index = groups, {group.index: group for group in groups}
         self._stored_filter, self._numbers = shared.stored_filter, shared.numbers
         self._counters, self._events = shared.counters, shared.events
@@ -423,8 +420,7 @@ class Stores:
 
     def _job(self, planned: Selection) -> StoreJob:
         number, blocks = next(self._numbers), planned.packed()
-        if self._noted and self._events is not None:
-            events = self._events
+        if (events := self._events) is not None:
             blocks = tuple(replace(each, notes=events.notes(each.group, each.split())) for each in blocks)
         self.running.add(number, planned, blocks, self._world_size, self._now)
         self._counters.stores += 1
