@@ -127,9 +127,7 @@ class _Part(Watch):
         self._told: deque[ResidencyChange] = deque()
         self._announcements = Announcements(media(groups), self._stored, self._removed)
         self.known = KnownBlocks(groups, form.hash_bytes, self._forgotten)
-        self._residents = Residents(
-            groups, form.hash_bytes, self, self.known, self._announcements, lambda hashes: hashes
-        )
+        self._residents = Residents(groups, self, self.known, self._announcements, lambda hashes: hashes)
 
     # -- what is told
 

@@ -36,7 +36,7 @@ class Node:
         self.news: list[ResidencyChange] = []
         self.known = KnownBlocks(groups, WIDTH)
         self.version = WeightsVersion(WIDTH)
-        self.residents = Residents(groups, WIDTH, self, self.known, self, lambda hashes: self.version.keys(hashes))
+        self.residents = Residents(groups, self, self.known, self, lambda hashes: self.version.keys(hashes))
         self.announced: dict[int, set[bytes]] = {index: set() for index in media(groups)}
         self.doubted: dict[int, set[bytes]] = {index: set() for index in media(groups)}
         self.events: list[tuple[str, bytes]] = []

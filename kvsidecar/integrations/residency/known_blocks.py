@@ -62,7 +62,7 @@ class KnownBlocks:
         self, groups: Iterable[Group], hash_bytes: int, forgotten: Callable[[int, bytes, BlockInfo], None] | None = None
     ) -> None:
         self._formats = {group.index: NoteFormat(hash_bytes, group.block_tokens, group.chained) for group in groups}
-        self._hash_bytes = hash_bytes
+        self.hash_bytes = hash_bytes
         self._infos: dict[tuple[int, bytes], BlockInfo] = {}
         self._forgotten = forgotten
         """Called with each block that is remembered no more, to make room."""
@@ -120,7 +120,7 @@ class KnownBlocks:
         Args:
             hashes: joined, of this engine's weights: notes on blocks of others do not match them, and are ignored.
         """
-        form, count = self._formats[index], len(hashes) // self._hash_bytes
+        form, count = self._formats[index], len(hashes) // self.hash_bytes
         if len(notes) != count * form.nbytes:
             return  # of another version of this program
         for i, each in enumerate(split_hashes(hashes, count)):

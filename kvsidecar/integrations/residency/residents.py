@@ -66,7 +66,6 @@ class Residents:
     def __init__(
         self,
         groups: Iterable[Group],
-        hash_bytes: int,
         watch: Watch,
         known: KnownBlocks,
         announcements: Announcements,
@@ -74,8 +73,7 @@ class Residents:
     ) -> None:
         groups = list(groups)
         self._groups = media(groups)
-        self._hash_bytes, self._keys = hash_bytes, keys
-        self._watch, self._known, self._announcements = watch, known, announcements
+        self._watch, self._known, self._announcements, self._keys = watch, known, announcements, keys
         self.live = False
         """The daemon tells everything: since a snapshot has begun."""
         self._told: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
@@ -234,7 +232,7 @@ class Residents:
                 self._forget()
                 for index in self._groups:
                     self._announcements.retract_all(index)
-        return len(change.hashes) // self._hash_bytes
+        return len(change.hashes) // self._known.hash_bytes
 
     def _forget(self) -> None:
         self.live = False
@@ -253,4 +251,4 @@ class Residents:
             self._gone[index] = dict.fromkeys(list(gone)[-self._most_gone // 2 :])
 
     def _split(self, hashes: bytes) -> list[bytes]:
-        return split_hashes(hashes, len(hashes) // self._hash_bytes)
+        return split_hashes(hashes, len(hashes) // self._known.hash_bytes)

@@ -64,7 +64,7 @@ class Events:
         groups = [PageGroup(group, page_size)]
         self._known = KnownBlocks(groups, NAME_BYTES)
         self._announcements = Announcements(media(groups), self._stored, self._removed)
-        self._residents = Residents(groups, NAME_BYTES, _OfNames(watch), self._known, self._announcements, self._masked)
+        self._residents = Residents(groups, _OfNames(watch), self._known, self._announcements, self._masked)
         self._early: list[Any] = []
         """SGLang's own that it has not got yet: some are taken before it asks for them."""
         # One event for a chain, as SGLang does.

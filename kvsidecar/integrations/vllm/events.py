@@ -62,7 +62,7 @@ class Events:
         self._residents: Residents | None = None
         if watch is not None:
             self._residents = Residents(
-                groups, hash_bytes, watch, self._known, self._announcements, lambda hashes: self.keys(hashes)
+                groups, watch, self._known, self._announcements, lambda hashes: self.keys(hashes)
             )
 
     def note(self, request: Any, group: Group, index: int, block_hash: bytes) -> None:
