@@ -85,23 +85,14 @@ class Weights:
         """SGLang has forgotten its KV."""
         if self._in_session:
             return  # the weights may change once more
-        if self.mixed:
+        if self.mixed or self._current() != self._seen:  # the latter: another name for the same weights
             self._begin_version()
-        elif (now := self._current()) != self._seen:
-            # Another name for the same weights.
-            self._seen = now
-            self._name(now)
 
     def _begin_version(self) -> None:
         """From now on all KV is of the weights of now: shared under their name, if they have a new one."""
         self.mixed = self._warned = False
-        now = self._current()
-        name = now if now != self._seen else None
-        self._seen = now
-        self._name(name)
-
-    def _name(self, name: str | None) -> None:
-        if not self._version.advance(name):
+        before, self._seen = self._seen, self._current()
+        if not self._version.advance(self._seen if self._seen != before else None):
             self.unnamed += 1
             _log.warning(
                 "kvsidecar: the weights were changed without a new weight_version: until they get one with their next "
