@@ -82,8 +82,7 @@ class Loads:
         return self._clock() < self._resume_at
 
     def queue(self, rid: str, pages: Mapping[str, Pages], lease: LeaseRenewal) -> None:
-        if (earlier := self._queued.pop(rid, None)) is not None:
-            earlier.lease.release()
+        self.cancel(rid)  # an earlier one
         self._queued[rid] = _Queued(pages, lease)
         self._counters.loads += 1
 
@@ -140,16 +139,15 @@ class Loads:
                 self._jobs.give_up(left, f"a load has not ended {self._timeout + STOP_SECONDS:g} s after its start")
         for each in batch.requests.values():
             each.lease.release()
-        loaded = sum(len(pages) for each in batch.requests.values() for pages in each.pages.values())
         if batch.failed:
             self._counters.failed_loads += len(batch.requests)
             self._resume_at = self._clock() + self._pause
             self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
         else:
             self._pause = PAUSE_SECONDS
-            self._counters.loaded_pages += loaded
             for each in batch.requests.values():
                 for pool, pages in each.pages.items():
+                    self._counters.loaded_pages += len(pages)
                     if (group := self._groups.of(pool)) is not None:
                         # SGLang offers them at once: they need not be stored.
                         self._known.add(tags_of(group.index, pages.keys, len(pages)))

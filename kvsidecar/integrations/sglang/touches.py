@@ -4,13 +4,12 @@ daemon is told when they are used next, if somebody says. Pure.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from kvsidecar.errors import ClientError
-from kvsidecar.integrations.sglang.groups import KV
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of
 
@@ -46,7 +45,7 @@ class Touches:
         self._trailing = trailing
         self._waiting: deque[_Touch] = deque()
         self._waiting_bytes = 0
-        self._sessions: OrderedDict[str, bytes] = OrderedDict()
+        self._sessions: dict[str, bytes] = {}
         """Keys of the last request of each session; the latest last."""
         self._sessions_bytes = 0
 
@@ -74,8 +73,7 @@ class Touches:
 
     def session_ended(self, session: str) -> None:
         """No request will go on with the last one of this session."""
-        keys = self._forget_session(session)
-        if keys:
+        if keys := self._forget_session(session):
             self._put(keys, inf)
 
     def _put(self, keys: bytes, pause: float | None) -> None:
@@ -100,10 +98,9 @@ class Touches:
         if not self._waiting or self._waiting[0].due > self._clock():
             return
         touch = self._take()
-        groups = {}
-        for group in self._groups.all:
-            pages = self._trailing.get(group.pool, 0) if group.pool != KV else 0
-            groups[group.index] = touch.keys[-pages * HASH_BYTES :]
+        groups = {
+            group.index: touch.keys[-self._trailing.get(group.pool, 0) * HASH_BYTES :] for group in self._groups.all
+        }
         try:
             sent = self._client.touch_nowait(self._namespace, groups, touch.pause)
         except ClientError:
