@@ -135,9 +135,8 @@ class Residents:
         """Announce a block if all that is needed has come together; those that wait for it follow in the next steps."""
         if not self.is_held(index, block_hash):
             return
-        if not self._announcements.confirm(index, block_hash) and self._may_announce(index, block_hash):
-            info = self._known.get(group_of(index), block_hash)
-            assert info is not None
+        info = None if self._announcements.confirm(index, block_hash) else self._to_announce(index, block_hash)
+        if info is not None:
             self._announcements.announce(index, block_hash, info)
         if self._announcements.is_announced(index, block_hash):
             for medium in (index, index ^ DISK):
@@ -153,29 +152,27 @@ class Residents:
             self._released.popleft()
         self.announce(index, each)
 
-    def _may_announce(self, index: int, block_hash: bytes) -> bool:
+    def _to_announce(self, index: int, block_hash: bytes) -> BlockInfo | None:
+        """What to say of a block; None: it waits, or was announced."""
         info = self._known.get(group_of(index), block_hash)
         if info is None or self._announcements.is_announced(index, block_hash):
-            return False
+            return None
         if info.parent is None or not self._groups[index].chained:
-            return True
+            return info
         media = (index, index ^ DISK)
         if any(self._announcements.is_announced(each, info.parent) for each in media):
-            return True
+            return info
         # The router knows the parent of an own block from the GPU, or does not any more: if it is to be announced as
         # well, that comes first.
         comes = any(self.is_held(each, info.parent) for each in media) and self._known.get(group_of(index), info.parent)
         if info.own and not comes:
-            return True
-        self._wait_for(index, info.parent, block_hash)
-        return False
-
-    def _wait_for(self, index: int, parent: bytes, block_hash: bytes) -> None:
+            return info
         if self._num_orphans >= MAX_TOLD:
             self._orphans, self._num_orphans = {}, 0
-        orphans = self._orphans.setdefault((index, parent), {})
+        orphans = self._orphans.setdefault((index, info.parent), {})
         self._num_orphans += block_hash not in orphans
         orphans[block_hash] = None
+        return None
 
     def wait_no_more(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
         """The block needs its parent no more: it is gone, or remembered no more."""
@@ -208,14 +205,14 @@ class Residents:
             case Residency.STORED:
                 self._stored(index, change.hashes)
             case Residency.REMOVED:
-                told = self._told[index]
-                for each in self._split(change.hashes):
-                    told.pop(each, None)
-                self._remember_gone(index, self._split(change.hashes))
-                for each in self._split(self._keys(change.hashes)) if self._orphans else ():
+                keys, hashes = self._split(change.hashes), self._split(self._keys(change.hashes))
+                for each in keys:
+                    self._told[index].pop(each, None)
+                self._remember_gone(index, keys)
+                for each in hashes if self._orphans else ():
                     if (info := self._known.get(group_of(index), each)) is not None:
                         self.wait_no_more(index, each, info)
-                self._announcements.retract(index, self._split(self._keys(change.hashes)))
+                self._announcements.retract(index, hashes)
             case Residency.CLEARED:
                 self._remember_gone(index, self._told[index])
                 self._told[index] = {}
