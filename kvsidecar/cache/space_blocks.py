@@ -43,8 +43,19 @@ SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
 
 COLUMNS = (
-    *("slots", "missing", "refs", "evictable", "last_used", "expires", "idle"),
-    *("priority", "gaps", "marks", "detached", "tiers", "_freed_rows"),
+    "slots",
+    "missing",
+    "refs",
+    "evictable",
+    "last_used",
+    "expires",
+    "idle",
+    "priority",
+    "gaps",
+    "marks",
+    "detached",
+    "tiers",
+    "_freed_rows",
 )
 MISMATCH_HINT = (
     "Instances whose KV differs in layout or type must differ in kv_layout or dtype of the namespace; if the blocks of "
