@@ -12,7 +12,8 @@ from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.note_format import NoteFormat
 from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, media
-from kvsidecar.publisher.events import Topic, dialect_of
+from kvsidecar.publisher.engine_dialects import dialect_of
+from kvsidecar.publisher.events import Topic
 from kvsidecar.types import OF_TIER
 
 STEP_BYTES = 256 * 1024

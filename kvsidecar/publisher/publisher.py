@@ -17,7 +17,8 @@ from kvsidecar.client import Client, ClientError, Namespace
 from kvsidecar.protocol.wire import namespace_from_wire
 from kvsidecar.publisher import zmtp
 from kvsidecar.publisher.endpoint import SILENCE_SECONDS, Connection, Endpoint, both, frames
-from kvsidecar.publisher.events import Event, Topic
+from kvsidecar.publisher.engine_dialects import Event
+from kvsidecar.publisher.events import Topic
 from kvsidecar.publisher.follower import Follower, keep_below
 from kvsidecar.publisher.http import MetricsServer
 from kvsidecar.publisher.metrics import Metrics, Reason, RouterRefused

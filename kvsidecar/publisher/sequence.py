@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvsidecar.publisher.events import Event
+from kvsidecar.publisher.engine_dialects import Event
 
 MAX_KEPT = 10_000
 """Messages, as vLLM's ``buffer_steps``."""

@@ -11,7 +11,7 @@ import zmq
 
 from kvsidecar.client import Blocks
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.publisher.events import VLLM
+from kvsidecar.publisher.engine_dialects import VLLM
 from kvsidecar.publisher.sequence import END
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
 from tests.integrations.engine import chain, full

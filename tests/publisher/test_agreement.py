@@ -18,7 +18,8 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.tier_fetches import shard_space
 from kvsidecar.core.watches import Watches
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
-from kvsidecar.publisher.events import VLLM, Topic
+from kvsidecar.publisher.engine_dialects import VLLM
+from kvsidecar.publisher.events import Topic
 from kvsidecar.publisher.follower import Follower
 from kvsidecar.server import convert
 from kvsidecar.tiers.backend import ShardSpace

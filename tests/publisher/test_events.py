@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvsidecar.integrations.residency.known_blocks import BlockInfo
-from kvsidecar.publisher.events import COUNTED_TOKENS, MAX_CHAIN, MAX_CHAIN_TOKENS, SGLANG, VLLM, Topic
+from kvsidecar.publisher.engine_dialects import SGLANG, VLLM
+from kvsidecar.publisher.events import COUNTED_TOKENS, MAX_CHAIN, MAX_CHAIN_TOKENS, Topic
 from tests.integrations.engine import chain
 from tests.router import View
 

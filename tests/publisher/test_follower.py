@@ -15,7 +15,8 @@ from kvsidecar.integrations.residency.note_format import NoteFormat
 from kvsidecar.integrations.residency.residents import STEP_BLOCKS
 from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.weights_version import WeightsVersion
-from kvsidecar.publisher.events import VLLM, Topic
+from kvsidecar.publisher.engine_dialects import VLLM
+from kvsidecar.publisher.events import Topic
 from kvsidecar.publisher.follower import Follower, keep_below
 from tests.integrations.engine import chain, full, group
 from tests.router import View
