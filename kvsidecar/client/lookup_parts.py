@@ -34,7 +34,7 @@ class LookupParts:
     def __init__(self, query: LookupQuery) -> None:
         self._query = query
         self._single = query.hashes <= PART_HASHES
-        self._pieces = _pieces(query)
+        self._pieces: Iterator[list[_Piece]] = iter(()) if self._single else _pieces(query)
         self._sent: list[_Piece] = []
         self._results: dict[int, list[GroupHits]] = {group: [] for group in query.groups}
         self._whole: LookupResult | None = None
