@@ -9,27 +9,21 @@ from rich.text import Text
 
 from kvsidecar.bench.bandwidth import UNPACED
 from kvsidecar.bench.report import SYSTEM, Report, Row
-from kvsidecar.bench.tables import Tables, new_table, number, share
+from kvsidecar.bench.tables import RATES, TIMES, Cell, Tables, new_table, number, share, table_of
 from kvsidecar.support.units import MiB
 
 
 def _pacing(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = new_table("The same by --store-chunk of the daemon", "chunk", "p50 µs", "p99 µs", "max µs", "store GB/s")
-    for row in rows:
-        numbers = (number(row[key]) for key in ("p50_us", "p99_us", "max_us", "store_gbps"))
-        table.add_row(row["chunk"] or "no stores", *numbers)
-    yield table
+    named = [{**row, "chunk": row["chunk"] or "no stores"} for row in rows]
+    columns = {"chunk": "chunk", **TIMES, "store GB/s": RATES["store GB/s"]}
+    yield table_of("The same by --store-chunk of the daemon", named, columns)
 
 
 def _interference(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = "work", "daemon's traffic", "alone ms", "meanwhile ms", "slower by", "store GB/s", "load GB/s"
-    table = new_table("An engine's work meanwhile", *columns)
-    for row in rows:
-        times = number(row["alone_ms"], 3), number(row["under_ms"], 3), f"{row['slowdown']:+.2%}"
-        table.add_row(
-            row["work"], row["traffic"], *times, number(row["store_gbps"]), number(row["load_gbps"])
-        )  # fmt: skip
-    yield table
+    shown = [{**row, "slower": f"{row['slowdown']:+.2%}"} for row in rows]
+    columns: dict[str, Cell] = {"work": "work", "daemon's traffic": "traffic", "alone ms": ("alone_ms", 3)}
+    columns |= {"meanwhile ms": ("under_ms", 3), "slower by": "slower", **RATES}
+    yield table_of("An engine's work meanwhile", shown, columns)
 
 
 def _footprint(_: Report, rows: list[Row]) -> Iterable[Table]:

@@ -54,6 +54,27 @@ def share(gbps: float, limit: float | None) -> str:
     return f"{text} {gbps / limit:4.0%}" if limit else text
 
 
+Cell = str | tuple[str, int]
+"""A field of the row as it is, or as a number with so many digits; a dash if it is not there."""
+TIMES: Mapping[str, Cell] = {"p50 µs": ("p50_us", 1), "p99 µs": ("p99_us", 1), "max µs": ("max_us", 1)}
+RATES: Mapping[str, Cell] = {"store GB/s": ("store_gbps", 1), "load GB/s": ("load_gbps", 1)}
+
+
+def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, Cell]) -> Table:
+    """A line for each row, and under each title what its cell says."""
+    table = new_table(title, *columns)
+    for row in rows:
+        table.add_row(*(_cell(row, cell) for cell in columns.values()))
+    return table
+
+
+def _cell(row: Row, cell: Cell) -> str:
+    if isinstance(cell, tuple):
+        return number(row.get(cell[0]), cell[1])
+    value = row.get(cell, "-")
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
 # -- one part a measurement --------------------------------------------------------------------------------------
 
 
@@ -119,35 +140,20 @@ def _ms(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def _latency(table: Table, rows: list[Row], *names: str) -> Table:
-    for row in rows:
-        first = [_text(row[name]) for name in names]
-        table.add_row(*first, *(number(row[key]) for key in ("p50_us", "p99_us", "max_us")), str(row["n"]))
-    return table
-
-
-def _text(value: object) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
-
-
 def _lookup(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = new_table("Lookups", "hashes", "hits", "mode", "lease", "p50 µs", "p99 µs", "max µs", "n")
-    yield _latency(table, rows, "hashes", "hits", "mode", "lease")
+    asked = {name: name for name in ("hashes", "hits", "mode", "lease")}
+    yield table_of("Lookups", rows, {**asked, **TIMES, "n": "n"})
 
 
 def _submit(_: Report, rows: list[Row]) -> Iterable[Table]:
-    table = new_table("What the engine's thread spends", "call", "blocks", "p50 µs", "p99 µs", "max µs", "n")
-    yield _latency(table, rows, "call", "blocks")
+    yield table_of("What the engine's thread spends", rows, {"call": "call", "blocks": "blocks", **TIMES, "n": "n"})
 
 
 def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
     # Older results were of one copier.
-    names = ["ranks", "attached", "device", *(["copiers"] if any("copiers" in row for row in rows) else []), "cores"]
-    titles = ("ranks at work" if name == "ranks" else name for name in names)
-    table = new_table("One-block jobs", "jobs", *titles, "jobs a second")
-    for row in rows:
-        table.add_row(row["direction"], *(str(row[name]) for name in names), f"{row['jobs_per_second']:.0f}")
-    yield table
+    names = ("attached", "device", *(["copiers"] if any("copiers" in row for row in rows) else []), "cores")
+    columns = {"jobs": "direction", "ranks at work": "ranks", **{name: name for name in names}}
+    yield table_of("One-block jobs", rows, {**columns, "jobs a second": ("jobs_per_second", 0)})
 
 
 def _scaling(_: Report, rows: list[Row]) -> Iterable[Table]:
@@ -183,43 +189,29 @@ def _scaled(row: Row) -> tuple[str, str, str]:
 
 
 def _token(_: Report, rows: list[Row]) -> Iterable[Table]:
-    columns = "daemon's traffic", "mode", "p50 µs", "p99 µs", "max µs", "store GB/s", "load GB/s"
-    table = new_table("An engine's 4 KiB device-to-host copy meanwhile", *columns)
-    for row in rows:
-        numbers = (number(row[key]) for key in ("p50_us", "p99_us", "max_us", "store_gbps", "load_gbps"))
-        table.add_row(row["traffic"], row["mode"], *numbers)
-    yield table
+    columns = {"daemon's traffic": "traffic", "mode": "mode", **TIMES, **RATES}
+    yield table_of("An engine's 4 KiB device-to-host copy meanwhile", rows, columns)
 
 
 def _pin(_: Report, rows: list[Row]) -> Iterable[Table]:
     steps = [row for row in rows if "max_ms" in row]
     if steps:
-        table = new_table(
-            f"Steps of an engine ({steps[0]['what']})", "phase", "steps", "p50 ms", "p99 ms", "longest ms"
-        )
-        for row in steps:
-            numbers = (number(row[key], 3) for key in ("p50_ms", "p99_ms", "max_ms"))
-            table.add_row(row["phase"], str(row["steps"]), *numbers)
-        yield table
-    for row in rows:
-        if "pin_seconds" in row:
-            columns = (
-                "pool",
-                "pages",
-                "pin s",
-                "ms/GiB",
-                "prefault s",
-                "register s",
-                "after prefault ms/GiB",
-                "start to ready s",
-            )
-            table = new_table("Pinning", *columns)
-            table.add_row(
-                format_size(row["pool_bytes"]), str(row["pages"]), number(row["pin_seconds"], 2),
-                number(row["ms_per_gib"]), number(row["prefault_seconds"], 2), number(row["register_seconds"], 2),
-                number(row["beyond_prefault_ms_per_gib"]), number(row["start_to_ready_seconds"], 2),
-            )  # fmt: skip
-            yield table
+        times = {"p50 ms": ("p50_ms", 3), "p99 ms": ("p99_ms", 3), "longest ms": ("max_ms", 3)}
+        title = f"Steps of an engine ({steps[0]['what']})"
+        yield table_of(title, steps, {"phase": "phase", "steps": "steps", **times})
+    pools = [{**row, "pool": format_size(row["pool_bytes"])} for row in rows if "pin_seconds" in row]
+    columns: dict[str, Cell] = {
+        "pool": "pool",
+        "pages": "pages",
+        "pin s": ("pin_seconds", 2),
+        "ms/GiB": ("ms_per_gib", 1),
+        "prefault s": ("prefault_seconds", 2),
+        "register s": ("register_seconds", 2),
+        "after prefault ms/GiB": ("beyond_prefault_ms_per_gib", 1),
+        "start to ready s": ("start_to_ready_seconds", 2),
+    }
+    for pool in pools:
+        yield table_of("Pinning", [pool], columns)
 
 
 TABLES: Mapping[str, Tables] = {
