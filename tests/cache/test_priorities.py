@@ -21,6 +21,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
 from tests.cache.inside import hashes_of
 from tests.cache.integrity import check_integrity
+from tests.cache.limits import limits
 from tests.cache.support import PAGE, keys, lease, names_readable, new_cache, open_space, store
 
 LOW, NORMAL, HIGH = EVICTION_ORDER
@@ -37,13 +38,6 @@ def fill_as(cache: BlockCache, space: Space, priority: Priority, names: Iterable
     """One store after the other: what is being filled could not be given back."""
     for name in names:
         store_as(cache, space, priority, name)
-
-
-def limits(**guaranteed: int) -> list[ShareLimits]:
-    return [
-        ShareLimits(name, lambda space, name=name: space.model == name, pages * PAGE)  # type: ignore[misc]
-        for name, pages in guaranteed.items()
-    ]
 
 
 def evicted_in_order(cache: BlockCache, space: Space, filler: Space, *names: int | str) -> list[int | str]:
@@ -157,7 +151,7 @@ def test_idle_blocks_of_every_priority_expire() -> None:
 
 def test_high_blocks_hold_nothing_that_is_borrowed_against_another_share() -> None:
     cache = new_cache(8)
-    cache.set_shares(limits(a=2, b=2))
+    cache.set_shares(limits(a=(2, None), b=(2, None)))
     a, b = open_space(cache, "a"), open_space(cache, "b")
     fill_as(cache, a, HIGH, range(4))
     fill_as(cache, b, NORMAL, range(4))
@@ -169,7 +163,7 @@ def test_high_blocks_hold_nothing_that_is_borrowed_against_another_share() -> No
 
 def test_a_share_pays_for_its_high_blocks_with_its_own() -> None:
     cache = new_cache(8)
-    cache.set_shares(limits(a=1, b=1))
+    cache.set_shares(limits(a=(1, None), b=(1, None)))
     a, b = open_space(cache, "a"), open_space(cache, "b")
     fill_as(cache, a, HIGH, ["high"])
     fill_as(cache, b, NORMAL, range(4))
@@ -184,7 +178,7 @@ def test_a_share_pays_for_its_high_blocks_with_its_own() -> None:
 def test_low_blocks_do_not_shield_the_others_of_their_share() -> None:
     """With fresh low blocks a share would seem young if the age of the next victim counted."""
     cache = new_cache(8)
-    cache.set_shares(limits(a=1, b=1))
+    cache.set_shares(limits(a=(1, None), b=(1, None)))
     a, b = open_space(cache, "a"), open_space(cache, "b")
     fill_as(cache, a, HIGH, range(4))
     fill_as(cache, b, NORMAL, range(3))

@@ -14,7 +14,7 @@ import pytest
 
 from kvsidecar.device.base import Device
 from kvsidecar.errors import PinFailed
-from kvsidecar.pool.host_pool import PoolSpec
+from kvsidecar.pool.host_pool import HostPool, PoolSpec
 from kvsidecar.pool.pinning import PinProgress
 from kvsidecar.support import failpoints, memory_limits
 from kvsidecar.support.memory_limits import HugePages
@@ -24,6 +24,9 @@ NBYTES = 4 * MiB + 4 * KiB
 """Not a multiple of a chunk or of a huge page, and inside the usual RLIMIT_MEMLOCK of 8 MiB."""
 CHUNKS = ((0, MiB), (MiB, MiB), (2 * MiB, MiB), (3 * MiB, MiB), (4 * MiB, 4 * KiB))
 """Offset and size of each chunk of `spec`."""
+
+NewPool = Callable[..., HostPool]
+"""Arguments as of `HostPool`."""
 
 may_lock = pytest.mark.skipif(
     (memory_limits.memlock_limit() or 8 * MiB) < 8 * MiB, reason="this process may lock less than 8 MiB"

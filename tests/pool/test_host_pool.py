@@ -30,6 +30,7 @@ from tests.pool.host_pools import (
     NBYTES,
     Mapped,
     MlockPlatform,
+    NewPool,
     _libc,
     ignore,
     mapped,
@@ -68,10 +69,9 @@ def two_nodes(root: Path, *, free_kb: int = 1 << 30, allowed: str = "0-1") -> Pa
 @pytest.mark.parametrize("huge_pages", [HugePages.NONE, HugePages.AUTO])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_exactly_the_configured_bytes_are_mapped_resident_and_pinned_and_all_are_given_back(
-    huge_pages: HugePages, threads: int, pools: list[HostPool]
+    huge_pages: HugePages, threads: int, new_pool: NewPool
 ) -> None:
-    pool = HostPool(spec(huge_pages=huge_pages, prefault_threads=threads), MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(spec(huge_pages=huge_pages, prefault_threads=threads), MlockPlatform())
     assert mapped() == Mapped()
     pool.pin(ignore, never())
     now = mapped()
@@ -82,7 +82,7 @@ def test_exactly_the_configured_bytes_are_mapped_resident_and_pinned_and_all_are
 
 @pytest.mark.parametrize("huge_pages", [HugePages.NONE, HugePages.AUTO])
 def test_of_the_address_space_taken_for_alignment_only_the_bytes_stay(
-    huge_pages: HugePages, pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+    huge_pages: HugePages, new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: set[int] = set()
     real_mmap, real_munmap = host_memory.mmap_at, host_memory.unmap
@@ -101,17 +101,15 @@ def test_of_the_address_space_taken_for_alignment_only_the_bytes_stay(
 
     monkeypatch.setattr(host_memory, "mmap_at", mmap)
     monkeypatch.setattr(host_memory, "unmap", munmap)
-    pool = HostPool(spec(huge_pages=huge_pages), MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(spec(huge_pages=huge_pages), MlockPlatform())
     pool.pin(ignore, never())
     assert taken == set(pages(pool.address, NBYTES))
     pool.close()
     assert taken == set()
 
 
-def test_the_view_is_all_of_the_pinned_memory(pools: list[HostPool]) -> None:
-    pool = HostPool(spec(), MlockPlatform())
-    pools.append(pool)
+def test_the_view_is_all_of_the_pinned_memory(new_pool: NewPool) -> None:
+    pool = new_pool(spec(), MlockPlatform())
     pool.pin(ignore, never())
     view = pool.view()
     assert (view.nbytes, view.ctypes.data) == (NBYTES, pool.address)
@@ -184,10 +182,9 @@ def test_before_chunks_are_given_back_it_is_said_once(end: str) -> None:
     assert mapped() == Mapped()
 
 
-def test_what_goes_well_is_not_given_back(pools: list[HostPool]) -> None:
+def test_what_goes_well_is_not_given_back(new_pool: NewPool) -> None:
     said: list[bool] = []
-    pool = HostPool(spec(), MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(spec(), MlockPlatform())
     pool.pin(ignore, never(), lambda: said.append(True))
     assert not said
 
@@ -301,20 +298,18 @@ def test_a_pool_above_the_platforms_own_limit_is_refused(tmp_path: Path) -> None
     assert platform.calls == []
 
 
-def test_with_the_memory_check_off_only_the_kernel_decides(pools: list[HostPool], tmp_path: Path) -> None:
-    pool = HostPool(spec(memory_check=False), MlockPlatform(limit=1), root=machine(tmp_path, MiB))
-    pools.append(pool)
+def test_with_the_memory_check_off_only_the_kernel_decides(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool(spec(memory_check=False), MlockPlatform(limit=1), root=machine(tmp_path, MiB))
     pool.pin(ignore, never())
     assert mapped().locked == NBYTES
 
 
-def test_cuda_pinning_counts_the_kernels_bookkeeping(pools: list[HostPool], tmp_path: Path) -> None:
+def test_cuda_pinning_counts_the_kernels_bookkeeping(new_pool: NewPool, tmp_path: Path) -> None:
     enough_without = NBYTES + memory_limits.HEADROOM_BYTES
     root = machine(tmp_path, enough_without)
     with pytest.raises(PoolRefused, match="bookkeeping"):
         HostPool(spec(memory_check=True), MlockPlatform("cuda"), root=root).pin(ignore, never())
-    pool = HostPool(spec(memory_check=True), MlockPlatform("host"), root=root)
-    pools.append(pool)
+    pool = new_pool(spec(memory_check=True), MlockPlatform("host"), root=root)
     pool.pin(ignore, never())
 
 
@@ -336,12 +331,11 @@ with_huge_pages = pytest.mark.skipif(
 @with_huge_pages
 @pytest.mark.parametrize("threads", [1, 4])
 def test_whole_ranges_of_2_mib_get_huge_pages_that_are_clear(
-    threads: int, pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+    threads: int, new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvsidecar.pool.pinning.PREFAULT_BYTES", 2 * MiB)
     wanted = spec(nbytes=6 * MiB + 4 * KiB, chunk_bytes=4 * MiB, huge_pages=HugePages.THP, prefault_threads=threads)
-    pool = HostPool(wanted, MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(wanted, MlockPlatform())
     with capture_logs() as logs:
         pool.pin(ignore, never())
     assert pool.page_kind is PageKind.THP
@@ -354,7 +348,7 @@ def test_whole_ranges_of_2_mib_get_huge_pages_that_are_clear(
 
 @with_huge_pages
 def test_a_pool_for_which_no_huge_pages_are_free_has_small_ones_and_says_what_they_cost(
-    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = host_memory.advise
 
@@ -364,8 +358,7 @@ def test_a_pool_for_which_no_huge_pages_are_free_has_small_ones_and_says_what_th
         real(address, nbytes, mmap.MADV_NOHUGEPAGE if advice == mmap.MADV_HUGEPAGE else advice)
 
     monkeypatch.setattr(host_memory, "advise", fragmented)
-    pool = HostPool(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.THP), MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.THP), MlockPlatform())
     with capture_logs() as logs:
         pool.pin(ignore, never())
     assert pool.page_kind is PageKind.SMALL
@@ -374,9 +367,8 @@ def test_a_pool_for_which_no_huge_pages_are_free_has_small_ones_and_says_what_th
     assert "shmem_enabled" in logs[0]["hint"]
 
 
-def test_another_process_that_maps_the_file_sees_the_same_bytes_and_cannot_cut_it(pools: list[HostPool]) -> None:
-    pool = HostPool(spec(), MlockPlatform())
-    pools.append(pool)
+def test_another_process_that_maps_the_file_sees_the_same_bytes_and_cannot_cut_it(new_pool: NewPool) -> None:
+    pool = new_pool(spec(), MlockPlatform())
     pool.pin(ignore, never())
     pool.view()[[0, -1]] = 1, 2
     with mmap.mmap(pool.fd, NBYTES) as other:
@@ -392,9 +384,8 @@ def test_another_process_that_maps_the_file_sees_the_same_bytes_and_cannot_cut_i
         _ = pool.fd
 
 
-def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(pools: list[HostPool]) -> None:
-    pool = HostPool(spec(huge_pages=HugePages.NONE), MlockPlatform())
-    pools.append(pool)
+def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(new_pool: NewPool) -> None:
+    pool = new_pool(spec(huge_pages=HugePages.NONE), MlockPlatform())
     pool.pin(ignore, never())
     assert pool.page_kind is PageKind.SMALL
     assert "nh" in mapped().flags or not memory_limits.thp_enabled()
@@ -402,12 +393,11 @@ def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(p
 
 
 def test_auto_takes_transparent_huge_pages_where_too_few_explicit_ones_are_free(
-    pools: list[HostPool], tmp_path: Path
+    new_pool: NewPool, tmp_path: Path
 ) -> None:
     root = two_nodes(tmp_path)
     tree(root, {"sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "1\n"})
-    pool = HostPool(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.AUTO), MlockPlatform(), root=root)
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.AUTO), MlockPlatform(), root=root)
     pool.pin(ignore, never())
     assert pool.page_kind is PageKind.THP
 
@@ -425,10 +415,9 @@ def test_explicit_huge_pages_that_are_not_free_are_a_refusal_or_a_clean_failure(
 
 @pytest.mark.skipif(memory_limits.hugetlb_free(2 * MiB) < 2, reason="no free explicit huge pages on this machine")
 @pytest.mark.parametrize("wish", [HugePages.HUGETLB, HugePages.AUTO])
-def test_explicit_huge_pages_hold_exactly_the_pool_and_are_given_back(wish: HugePages, pools: list[HostPool]) -> None:
+def test_explicit_huge_pages_hold_exactly_the_pool_and_are_given_back(wish: HugePages, new_pool: NewPool) -> None:
     free = memory_limits.hugetlb_free(2 * MiB)
-    pool = HostPool(spec(nbytes=4 * MiB, huge_pages=wish, memory_check=True), MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=4 * MiB, huge_pages=wish, memory_check=True), MlockPlatform())
     pool.pin(ignore, never())
     assert pool.page_kind is PageKind.HUGETLB
     assert (mapped().size, mapped().resident) == (4 * MiB, 4 * MiB)
@@ -459,12 +448,11 @@ def test_parts_cover_the_pool_evenly_and_cut_no_slab_or_huge_page(
     assert len(parts) == len(nodes) or not nodes or nbytes < (len(parts) + 1) * max(slab, 6 * MiB)
 
 
-def test_each_node_gets_its_part_and_no_chunk_lies_on_two(pools: list[HostPool], tmp_path: Path) -> None:
+def test_each_node_gets_its_part_and_no_chunk_lies_on_two(new_pool: NewPool, tmp_path: Path) -> None:
     bound: list[tuple[int, int, int]] = []
     platform = MlockPlatform()
     where = spec(nbytes=6 * MiB, chunk_bytes=1536 * KiB, slab_bytes=512 * KiB, numa_nodes=(1, 0))
-    pool = HostPool(where, platform, root=two_nodes(tmp_path))
-    pools.append(pool)
+    pool = new_pool(where, platform, root=two_nodes(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_memory, "bind", lambda *arguments: bound.append(arguments))
         pool.pin(ignore, never())
@@ -476,7 +464,7 @@ def test_each_node_gets_its_part_and_no_chunk_lies_on_two(pools: list[HostPool],
     assert pool.numa_of_slab() == (1,) * 4 + (0,) * 8
 
 
-def test_pages_are_really_bound_and_a_refused_node_is_a_warning(pools: list[HostPool], tmp_path: Path) -> None:
+def test_pages_are_really_bound_and_a_refused_node_is_a_warning(new_pool: NewPool, tmp_path: Path) -> None:
     small = memory_limits.Pages(PageKind.SMALL, 4 * KiB)
     file = host_memory.create_file(4 * KiB, small)
     probe = host_memory.map_file(file, 4 * KiB, small)
@@ -490,8 +478,7 @@ def test_pages_are_really_bound_and_a_refused_node_is_a_warning(pools: list[Host
     finally:
         host_memory.unmap(probe, 4 * KiB)
     here = len(memory_limits.numa_nodes())
-    pool = HostPool(spec(nbytes=4 * MiB, numa_nodes=(0, 1)), MlockPlatform(), root=two_nodes(tmp_path))
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=4 * MiB, numa_nodes=(0, 1)), MlockPlatform(), root=two_nodes(tmp_path))
     with capture_logs() as logs:
         pool.pin(ignore, never())
     assert mapped().locked == 4 * MiB
@@ -505,14 +492,13 @@ def test_pages_are_really_bound_and_a_refused_node_is_a_warning(pools: list[Host
 
 
 def test_a_kernel_that_forbids_binding_costs_a_warning_not_the_pool(
-    pools: list[HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(address: int, nbytes: int, node: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(host_memory, "bind", forbidden)
-    pool = HostPool(spec(nbytes=4 * MiB, numa_nodes=(0, 1)), MlockPlatform(), root=two_nodes(tmp_path))
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=4 * MiB, numa_nodes=(0, 1)), MlockPlatform(), root=two_nodes(tmp_path))
     with capture_logs() as logs:
         pool.pin(ignore, never())
     assert pool.numa_nodes == ()
@@ -521,12 +507,11 @@ def test_a_kernel_that_forbids_binding_costs_a_warning_not_the_pool(
 
 
 def test_nothing_is_bound_on_a_machine_with_one_node(
-    pools: list[HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "bind", lambda *arguments: pytest.fail("bound"))
     root = tree(tmp_path, {"sys/devices/system/node/online": "0\n"})
-    pool = HostPool(spec(numa_nodes=(0,)), MlockPlatform(), root=root)
-    pools.append(pool)
+    pool = new_pool(spec(numa_nodes=(0,)), MlockPlatform(), root=root)
     pool.pin(ignore, never())
     assert pool.numa_of_slab() == (None,) * 17
 

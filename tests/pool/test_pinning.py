@@ -19,6 +19,7 @@ from tests.pool.host_pools import (
     NBYTES,
     Mapped,
     MlockPlatform,
+    NewPool,
     ignore,
     mapped,
     may_lock,
@@ -34,7 +35,7 @@ no_pool_is_left = nothing_left
 
 
 def test_prefaulting_covers_each_chunk_once_before_it_is_pinned(
-    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform = MlockPlatform()
     touched: list[tuple[int, int, int]] = []
@@ -46,8 +47,7 @@ def test_prefaulting_covers_each_chunk_once_before_it_is_pinned(
         return 0
 
     monkeypatch.setattr(host_memory, "populate", record)
-    pool = HostPool(spec(prefault_threads=3), platform)
-    pools.append(pool)
+    pool = new_pool(spec(prefault_threads=3), platform)
     pool.pin(ignore, never())
     covered = sorted((address - pool.address, nbytes, chunks_before) for address, nbytes, chunks_before in touched)
     assert covered[0][0] == 0
@@ -57,9 +57,7 @@ def test_prefaulting_covers_each_chunk_once_before_it_is_pinned(
     assert all(offset // MiB - 1 <= chunks_before <= offset // MiB for offset, _, chunks_before in covered)
 
 
-def test_the_next_chunk_is_faulted_in_while_one_is_pinned(
-    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_chunk_is_faulted_in_while_one_is_pinned(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     platform = MlockPlatform()
     faulted: set[int] = set()
     changed = threading.Condition()
@@ -79,35 +77,30 @@ def test_the_next_chunk_is_faulted_in_while_one_is_pinned(
     monkeypatch.setattr(host_memory, "populate", populate)
     monkeypatch.setattr(platform, "pin", pin)
     monkeypatch.setattr(platform, "unpin", lambda address, nbytes: None)
-    pool = HostPool(spec(), platform)
-    pools.append(pool)
+    pool = new_pool(spec(), platform)
     pool.pin(ignore, never())
 
 
-def test_prefaulting_runs_in_as_many_threads_as_configured(
-    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefaulting_runs_in_as_many_threads_as_configured(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(4, timeout=30)
     monkeypatch.setattr(host_memory, "populate", lambda *arguments: together.wait() * 0)
-    pool = HostPool(spec(nbytes=MiB, prefault_threads=4), MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=MiB, prefault_threads=4), MlockPlatform())
     pool.pin(ignore, never())
 
 
 def test_the_lock_that_an_attach_needs_is_free_between_small_pieces(
-    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(host_memory, "populate", lambda address, nbytes, kind: sizes.append(nbytes) or 0)
     monkeypatch.setattr("kvsidecar.pool.pinning.PREFAULT_BYTES", 2 * MiB)
-    pool = HostPool(spec(nbytes=9 * MiB, chunk_bytes=8 * MiB, prefault_threads=1), MlockPlatform())
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=9 * MiB, chunk_bytes=8 * MiB, prefault_threads=1), MlockPlatform())
     pool.pin(ignore, never())
     assert sizes == [2 * MiB] * 4 + [MiB]
 
 
 def test_on_a_kernel_without_populate_the_pages_are_touched_instead(
-    pools: list[HostPool], monkeypatch: pytest.MonkeyPatch
+    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = host_memory.advise
 
@@ -121,17 +114,15 @@ def test_on_a_kernel_without_populate_the_pages_are_touched_instead(
     resident: list[int] = []
     monkeypatch.setattr(platform, "pin", lambda address, nbytes: resident.append(mapped().resident))
     monkeypatch.setattr(platform, "unpin", lambda address, nbytes: None)
-    pool = HostPool(spec(), platform)
-    pools.append(pool)
+    pool = new_pool(spec(), platform)
     pool.pin(ignore, never())
     at_least = [MiB, 2 * MiB, 3 * MiB, 4 * MiB, NBYTES]  # and perhaps some of the next chunk
     assert all(least <= found <= least + MiB for found, least in zip(resident, at_least, strict=True))
 
 
-def test_chunks_are_pinned_in_order_and_unpinned_in_reverse(pools: list[HostPool]) -> None:
+def test_chunks_are_pinned_in_order_and_unpinned_in_reverse(new_pool: NewPool) -> None:
     platform = MlockPlatform()
-    pool = HostPool(spec(), platform)
-    pools.append(pool)
+    pool = new_pool(spec(), platform)
     pool.pin(ignore, never())
     base = pool.address
     assert pins(platform, base) == list(CHUNKS)
@@ -195,7 +186,7 @@ def test_stop_between_chunks_gives_everything_back(stop_after: int) -> None:
     assert mapped() == Mapped()
 
 
-def test_progress_counts_bytes_and_estimates_the_end(pools: list[HostPool]) -> None:
+def test_progress_counts_bytes_and_estimates_the_end(new_pool: NewPool) -> None:
     seen: list[PinProgress] = []
     now = 100.0
     platform = MlockPlatform()
@@ -212,8 +203,7 @@ def test_progress_counts_bytes_and_estimates_the_end(pools: list[HostPool]) -> N
         now += 1.5
 
     platform.pin = pin_in_half_a_second  # type: ignore[method-assign]
-    pool = HostPool(spec(nbytes=4 * MiB), platform, clock=lambda: now)
-    pools.append(pool)
+    pool = new_pool(spec(nbytes=4 * MiB), platform, clock=lambda: now)
     pool.pin(progress, never())
     assert [p.register_seconds for p in seen] == [0.0, 0.5, 1.0, 1.5, 2.0]
     assert [p.pinned_bytes for p in seen] == [0, MiB, 2 * MiB, 3 * MiB, 4 * MiB]
