@@ -222,10 +222,9 @@ class BlockIndex:
         buckets = self._buckets(tags)
         order = buckets.argsort(kind="stable")
         buckets, tags, rows = buckets[order], tags[order], rows[order]
-        nth = np.arange(1, len(rows) + 1) - np.searchsorted(buckets, buckets)  # 1 for the first of a bucket, ...
-        free = (self._tags.take(buckets, axis=0) == 0).cumsum(
-            axis=1, dtype=np.int8
-        )  # 1 in the first free lane of a bucket, ...
+        # Counted from 1 in each bucket: the rows for it, and its free lanes.
+        nth = np.arange(1, len(rows) + 1) - np.searchsorted(buckets, buckets)
+        free = (self._tags.take(buckets, axis=0) == 0).cumsum(axis=1, dtype=np.int8)
         lanes = (free == nth[:, None]).argmax(axis=1)
         fits = free[:, -1] >= nth
         lanes += buckets << LANE_BITS

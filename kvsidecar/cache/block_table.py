@@ -257,9 +257,8 @@ class BlockTable:
     def drop_refs(self, chains: Iterable[Chain], tick: int) -> None:
         """Drop one reference to each block. The blocks count as used now, the deepest of a prefix as the oldest."""
         for chain in chains:
-            chain.blocks.last_used[chain.rows] = (
-                tick  # of those that others still need, too: see `BlockCache.end_write`
-            )
+            # Of those that others still need, too: see `TierCopies.end_write`.
+            chain.blocks.last_used[chain.rows] = tick
             idle = self._drop_refs(chain.blocks, chain.rows, tick)
             self.leased_bytes -= idle * chain.blocks.space.block_bytes
 

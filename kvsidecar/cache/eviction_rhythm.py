@@ -195,7 +195,7 @@ class Rhythm:
 
 
 def moved(gap: int, seconds: float) -> int:
-    """A gap after one more of so many seconds; `Rhythm.after` has the rules."""
+    """A gap after one more of so many seconds; `Rhythm.use` has the rules."""
     if seconds < 1.0:
         return gap
     found = round(STEPS * log2(min(seconds, MOST_SECONDS)))

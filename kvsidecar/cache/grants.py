@@ -86,7 +86,7 @@ class LoadGrant:
 
 @dataclass(slots=True, eq=False)
 class WriteGrant:
-    """Blocks of one space that a slower tier is given. They stay until `BlockCache.end_write`."""
+    """Blocks of one space that a slower tier is given. They stay until `TierCopies.end_write`."""
 
     chain: Chain
     hashes: bytes

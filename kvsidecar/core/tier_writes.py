@@ -170,9 +170,8 @@ class Writes:
         room = min(wanted, self.chunk_bytes * AHEAD_CHUNKS, wanted if left is None else left)
         for chain in self.cache.tiers.evict_ahead(needs, self.bit, spaces[0]) if needs else ():
             space = chain.blocks.space
-            rows = self.cache.tiers.unwritten(chain, self.bit)[
-                : min(room, self.cache.busy_room(space)) // space.block_bytes
-            ]
+            most = min(room, self.cache.busy_room(space)) // space.block_bytes
+            rows = self.cache.tiers.unwritten(chain, self.bit)[:most]
             if len(rows) and None not in space.shard_bytes:
                 room -= len(rows) * space.block_bytes
                 self._write_rows(chain.blocks, rows)
