@@ -18,6 +18,8 @@ from kvsidecar.support.tasks import TaskSet
 
 RECEIVE_BYTES = 16 * 1024
 """SO_RCVBUF: at most twice as much is read of a client at a time, and kept while its turn has not come."""
+STOP_SECONDS = 1.0
+"""How long `HttpServer.stop` waits for clients that do not read their responses, and again for their ends."""
 
 _caused = log.limited("http")
 
@@ -26,7 +28,7 @@ class HttpServer:
     def __init__(self, application: web.Application, refuse: Callable[[Refusal], None], tasks: TaskSet) -> None:
         application.middlewares.append(take_turn)
         application.on_response_prepare.append(before_response)
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False)
+        self._runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=STOP_SECONDS)
         self._tasks, turns = tasks, TcpTurns()
         self._connections = Connections(refuse, turns)
         self._listener = TcpListener(self._accepted, SocketOptions(RECEIVE_BYTES), turns, tasks, _caused)

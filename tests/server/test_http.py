@@ -10,7 +10,7 @@ import pytest
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import Refusal
-from kvsidecar.server import http
+from kvsidecar.server import http, http_connection
 from kvsidecar.server.http import Probes, Sources
 from kvsidecar.server.renderings import Steps
 from kvsidecar.support.tasks import TaskSet
@@ -71,7 +71,9 @@ async def test_who_does_not_read_a_long_answer_is_ended(served: Served, monkeypa
         writer.close()
 
 
-async def test_its_end_ends_what_waits(served: Served) -> None:
+async def test_its_end_ends_who_does_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (http, http_connection):  # a daemon that stops does not wait for as long
+        monkeypatch.setattr(module, "CLIENT_SECONDS", 600.0)
     hanging = [await served.ask() for _ in range(10)]
     await asyncio.wait_for(served.probes.stop(), 60)
     for _, writer in hanging:
