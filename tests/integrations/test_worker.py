@@ -124,6 +124,20 @@ def test_a_worker_that_never_registered_answers_every_job(short_dir: Path) -> No
     assert worker.results.failed == {"r"}
 
 
+def test_what_ends_in_one_step_is_put_into_one_report_at_once(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged one by one, the thousands of jobs of a daemon that dies would hold up their engine for seconds."""
+    worker, merged, merges = Worker(str(short_dir / "nobody.sock")), RankReport.merged, []
+
+    def counted(report: RankReport, *others: RankReport) -> RankReport:
+        merges.append(len(others))
+        return merged(report, *others)
+
+    monkeypatch.setattr(RankReport, "merged", counted)
+    worker.step(loads=tuple(load(number, "a", at=[1]) for number in range(100)))
+    assert worker.report.not_loaded == set(range(100))
+    assert merges == [99, 1]  # the rank's own, and that of the test with the step's
+
+
 def test_it_says_once_to_which_daemon_it_is_attached(daemon: DaemonProcess) -> None:
     worker = Worker(daemon.socket, Place(tp_rank=1, tp_size=2)).register()
     worker.step()

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,27 +121,30 @@ class RankReport:
     woken: Mapping[int, bool] = field(default_factory=dict)
     """By rank that has woken from sleep: whether its weights are known to be those of the start."""
 
-    def merged(self, other: RankReport) -> RankReport:
-        def summed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:
-            return {number: mine.get(number, 0) + theirs.get(number, 0) for number in (*mine, *theirs)}
+    def merged(self, *others: RankReport) -> RankReport:
+        """All of them as one: thousands of jobs may end in one step, so none is copied for each of the next."""
+        reports = (self, *others)
+
+        def summed(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+            found: dict[int, int] = {}
+            for each in counts:
+                for number, count in each.items():
+                    found[number] = found.get(number, 0) + count
+            return found
 
         return RankReport(
-            {**self.attached, **other.attached},
-            summed(self.stored, other.stored),
-            self.not_stored | other.not_stored,
-            summed(self.loaded, other.loaded),
-            self.not_loaded | other.not_loaded,
-            {**self.nodes, **other.nodes},
-            max(self.pool_blocks, other.pool_blocks),
-            self.refused + other.refused,
-            {**self.adapters, **other.adapters},
-            self.not_admitted | other.not_admitted,
-            {**self.woken, **other.woken},
+            {rank: epoch for each in reports for rank, epoch in each.attached.items()},
+            summed(each.stored for each in reports),
+            frozenset().union(*[each.not_stored for each in reports]),
+            summed(each.loaded for each in reports),
+            frozenset().union(*[each.not_loaded for each in reports]),
+            {rank: node for each in reports for rank, node in each.nodes.items()},
+            max(each.pool_blocks for each in reports),
+            sum(each.refused for each in reports),
+            {rank: loads for each in reports for rank, loads in each.adapters.items()},
+            frozenset().union(*[each.not_admitted for each in reports]),
+            {rank: same for each in reports for rank, same in each.woken.items()},
         )
-
-
-NO_NEWS = RankReport()
-"""The report of most steps; it is not sent."""
 
 
 def traceparent_of(request: Any) -> str | None:

@@ -18,7 +18,7 @@ from kvsidecar.integrations.offload_condition import node_id
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
-from kvsidecar.integrations.vllm.metadata import NO_NEWS, LoadJob, RankReport, StepPlan, StoreJob
+from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class WorkerSide:
         self._loads: dict[int, LoadJob] = {}
         self._closed: list[tuple[Client, list[LoadJob]]] = []
         """Clients that were closed before the daemon had unmapped the memory, and their loads."""
-        self._news = NO_NEWS
+        self._news: list[RankReport] = []
         """To be reported."""
         self._unfit_jobs = UnfitJobs(_log)
         self._results = LoadResults()
@@ -299,8 +299,8 @@ class WorkerSide:
             self._tell(RankReport({self._place.rank: epoch}, pool_blocks=pool_blocks))
         if self._adapters is not None and (loads := self._adapters.take()):
             self._tell(RankReport(adapters={self._place.rank: loads}))
-        news, self._news = self._news, NO_NEWS
-        return None if news is NO_NEWS else news
+        news, self._news = self._news, []
+        return news[0].merged(*news[1:]) if news else None
 
     def take_first_report(self) -> RankReport:
         """The report at the engine's start, which says on which node this rank runs."""
@@ -319,7 +319,7 @@ class WorkerSide:
 
     def _tell(self, news: RankReport) -> None:
         """Add to the next report."""
-        self._news = self._news.merged(news)
+        self._news.append(news)
 
     def _settle_closed(self) -> None:
         """Report the loads of closed clients once nothing can write to their blocks any more."""
