@@ -24,14 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from benchmarks.peers.processes import Child, PeerFailedError, answers, library_path, listens
+from benchmarks.peers import servers
+from benchmarks.peers.processes import Child, PeerFailedError
 from benchmarks.peers.report import Problem, Report, Row, Transfer, from_line
 from benchmarks.peers.shapes import DEPTH, SHAPES, pool_gib, shape_named
 from benchmarks.peers.worker import QUICK_REPEAT, Settings, arguments_of
-from benchmarks.turns import free_port
 
-START_SECONDS: Final = 180.0
-"""For a server to pin its pool and listen."""
 SLOW_FALLBACK: Final = "torch baseline"
 """What LMCache logs, as a warning, when its compiled extension does not load: its copies are then slow torch code."""
 
@@ -92,27 +90,17 @@ SYSTEMS: Final = (
 @contextmanager
 def served(system: System, settings: Settings, logs: Path) -> Iterator[tuple[Settings, Child | None]]:
     """The peer's server, ready, and the settings that name its ports. Systems without a server get none."""
+    log = logs / f"{system.name}-server.log"
     if system.name == "pegaflow":
-        rpc, http = free_port(), free_port()
-        command = [sys.executable, "-m", "pegaflow._server", "--addr", f"127.0.0.1:{rpc}"]
-        command += ["--http-addr", f"127.0.0.1:{http}", "--devices", "0", "--log-level", "warn"]
-        command += ["--pool-size", f"{pool_gib(settings.repeat + 1)}gb", "--disable-numa-affinity"]
-        with Child("the server", command, logs / "pegaflow-server.log", {"LD_LIBRARY_PATH": library_path()}) as server:
-            # Its HTTP port answers before its gRPC port listens, which it does when the pool is pinned.
-            server.wait_until(lambda: listens(rpc), START_SECONDS)
-            yield replace(settings, rpc=f"127.0.0.1:{rpc}", http=f"127.0.0.1:{http}"), server
+        serving = servers.pegaflow(pool_gib(settings.repeat + 1) << 30, log)
     elif system.name == "lmcache":
-        rpc, http = free_port(), free_port()
-        jobs = max(settings.repeat, 2 * DEPTH) + 1
-        command = [sys.executable, "-m", "benchmarks.peers.lmcache_server", "server", "--host", "127.0.0.1"]
-        command += ["--port", str(rpc), "--http-port", str(http), "--chunk-size", "256"]
-        command += ["--l1-size-gb", str(pool_gib(jobs)), "--no-l1-use-lazy", "--eviction-policy", "LRU"]
-        command += ["--max-gpu-workers", "4", "--max-cpu-workers", "4"]
-        with Child("the server", command, logs / "lmcache-server.log", {"LMCACHE_TRACK_USAGE": "false"}) as server:
-            server.wait_until(lambda: answers(f"http://127.0.0.1:{http}/healthcheck"), START_SECONDS)
-            yield replace(settings, rpc=f"127.0.0.1:{rpc}", http=f"127.0.0.1:{http}"), server
+        serving = servers.lmcache(pool_gib(max(settings.repeat, 2 * DEPTH) + 1) << 30, log)
     else:
         yield settings, None
+        return
+    with serving as server:
+        known = replace(settings, rpc=f"127.0.0.1:{server.rpc}", http=f"127.0.0.1:{server.http}")
+        yield known, server.process
 
 
 def measure(system: System, settings: Settings, logs: Path, seconds: float) -> list[Row]:

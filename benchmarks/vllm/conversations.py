@@ -105,7 +105,12 @@ class Conversations:
     @property
     def tokens(self) -> int:
         """Of all histories: the working set when all conversations are over."""
-        return sum(len(talk.history) for talk in self._talks)
+        return sum(map(len, self.histories))
+
+    @property
+    def histories(self) -> list[list[int]]:
+        """All that was said in each, and what would be asked next."""
+        return [talk.history for talk in self._talks]
 
     def next_requests(self) -> list[tuple[str, list[int]]]:
         """Name and token ids of the requests that may be sent now."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.bundles.check_vllm import LLAMA, OFFLINE
-from benchmarks.vllm import pegaflow
+from benchmarks.vllm import peers
 from benchmarks.vllm.conversations import Conversations
 from benchmarks.vllm.hooks import Hooks
 from benchmarks.vllm.sessions import Sessions
@@ -67,9 +67,9 @@ def transfer_config(mode: str, pool_bytes: int, socket: str | None, extra: dict[
     """The KV transfer configuration of a mode, one of `benchmarks.vllm.runs.WORKLOADS`."""
     if mode in ("none", "resident"):
         return None
-    if mode == "pegaflow":
+    if mode in peers.PEERS:
         assert socket is not None
-        return pegaflow.transfer_config(socket, extra)
+        return peers.transfer_config(mode, socket, extra)
     if mode == "empty":
         module = {"kv_connector": "EmptyConnector", "kv_connector_module_path": "benchmarks.vllm.empty"}
         return {**module, "kv_role": "kv_both"}
@@ -119,6 +119,7 @@ class Engine:
         self._torch, self._vllm = torch, vllm
         self.register_ms = 0.0
         self._hooks = Hooks()
+        self._histories: list[list[int]] = []
         self._time_hooks = time_hooks
         self._watch_connectors()
         defaults: dict[str, Any] = {
@@ -204,7 +205,7 @@ class Engine:
             "gpu_blocks": config.cache_config.num_gpu_blocks,
             "block_size": config.cache_config.block_size,
             "gpu_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-            **({"pegaflow": sys.modules["pegaflow"].__version__} if "pegaflow" in sys.modules else {}),
+            **peers.versions(),
             "async_scheduling": bool(getattr(config.scheduler_config, "async_scheduling", False)),
         }
 
@@ -233,7 +234,11 @@ class Engine:
         return found
 
     def _one(self, name: int, length: int, tokens: int, **sampling: Any) -> tuple[float, Any]:
-        request = self._prompt(random_tokens(name, length, self._vocabulary))
+        return self._answer(random_tokens(name, length, self._vocabulary), tokens, **sampling)
+
+    def _answer(self, prompt: list[int], tokens: int, **sampling: Any) -> tuple[float, Any]:
+        """Seconds until the last token, and vLLM's output."""
+        request = self._prompt(prompt)
         parameters = self._sampling(tokens, **sampling)
         self._synchronize()
         began = time.perf_counter()
@@ -277,7 +282,17 @@ class Engine:
                 talks.answered(
                     output.request_id, list(answer.token_ids), clock(), output.finished, output.num_cached_tokens or 0
                 )
+        self._histories = talks.histories
         return {"seconds": clock() - began, **talks.result(), **self._hooks.take(), "counters": self._counters()}
+
+    def ask_again(self) -> dict[str, Any]:
+        """What the last conversations would be asked next, one at a time."""
+        found: dict[str, list[float]] = {"ttft_ms": [], "prompt_tokens": [], "cached_tokens": []}
+        for tokens in self._histories:
+            elapsed, output = self._answer(tokens, 1)
+            for name, value in zip(found, (elapsed * 1e3, len(tokens), output.num_cached_tokens or 0), strict=True):
+                found[name].append(value)
+        return dict(found)
 
     def replay(self, **options: Any) -> dict[str, Any]:
         """Run `Sessions` to their end."""
@@ -330,7 +345,7 @@ def main() -> None:
         config["model"], config["transfer"], config["tiny"], config["options"], time_hooks=config["time_hooks"]
     )
     sys.stdout = replies
-    handlers = ("facts", "phase", "check", "drain", "reset", "converse", "replay")
+    handlers = ("facts", "phase", "check", "drain", "reset", "converse", "ask_again", "replay")
     serve({name: getattr(engine, name) for name in handlers})
     sys.stdout = sys.stderr
     engine.llm.llm_engine.engine_core.shutdown()

@@ -14,15 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.vllm import pegaflow
+from benchmarks.vllm import peers
 from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
 from kvsidecar.bench.processes import Child, PrivateDaemon, private_daemon
 from kvsidecar.support.units import parse_size
 
 MODES = ("none", "empty", "simple", "offload", "kvsidecar")
-WORKLOADS = (*MODES, "pegaflow", "resident")
-"""Modes of the benchmarks whose KV is larger than the GPU's: another daemon, and a GPU that is not kept small."""
+WORKLOADS = (*MODES, *peers.PEERS, "resident")
+"""Modes of the benchmarks whose KV is larger than the GPU's: other daemons, and a GPU that is not kept small."""
 RESIDENT_TINY = 8
 """On the CPU, how much more KV fits into ``resident``."""
 START_SECONDS = 600.0
@@ -38,12 +38,18 @@ if not console.is_terminal:
 
 def arguments(description: str | None, known: Sequence[str] = MODES) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    more = "; pegaflow: PegaFlow's server; resident: no connector, KV in all of --memory" if known == WORKLOADS else ""
+    more = (
+        "; pegaflow, lmcache: their servers; resident: no connector, KV in all of --memory"
+        if known == WORKLOADS
+        else ""
+    )
     parser.add_argument("--modes", default="", help=f"comma-separated: {', '.join(known)}{more}")
     parser.add_argument("--tiny", action="store_true", help="a model for the CPU: shows that everything works")
     parser.add_argument("--pool-size", default="", help="host memory, of the daemon or of vLLM's connector")
     parser.add_argument(
-        "--extra", default="{}", help="JSON: options of this project's connector, and of PegaFlow's (pegaflow.NAME)"
+        "--extra",
+        default="{}",
+        help="JSON: options of this project's connector, and of others' (pegaflow.NAME, lmcache.NAME)",
     )
     parser.add_argument("--llm", default="{}", help="JSON: further options of vllm.LLM")
     parser.add_argument("--serve", default="", help="further flags of kvsidecar serve, separated by spaces")
@@ -111,8 +117,8 @@ def modes(
     for name in names:
         if name not in known and not (policies and name.startswith("kvsidecar:")):
             raise SystemExit(f"--modes: {name!r} is none of {', '.join(known)}")
-    if "pegaflow" in names:
-        pegaflow.check(options.tiny)
+    for name in set(names) & peers.PEERS.keys():
+        peers.check(name, options.tiny)
     return names
 
 
@@ -129,12 +135,12 @@ def daemon(
 
 def offloads_to(
     options: argparse.Namespace, directory: Path, mode: str, pool_bytes: int, flags: Sequence[str] = ()
-) -> AbstractContextManager[PrivateDaemon | pegaflow.Server | None]:
-    """What the engine of a mode needs beside it, ready: the daemon, PegaFlow's server, or nothing."""
+) -> AbstractContextManager[PrivateDaemon | peers.Running | None]:
+    """What the engine of a mode needs beside it, ready: the daemon, another one, or nothing."""
     if mode == "kvsidecar":
         return daemon(options, directory, pool_bytes, flags)
-    if mode == "pegaflow":
-        return pegaflow.server(directory, pool_bytes, getattr(options, "tp", 1))
+    if mode in peers.PEERS:
+        return peers.server(mode, directory, pool_bytes, getattr(options, "tp", 1))
     return nullcontext()
 
 
@@ -143,16 +149,13 @@ def engine(
     directory: Path,
     mode: str,
     pool_bytes: int,
-    running: PrivateDaemon | pegaflow.Server | None,
+    running: PrivateDaemon | peers.Running | None,
     *,
     time_hooks: bool = True,
     **llm: Any,
 ) -> AbstractContextManager[Child]:
     """An engine that starts; its `started` waits."""
-    extra = {}
-    if mode in ("kvsidecar", "pegaflow"):
-        given = json.loads(options.extra).items()
-        extra = {name: value for name, value in given if name.startswith("pegaflow.") == (mode == "pegaflow")}
+    extra = extra_of(mode, json.loads(options.extra))
     model = directory / "model"
     if not model.exists():  # rewritten it would be another checkpoint, whose KV is not shared
         model.mkdir()
@@ -165,6 +168,14 @@ def engine(
         "time_hooks": time_hooks,
     }
     return closing(Child("benchmarks.vllm.engine", config, directory))
+
+
+def extra_of(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of ``--extra``, what belongs to the connector of a mode: a peer's options begin with its name."""
+    if mode != "kvsidecar" and mode not in peers.PEERS:
+        return {}
+    whose = {name: prefix if (prefix := name.partition(".")[0]) in peers.PEERS else "kvsidecar" for name in given}
+    return {name: value for name, value in given.items() if whose[name] == mode}
 
 
 def ask(child: Child, do: str, **arguments: Any) -> dict[str, Any]:

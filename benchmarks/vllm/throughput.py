@@ -4,22 +4,31 @@ python -m benchmarks.vllm.throughput --json throughput.json     # on a GPU: no c
 python -m benchmarks.vllm.throughput --tiny                     # on the CPU: shows that everything works
 
 A closed loop with so many requests in flight; every conversation's next turn comes when all others had theirs, so its
-history has left the GPU. All modes ask the same. With CUDA graphs, as one would serve. They run twice: first the host's
-pool is empty, then it is full of the first ones, which the second ones evict. What the daemon has refused is printed.
-`pegaflow` is PegaFlow's server with a pool of the same bytes, and its connector. `resident` is the ceiling of the card:
-no connector, and as many blocks as fit into --memory of the GPU, whatever --gpu-tokens says; each engine's
-`gpu_tokens`, in its `facts`, are printed.
+history has left the GPU. All modes ask the same. With CUDA graphs, as one would serve. First the host's pool is empty,
+then it is full of earlier conversations, which the new ones evict: --full times, with others each time. What the daemon
+has refused is printed. `pegaflow` and `lmcache` are their servers with a pool of the same bytes, and their connectors.
+`resident` is the ceiling of the card: no connector, and as many blocks as fit into --memory of the GPU, whatever
+--gpu-tokens says; each engine's `gpu_tokens`, in its `facts`, are printed.
+
+How fast the daemon's loads are beside a working engine is told by its own metrics. At the end, the engine is asked for
+each conversation's last prompt again, one at a time: the same copies, alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50, p99
+from kvsidecar.bench.processes import PrivateDaemon
 from kvsidecar.client import Client
 
 SHAPE = {
@@ -35,11 +44,14 @@ GPU = {"gpu_tokens": (131_072, 1_024)}
 """Of KV on the GPU: about a third of the working set."""
 
 
-POOLS = ("empty", "full")
+WARM_SEED = 100
+"""Of the conversations that nobody counts."""
+ALONE = "kvsidecar, alone"
+"""Of its loads, one at a time for an engine that does nothing else."""
 
 
-def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> dict[str, dict[str, Any]]:
-    """What one engine measured with an empty pool, and with a full one."""
+def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What one engine measured: with the pool ``empty``, and with the pool ``full`` as often as wanted."""
     llm = runs.llm_options(options, max_model_len=16384, resident=mode == "resident")
     if options.tp > 1:
         llm["tensor_parallel_size"] = options.tp
@@ -51,14 +63,42 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> d
         facts = ask(child, "facts")
         # The engine's first steps compile and allocate; these conversations are others than those counted.
         warm = {**shape, "count": 4, "turns": 2}
-        ask(child, "converse", **warm, seed=len(POOLS))
-        found = {}
-        for seed, name in enumerate(POOLS):
+        ask(child, "converse", **warm, seed=WARM_SEED)
+        for seed in range(1 + options.full):
             ask(child, "reset")
-            found[name] = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
-            if mode == "kvsidecar":
-                found[name]["refusals"] = refusals(server.socket)
-        return found
+            with loads(server) as loaded:
+                found = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
+            if isinstance(server, PrivateDaemon):
+                found |= {"refusals": refusals(server.socket), "loads": loaded}
+            yield "full" if seed else "empty", found
+        if isinstance(server, PrivateDaemon):
+            ask(child, "reset")
+            with loads(server) as loaded:
+                found = ask(child, "ask_again")
+            yield ALONE.partition(", ")[2], {"facts": facts, **found, "loads": loaded}
+
+
+@contextmanager
+def loads(server: object) -> Iterator[dict[str, float]]:
+    """Jobs, bytes, and seconds in which bytes moved, of the daemon's loads in this block; known after it."""
+    found: dict[str, float] = {}
+    before = _loaded(server)
+    yield found
+    found.update({name: value - before[name] for name, value in _loaded(server).items()})
+
+
+def _loaded(server: object) -> dict[str, float]:
+    if not isinstance(server, PrivateDaemon):
+        return {}
+    with urllib.request.urlopen(server.said["listening"]["http"] + "/metrics") as reply:
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    samples = {sample.name: sample.value for each in families for sample in each.samples if _of_loads(sample.labels)}
+    names = {"jobs": "copy_seconds_count", "bytes": "copy_size_bytes_sum", "seconds": "copy_seconds_sum"}
+    return {short: samples.get(f"kvsidecar_{name}", 0.0) for short, name in names.items()}
+
+
+def _of_loads(labels: Mapping[str, str]) -> bool:
+    return labels.get("direction") == "load"
 
 
 def refusals(socket: str) -> dict[str, int]:
@@ -81,7 +121,23 @@ def _row(mode: str, found: dict[str, Any]) -> list[object]:
     ]
 
 
+def show_loads(results: dict[str, list[dict[str, Any]]]) -> None:
+    """How fast the daemon's loads were, and what share that is of the same copies alone."""
+    rates = {name: [_rate(each["loads"]) for each in found] for name, found in results.items() if "loads" in found[0]}
+    alone = p50(rates.pop(ALONE, [0.0]))
+    for name, found in rates.items():
+        share = f"; alone {alone:.1f}: {100 * p50(found) / alone:.0f} %" if alone else ""
+        console.print(f"{name}: loads at {', '.join(f'{each:.1f}' for each in found)} GB/s of each rank{share}")
+
+
+def _rate(loaded: dict[str, float]) -> float:
+    """GB/s."""
+    return loaded["bytes"] / loaded["seconds"] / 1e9 if loaded["seconds"] else 0.0
+
+
 def show(results: dict[str, list[dict[str, Any]]]) -> None:
+    show_loads(results)
+    results = {name: found for name, found in results.items() if name != ALONE}
     rows = [_row(mode, each) for mode, found in results.items() for each in found]
     lost = ("given_up_blocks", "held_back_stores", "failed_stores", "refused_jobs", "unanswered_lookups", "gone_loads")
     for mode, found in results.items():
@@ -113,7 +169,10 @@ def main() -> None:
     parser = runs.arguments(__doc__, runs.WORKLOADS)
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of every mode, in turn")
+    parser.add_argument(
+        "--full", type=int, default=1, help="times that new conversations evict earlier ones (%(default)s)"
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="engines of every mode, in turn")
     options = runs.parsed(parser, SHAPE, GPU)
     default = ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar")
     chosen = runs.modes(options, default, runs.WORKLOADS)
@@ -124,9 +183,9 @@ def main() -> None:
         for _ in range(options.repeat):
             for mode in chosen:
                 console.print(f"{mode} ...")
-                for name, found in run(mode, options, directory, pool).items():
+                for name, found in run(mode, options, directory, pool):
                     results.setdefault(f"{mode}, {name}", []).append(found)
-                runs.save(options, {"modes": results})  # a run that is cut short has something to show
+                    runs.save(options, {"modes": results})  # a run that is cut short has something to show
     show(results)
 
 

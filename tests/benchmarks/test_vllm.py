@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm import agentx, engine, pegaflow, runs, throughput
+from benchmarks.vllm import agentx, engine, peers, runs, throughput
 from benchmarks.vllm.sessions import Sessions
 
 TRACE = Path(__file__).with_name("agentic_excerpt.jsonl")
@@ -129,7 +129,7 @@ def test_pegaflows_server_has_the_pool_and_ends_with_the_block(tmp_path: Path, m
     package = install(tmp_path, SERVES, monkeypatch)
 
     def interrupted() -> None:
-        with pegaflow.server(tmp_path, 3 << 30, gpus=2) as server:
+        with peers.server("pegaflow", tmp_path, 3 << 30, gpus=2) as server:
             host, _, port = server.socket.rpartition(":")
             socket.create_connection((host, int(port))).close()
             raise KeyboardInterrupt
@@ -145,7 +145,7 @@ def test_pegaflows_server_has_the_pool_and_ends_with_the_block(tmp_path: Path, m
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, REFUSES, monkeypatch)
-    with pytest.raises(SystemExit, match=r"libpython3\.12\.so"), pegaflow.server(tmp_path, 1 << 30):
+    with pytest.raises(SystemExit, match=r"libpython3\.12\.so"), peers.server("pegaflow", tmp_path, 1 << 30):
         pass
 
 
@@ -158,6 +158,18 @@ def test_pegaflows_connector_finds_the_server_and_only_its_own_options() -> None
         "pegaflow.port": 4321,
         "pegaflow.transfer_backend": "kernel",
     }
+
+
+def test_each_connector_has_the_options_that_are_its_own() -> None:
+    given = {"lmcache.mp.save_decode_cache": False, "pegaflow.transfer_backend": "kernel", "lookup_budget": 1}
+    for mode, option in (("lmcache", "lmcache.mp.save_decode_cache"), ("pegaflow", "pegaflow.transfer_backend")):
+        found = engine.transfer_config(mode, 1 << 30, "127.0.0.1:4321", runs.extra_of(mode, given))
+        assert found is not None
+        options = found["kv_connector_extra_config"]
+        assert options[option] == given[option]
+        assert {name.partition(".")[0] for name in options} == {mode}
+    assert runs.extra_of("kvsidecar", given) == {"lookup_budget": 1}
+    assert runs.extra_of("simple", given) == {}
 
 
 class Asked:
@@ -180,6 +192,6 @@ def test_no_conversations_of_throughput_are_those_of_its_warm_up(
     asked = Asked()
     monkeypatch.setattr(runs, "engine", lambda *_, **__: nullcontext(asked))
     given = {name: tiny for name, (_, tiny) in throughput.SHAPE.items()}
-    throughput.run("none", options(tiny=True, tp=1, **given), tmp_path, 1 << 20)
-    assert len(asked.seeds) == 3
-    assert len(set(asked.seeds)) == 3
+    list(throughput.run("none", options(tiny=True, tp=1, full=2, **given), tmp_path, 1 << 20))
+    assert len(asked.seeds) == 4
+    assert len(set(asked.seeds)) == 4
