@@ -10,8 +10,8 @@ has refused is printed. `pegaflow` and `lmcache` are their servers with a pool o
 `resident` is the ceiling of the card: no connector, and as many blocks as fit into --memory of the GPU, whatever
 --gpu-tokens says; each engine's `gpu_tokens`, in its `facts`, are printed.
 
-How fast the daemon's loads are beside a working engine is told by its own metrics. At the end, the engine is asked for
-each conversation's last prompt again, one at a time: the same copies, alone.
+At the end each conversation is asked one thing more, one prompt at a time: a hit in the connector, and for `resident`
+one on the GPU. How fast the daemon's loads are then, and how fast beside a working engine, is told by its metrics.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ GPU = {"gpu_tokens": (131_072, 1_024)}
 
 WARM_SEED = 100
 """Of the conversations that nobody counts."""
-ALONE = "kvsidecar, alone"
-"""Of its loads, one at a time for an engine that does nothing else."""
+ALONE = "alone"
+"""What follows the last conversations, one prompt at a time."""
 
 
 def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,11 +71,13 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> I
             if isinstance(server, PrivateDaemon):
                 found |= {"refusals": refusals(server.socket), "loads": loaded}
             yield "full" if seed else "empty", found
-        if isinstance(server, PrivateDaemon):
+        if mode in ("none", "empty"):
+            return
+        if mode != "resident":
             ask(child, "reset")
-            with loads(server) as loaded:
-                found = ask(child, "ask_again")
-            yield ALONE.partition(", ")[2], {"facts": facts, **found, "loads": loaded}
+        with loads(server) as loaded:
+            found = ask(child, "ask_again")
+        yield ALONE, {"facts": facts, **found, "loads": loaded}
 
 
 @contextmanager
@@ -123,11 +125,23 @@ def _row(mode: str, found: dict[str, Any]) -> list[object]:
 
 def show_loads(results: dict[str, list[dict[str, Any]]]) -> None:
     """How fast the daemon's loads were, and what share that is of the same copies alone."""
-    rates = {name: [_rate(each["loads"]) for each in found] for name, found in results.items() if "loads" in found[0]}
-    alone = p50(rates.pop(ALONE, [0.0]))
+    rates = {name: [_rate(each["loads"]) for each in found] for name, found in results.items() if found[0].get("loads")}
+    alone = p50(rates.pop(f"kvsidecar, {ALONE}", [0.0]))
     for name, found in rates.items():
         share = f"; alone {alone:.1f}: {100 * p50(found) / alone:.0f} %" if alone else ""
         console.print(f"{name}: loads at {', '.join(f'{each:.1f}' for each in found)} GB/s of each rank{share}")
+
+
+def show_alone(results: dict[str, list[dict[str, Any]]]) -> None:
+    rows = [_row_alone(name, each) for name, found in results.items() for each in found]
+    if rows:
+        runs.table("One prompt at a time", ["mode", "TTFT p50 ms", "min", "max", "prompt cached"], rows)
+
+
+def _row_alone(name: str, found: dict[str, Any]) -> list[object]:
+    times = found["ttft_ms"]
+    cached = f"{100 * sum(found['cached_tokens']) / sum(found['prompt_tokens']):.1f} %"
+    return [name, p50(times), min(times), max(times), cached]
 
 
 def _rate(loaded: dict[str, float]) -> float:
@@ -137,7 +151,8 @@ def _rate(loaded: dict[str, float]) -> float:
 
 def show(results: dict[str, list[dict[str, Any]]]) -> None:
     show_loads(results)
-    results = {name: found for name, found in results.items() if name != ALONE}
+    show_alone({name: found for name, found in results.items() if name.endswith(ALONE)})
+    results = {name: found for name, found in results.items() if not name.endswith(ALONE)}
     rows = [_row(mode, each) for mode, found in results.items() for each in found]
     lost = ("given_up_blocks", "held_back_stores", "failed_stores", "refused_jobs", "unanswered_lookups", "gone_loads")
     for mode, found in results.items():
