@@ -1,4 +1,4 @@
-"""What both benchmarks share: a daemon and engines as processes, options of the command line, tables."""
+"""What benchmarks with engines share: a daemon and engines as processes, options of the command line, tables."""
 
 from __future__ import annotations
 
@@ -37,21 +37,23 @@ if not console.is_terminal:
 
 
 def arguments(description: str | None, known: Sequence[str] = MODES) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    more = (
-        "; pegaflow, lmcache: their servers; resident: no connector, KV in all of --memory"
-        if known == WORKLOADS
-        else ""
-    )
-    parser.add_argument("--modes", default="", help=f"comma-separated: {', '.join(known)}{more}")
-    parser.add_argument("--tiny", action="store_true", help="a model for the CPU: shows that everything works")
-    parser.add_argument("--pool-size", default="", help="host memory, of the daemon or of vLLM's connector")
+    peer_modes = "; pegaflow, lmcache: their servers; resident: no connector, KV in all of --memory"
+    parser = common_arguments(description, ", ".join(known) + (peer_modes if known == WORKLOADS else ""))
     parser.add_argument(
         "--extra",
         default="{}",
         help="JSON: options of this project's connector, and of others' (pegaflow.NAME, lmcache.NAME)",
     )
     parser.add_argument("--llm", default="{}", help="JSON: further options of vllm.LLM")
+    return parser
+
+
+def common_arguments(description: str | None, known: str) -> argparse.ArgumentParser:
+    """Those of the benchmarks of every engine."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default="", help=f"comma-separated: {known}")
+    parser.add_argument("--tiny", action="store_true", help="a model for the CPU: shows that everything works")
+    parser.add_argument("--pool-size", default="", help="host memory, of the daemon or of the engine's own offload")
     parser.add_argument("--serve", default="", help="further flags of kvsidecar serve, separated by spaces")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the logs of daemon and engines")
     parser.add_argument("--json", type=Path, default=None, help="file for the results")
