@@ -60,23 +60,28 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int, save
             wait_until_it_offloads(options, server, child)
         shape = {name: getattr(options, name) for name in SHAPE}
         # The engine's first steps compile and allocate; these conversations are others than those counted.
-        ask(child, "converse", **{**shape, "count": min(4, options.count), "turns": 2}, seed=len(POOLS))
+        ask(child, "converse", **{**shape, "count": options.concurrency // 2 + 1, "turns": 2}, seed=len(POOLS))
         ask(child, "flush")
         for seed, name in enumerate(POOLS):
             found = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
             save("modes", f"{mode}, {name}", {"summary": summary(found), **found, **daemon_facts(server)})
         if options.prompts:
-            save("prompts", mode, prompts(options, child, evict=mode != "resident"))
+            save("prompts", mode, prompts(options, child, 0 if mode == "resident" else facts["gpu_tokens"]))
 
 
-def prompts(options: argparse.Namespace, child: Child, *, evict: bool) -> dict[str, Any]:
+def prompts(options: argparse.Namespace, child: Child, evict_tokens: int) -> dict[str, Any]:
+    """Time to the first token of each prompt.
+
+    Args:
+        evict_tokens: that others compute before the last phase; 0: there is no such phase.
+    """
     # Half a page more: a last page that is whole would be recomputed.
     asked = {"first": FIRST_OF_PHASES, "count": options.prompts, "length": options.prompt_tokens + options.page // 2}
     phase = {"warm": ask(child, "phase", **{**asked, "first": FIRST_OF_OTHERS - 1, "count": 1})}
     phase["cold"] = ask(child, "phase", **asked)
     phase["radix"] = ask(child, "phase", **asked)
-    if evict:
-        others = options.gpu_tokens // asked["length"] + 1
+    if evict_tokens:
+        others = evict_tokens // options.prompt_tokens + 2
         ask(child, "phase", **{**asked, "first": FIRST_OF_OTHERS, "count": others})
         phase["evicted"] = ask(child, "phase", **asked)
     for found in phase.values():
@@ -160,32 +165,32 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _row(mode: str, found: dict[str, Any]) -> list[object]:
+    what = found["summary"]
+    none = {"p50": "-", "p90": "-", "p99": "-"}
+    return [
+        mode,
+        what["output_tokens_per_second"],
+        *what["ttft_ms"].values(),
+        *what.get("later_ttft_ms", none).values(),
+        *(f"{each:.2f}" for each in what["tpot_ms"].values()),
+        f"{100 * what['cached_share']:.1f} %",
+        found["seconds"],
+    ]
+
+
 def show(results: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    rows = []
+    rows: list[list[object]] = []
     for mode, found in results["modes"].items():
         for each in found:
-            what = each["summary"]
-            times = [what.get(name, {}).values() or ("-",) * 3 for name in ("ttft_ms", "later_ttft_ms")]
-            rows.append(
-                [
-                    mode,
-                    what["output_tokens_per_second"],
-                    *times[0],
-                    *times[1],
-                    *(f"{value:.2f}" for value in what.get("tpot_ms", {}).values() or (0.0,) * 3),
-                    f"{100 * what['cached_share']:.1f} %",
-                    each["seconds"],
-                ]
-            )
+            rows.append(_row(mode, each))
             if each["failed_requests"]:
                 console.print(f"{mode}: {each['failed_requests']} requests failed")
-            if each.get("daemon"):
+            if "daemon" in each:
                 console.print(f"{mode}: the daemon holds {each['daemon']}, refused {each['refusals'] or 'nothing'}")
     if rows:
-        times_of = ["p50 ms", "p90", "p99"]
-        columns = ["mode", "output tok/s", *("TTFT " + times_of[0], *times_of[1:])]
-        columns += ["later turns p50", *times_of[1:], "TPOT " + times_of[0], *times_of[1:], "prompt cached", "seconds"]
-        runs.table("Conversations", columns, rows)
+        columns = ["mode", "output tok/s", "TTFT p50 ms", "p90", "p99", "later p50", "p90", "p99"]
+        runs.table("Conversations", [*columns, "TPOT p50 ms", "p90", "p99", "cached", "seconds"], rows)
         last = list(results["modes"].values())[-1][-1]
         console.print(
             f"{last['requests']} requests, {last['prompt_tokens']:,} prompt tokens, {last['output_tokens']:,} output "
@@ -202,8 +207,8 @@ def show(results: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     if rows:
         columns = ["mode", "prompts", "TTFT p50 ms", "min", "max", "tokens cached"]
         runs.table("Prompts, one at a time", columns, rows)
-    for mode, found in results["errors"].items():
-        console.print(f"{mode} failed: {found}", markup=False)
+    for mode in results["errors"]:
+        console.print(f"{mode} has failed, see above")
 
 
 def main() -> int:
@@ -235,8 +240,8 @@ def main() -> int:
                     run(mode, options, directory, pool, save)
                     console.print(f"{mode}: {time.monotonic() - began:.0f} s")
                 except Exception as error:  # noqa: BLE001 (time on a GPU is dear: the other modes are measured)
-                    console.print(f"{mode} failed: {error}", markup=False)
-                    save("errors", mode, {"error": f"{type(error).__name__}: {error}"})
+                    console.print(f"{mode} failed: {type(error).__name__}: {error}", markup=False)
+                    save("errors", mode, {"error": str(error).partition("\n")[0]})
     show(results)
     return int(bool(results["errors"]))
 

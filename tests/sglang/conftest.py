@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.sglang.engine import STAND_INS
 from tests import harness
 from tests.harness import DaemonProcess
-from tests.sglang.engine import STAND_INS, SGLangProcess, linker
+from tests.sglang.engine import SGLangProcess, linker
 from tests.vllm import models
 
 if importlib.util.find_spec("sglang") is None:

@@ -15,20 +15,10 @@ from typing import IO, Any, ClassVar
 from unittest import mock
 
 from benchmarks.bundles import check_sglang
+from benchmarks.sglang.engine import ON_CPU
 from tests.harness import DEVICE, SECONDS, DaemonProcess, eventually
 from tests.vllm.engine import LOG_CHARACTERS, START, EngineProcess, Prompt, blocks, prompt, serve
 
-STAND_INS = Path(__file__).parent / "stand_ins"
-ON_CPU = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "few_models",
-    "PYTHONPATH": f"{STAND_INS}:{STAND_INS.parent.parent.parent}",
-}
 ENVIRONMENT = ON_CPU if DEVICE == "host" else check_sglang.environment()
 """What an engine needs offline; on a GPU, with its bundle's stand-ins. It must be set before SGLang is imported."""
 
