@@ -30,7 +30,7 @@ from benchmarks.sglang.engine import engine_arguments, model_config, offload_arg
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50, p90, p99
-from benchmarks.vllm.throughput import POOLS, refusals
+from benchmarks.vllm.throughput import WARM_SEED, refusals
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.bench.processes import Child, PrivateDaemon
 from kvsidecar.client import Client
@@ -60,9 +60,9 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int, save
             wait_until_it_offloads(options, server, child)
         shape = {name: getattr(options, name) for name in SHAPE}
         # The engine's first steps compile and allocate; these conversations are others than those counted.
-        ask(child, "converse", **{**shape, "count": options.concurrency // 2 + 1, "turns": 2}, seed=len(POOLS))
+        ask(child, "converse", **{**shape, "count": options.concurrency // 2 + 1, "turns": 2}, seed=WARM_SEED)
         ask(child, "flush")
-        for seed, name in enumerate(POOLS):
+        for seed, name in enumerate(("empty", "full")):
             found = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
             save("modes", f"{mode}, {name}", {"summary": summary(found), **found, **daemon_facts(server)})
         if options.prompts:
