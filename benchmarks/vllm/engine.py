@@ -189,6 +189,14 @@ class Engine:
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
 
+    @property
+    def scheduler_connector(self) -> Any:
+        """The scheduler's side of the connector."""
+        return self._core.scheduler.connector
+
+    def end(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
     def _synchronize(self) -> None:
         if self._cuda:
             self._torch.cuda.synchronize()
@@ -348,7 +356,7 @@ def main() -> None:
     handlers = ("facts", "phase", "check", "drain", "reset", "converse", "ask_again", "replay")
     serve({name: getattr(engine, name) for name in handlers})
     sys.stdout = sys.stderr
-    engine.llm.llm_engine.engine_core.shutdown()
+    engine.end()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,163 @@
+"""Where the time to the first token goes if a prompt is a hit in the daemon, and what part of it is the link's.
+
+python -m benchmarks.vllm.hit_parts --json parts.json      # on a GPU
+python -m benchmarks.vllm.hit_parts --tiny                 # on the CPU: shows that everything works
+
+One prompt at a time, one token each, in an engine with one rank. First every prompt is a hit in the GPU's prefix cache,
+then one in the daemon. The target is at most 1.05 times what a copy of the prompt's KV and a hit on the GPU take
+together.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.vllm import runs
+from benchmarks.vllm.engine import Engine, kv_bytes_per_token, model_config, transfer_config
+from benchmarks.vllm.runs import console
+from kvsidecar.client import JobDone
+from kvsidecar.integrations.vllm.worker import Transfers
+
+SHAPE = {"tokens": (8192, 512), "prompts": (20, 4)}
+PARTS = {
+    "arrival": "from the call to the scheduler's question",
+    "lookup": "until the daemon has answered it",
+    "plan": "until the load has been sent: blocks, the step's plan, a step without a forward",
+    "queue": "of the load in the daemon, without the copy: decoding, planning, waiting",
+    "copy": "while bytes move",
+    "report": "until the engine's rank knows of its end",
+    "forward": "until the token: the scheduler hears of it, schedules, and computes",
+}
+GPU_TOKENS_PER_PROMPT = 3
+COPIES = 7
+
+
+class Clock:
+    """When what happened to the one prompt that is asked."""
+
+    def __init__(self, scheduler_side: Any, worker_side: Any) -> None:
+        self.marks: dict[str, float] = {}
+        self.done: list[JobDone] = []
+        self._wrap(scheduler_side, "get_num_new_matched_tokens", ("asked", "answered"))
+        self._wrap(worker_side, "start_load_kv", ("", "sent"))
+        add = Transfers.add
+
+        def note(transfers: Transfers, done: JobDone) -> bool:
+            self.done.append(done)
+            self.marks["known"] = time.perf_counter()
+            return add(transfers, done)
+
+        Transfers.add = note  # type: ignore[method-assign, assignment]
+
+    def _wrap(self, owner: Any, name: str, marks: tuple[str, str]) -> None:
+        call: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(call)
+        def marked(*arguments: Any, **options: Any) -> Any:
+            self.marks.setdefault(marks[0], time.perf_counter())
+            result = call(*arguments, **options)
+            self.marks.setdefault(marks[1], time.perf_counter())
+            return result
+
+        setattr(owner, name, marked)
+
+    def parts(self, began: float, ended: float) -> dict[str, float]:
+        """Milliseconds of each of `PARTS`; the load may have been several jobs."""
+        copy = max(job.copy_seconds for job in self.done)
+        queue = max(job.queue_seconds + job.copy_seconds for job in self.done) - copy
+        at = self.marks
+        seconds = (
+            at["asked"] - began,
+            at["answered"] - at["asked"],
+            at["sent"] - at["answered"],
+            queue,
+            copy,
+            at["known"] - at["sent"] - queue - copy,
+            ended - at["known"],
+        )
+        return {name: each * 1e3 for name, each in zip(PARTS, seconds, strict=True)}
+
+
+def measure(engine: Engine, options: Any) -> dict[str, Any]:
+    """Milliseconds of each prompt: hits on the GPU, hits in the daemon, and the parts of these."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    names = range(options.prompts)
+    engine.phase(options.prompts, 2, options.tokens)  # they compile
+    engine.phase(0, options.prompts, options.tokens)
+    on_gpu = engine.phase(0, options.prompts, options.tokens)["ms"]
+    clock = Clock(engine.scheduler_connector, get_kv_transfer_group())
+    hits, parts = [], []
+    for name in names:
+        if not engine.reset()["reset"]:
+            raise SystemExit("the engine's prefix cache could not be reset: it still holds blocks")
+        clock.marks.clear()
+        clock.done.clear()
+        began = time.perf_counter()
+        engine.phase(name, 1, options.tokens)
+        ended = time.perf_counter()
+        if not clock.done:
+            raise SystemExit("a prompt was no hit in the daemon")
+        hits.append((ended - began) * 1e3)
+        parts.append(clock.parts(began, ended))
+    return {"facts": engine.facts(), "gpu_hit_ms": on_gpu, "daemon_hit_ms": hits, "parts_ms": parts}
+
+
+def link_ms(nbytes: int) -> float:
+    """Of one copy of so many bytes of pinned memory to the GPU, at the speed of a large one."""
+    import torch
+
+    size = 1 << 30
+    source, target = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8).cuda()
+    times = []
+    for _ in range(COPIES):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3 * nbytes / size
+
+
+def show(found: dict[str, Any]) -> None:
+    medians = {name: statistics.median(each[name] for each in found["parts_ms"]) for name in PARTS}
+    runs.table(
+        "A hit in the daemon", ["part", "ms", ""], [[name, f"{medians[name]:.2f}", PARTS[name]] for name in PARTS]
+    )
+    hit, on_gpu = statistics.median(found["daemon_hit_ms"]), statistics.median(found["gpu_hit_ms"])
+    console.print(f"first token: {hit:.1f} ms from the daemon, {on_gpu:.1f} ms from the GPU's cache (medians)")
+    if link := found["link_ms"]:
+        console.print(f"link {link:.1f} ms: the hit takes {hit / (link + on_gpu):.3f} times as long as both together")
+
+
+def main() -> None:
+    parser = runs.common_arguments(__doc__, "kvsidecar")
+    parser.add_argument("--extra", default="{}", help="JSON: options of this project's connector")
+    parser.add_argument("--llm", default="{}", help="JSON: further options of vllm.LLM")
+    parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
+    options = runs.parsed(parser, SHAPE)
+    options.gpu_tokens = GPU_TOKENS_PER_PROMPT * options.tokens * options.prompts
+    options.max_tokens = 2 * options.tokens
+    pool = runs.pool_bytes(options, (options.prompts + 4) * options.tokens * kv_bytes_per_token(options.tiny))
+    with runs.folder(options) as directory, runs.daemon(options, directory, pool) as server:
+        model = directory / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
+        transfer = transfer_config("kvsidecar", pool, server.socket, json.loads(options.extra))
+        llm = {**runs.llm_options(options, max_model_len=options.max_tokens), **json.loads(options.llm)}
+        engine = Engine(str(model), transfer, options.tiny, llm, time_hooks=False)
+        found = measure(engine, options)
+        engine.end()
+        nbytes = options.tokens * kv_bytes_per_token(options.tiny)
+        found["link_ms"] = None if options.tiny else link_ms(nbytes)
+    runs.save(options, found)
+    show(found)
+
+
+if __name__ == "__main__":
+    main()
