@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--page", type=int, default=64, help="tokens in a page")
-    parser.add_argument("--chunks", type=int, default=2, help="load_chunks")
+    parser.add_argument("--chunks", type=int, default=4, help="load_chunks")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -22,7 +22,7 @@ class Options(CommonOptions):
 
     instance: str = option("sglang", read_text, "name of this engine deployment in the daemon's log and status")
     load_chunks: int = option(
-        2,
+        4,
         _load_chunks,
         "number of jobs, by layers, in which KV is loaded: the forward begins when the first part is there",
     )
