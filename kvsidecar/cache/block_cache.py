@@ -5,7 +5,7 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import inf
 
 import numpy as np
@@ -100,6 +100,19 @@ class BlockCache:
 
     def find_space(self, namespace: Namespace, group: int) -> Space | None:
         return self._table.spaces.get((namespace, group))
+
+    def readable_hashes(self, namespace: Namespace, group: int, rows: int) -> Iterator[bytes]:
+        """The joined hashes of a space's readable blocks, from ``rows`` of its table at a time, as they are when each
+        piece is asked for. It begins again if the space gets another table, or its rows are renumbered."""
+        first, index = 0, None
+        while (space := self.find_space(namespace, group)) is not None:
+            blocks = space.blocks
+            if index is not blocks.index:
+                first, index = 0, blocks.index
+            if first >= blocks.rows_used:
+                return
+            yield blocks.readable_hashes(first, first + rows)
+            first += rows
 
     def empty_space(self, hash_bytes: int) -> Space:
         """A space that never has blocks: every lookup misses, in the time of any other lookup."""

@@ -325,14 +325,7 @@ class Watches:
         yield from self.notes.of(namespace)
         groups = [space.group for space in self._cache.spaces if space.namespace == namespace]
         for group in groups:
-            first, table = 0, None
-            while (space := self._cache.find_space(namespace, group)) is not None:
-                if table is not space.blocks.index:  # another table, or its rows were renumbered
-                    first, table = 0, space.blocks.index
-                if first >= space.blocks.rows_used:
-                    break
-                hashes = space.blocks.readable_hashes(first, first + SNAPSHOT_ROWS)
-                first += SNAPSHOT_ROWS
+            for hashes in self._cache.readable_hashes(namespace, group, SNAPSHOT_ROWS):
                 yield Change(Residency.STORED, group, hashes) if hashes else None
         yield from self._snapshot_behind(namespace)
 

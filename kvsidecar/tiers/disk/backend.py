@@ -366,18 +366,13 @@ class DiskBackend(Backend):
             self._cache.watch(self._learn(space), outlet)
 
     def pieces(self, space: ShardSpace) -> Iterator[bytes]:
-        first, table = 0, None
+        with self._lock:
+            found = self._cache.readable_hashes(self._learn(space), space.group, LISTED_ROWS)
         while True:
             with self._lock:
-                known = self._cache.find_space(self._learn(space), space.group)
-                if known is None:
-                    return
-                if table is not known.blocks.index:  # another table, or its rows were renumbered
-                    first, table = 0, known.blocks.index
-                if first >= known.blocks.rows_used:
-                    return
-                hashes = known.blocks.readable_hashes(first, first + LISTED_ROWS)
-            first += LISTED_ROWS
+                hashes = next(found, None)
+            if hashes is None:
+                return
             yield hashes
 
     def probe(self) -> None:
