@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ import pytest
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
 from kvsidecar.support import child_process
 from kvsidecar.support.child_process import environment
+from tests import warm
 
 SECONDS = 60.0
 """Nothing here takes this long, also on a machine that is slow and busy; a test that waits for it has failed."""
@@ -91,14 +92,14 @@ DEVICE = os.environ.get("TEST_DEVICE", "host")
 
 
 class DaemonProcess:
-    """``kvsidecar serve`` as a process of its own.
+    """``kvsidecar serve`` as a process of its own: a fork (`tests.warm`) where the test does not look at its start.
 
     Args:
         directory: for the sockets.
         flags: of serve.
         device: ``host`` or ``cuda``.
         under: a command that runs the daemon, such as ``unshare``.
-        until: the log line that the constructor waits for.
+        until: the log line that the constructor waits for. With one of the start it is started as by a user.
         stderr: a descriptor for standard error; the log is not read then, and nothing is waited for.
         local: whether its clients use the local protocol, or gRPC.
         python: the interpreter that runs it.
@@ -122,19 +123,28 @@ class DaemonProcess:
     ) -> None:
         self.local = local
         self.socket = str(directory / "kvs.sock")
-        command = [*under, str(python), "-m", "kvsidecar", "serve", "--device", device, "--socket", self.socket]
-        command += ["--http-port", "0", "--log-format", "json", *flags]
+        arguments = ["serve", "--device", device, "--socket", self.socket, "--http-port", "0", "--log-format", "json"]
+        arguments += flags
         if "--config" not in flags:  # over which a flag would win
-            command += ["--log-level", "debug"]
+            arguments += ["--log-level", "debug"]
         if "--pool-size" not in flags:
-            command += ["--pool-size", "1MiB"]
-        self.process = child_process.start(
-            command,
+            arguments += ["--pool-size", "1MiB"]
+        self.process: subprocess.Popen[str] | warm.Forked
+        self._stderr: TextIO | None = None
+        all_variables, forked = environment(**variables), None
+        if stderr is None:
+            reader, stderr = os.pipe()
+            self._stderr = os.fdopen(reader)
+            if not under and python == sys.executable and until == "listening":
+                forked = warm.start("kvsidecar", arguments, all_variables, stderr=stderr)
+        self.process = forked or child_process.start(
+            [*under, str(python), "-m", "kvsidecar", *arguments],
             stdin=subprocess.DEVNULL,  # at a terminal SIGHUP would not reload
-            stderr=subprocess.PIPE if stderr is None else stderr,
-            text=True,
-            env=environment(**variables),
+            stderr=stderr,
+            env=all_variables,
         )
+        if self._stderr is not None:
+            os.close(stderr)
         self.log: list[dict[str, Any]] = []
         self._ahead: list[dict[str, Any]] = []
         """Lines that came before the one that was waited for last, and are of a later time: the daemon and its children
@@ -142,12 +152,12 @@ class DaemonProcess:
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.http = "" if stderr is not None else self.wait_log(until).get("http", "")
+        self.http = "" if self._stderr is None else self.wait_log(until).get("http", "")
 
     def _read(self) -> None:
-        if self.process.stderr is None:
+        if self._stderr is None:
             return
-        for line in self.process.stderr:
+        for line in self._stderr:
             try:
                 self._news.put(json.loads(line))
             except ValueError:
@@ -256,8 +266,8 @@ class DaemonProcess:
         self.process.kill()
         self.process.wait()
         self._reader.join()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        if self._stderr is not None:
+            self._stderr.close()
         if error is not None:
             while not self._news.empty():
                 self.log.append(self._news.get() or {})

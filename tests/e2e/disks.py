@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvsidecar.client import LookupResult
@@ -13,12 +14,12 @@ POOL_BLOCKS = 8
 TIER = "kvsidecar.tiers.process"
 
 
-def disk_daemon(directory: Path, *more: str, **environment: str) -> DaemonProcess:
+def disk_daemon(directory: Path, *more: str, under: Sequence[str] = (), **environment: str) -> DaemonProcess:
     """A pool of eight blocks, and a disk of 256."""
     pool = f"{POOL_BLOCKS * SHARD_BYTES >> 10}KiB"
     sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", pool)]
     disk = ("--disk-dir", str(directory / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB")
-    return DaemonProcess(directory, *sizes, *disk, *more, **environment)
+    return DaemonProcess(directory, *sizes, *disk, *more, under=under, **environment)
 
 
 def tier_metric(daemon: DaemonProcess, name: str, tier: str = "disk", **labels: str) -> float:

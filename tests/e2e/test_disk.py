@@ -448,13 +448,9 @@ def test_a_second_daemon_serves_without_the_disk_and_takes_it_when_the_first_is_
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to raise a priority")
 def test_a_tier_takes_no_core_from_engines_whatever_the_priority_of_the_daemon(short_dir: Path) -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, -5)
-    try:
-        with disk_daemon(short_dir) as daemon:
-            daemon.wait_ready()
-            eventually(lambda: tier_metric(daemon, "up") == 1)
-            assert os.getpriority(os.PRIO_PROCESS, daemon.process.pid) == -5
-            assert os.getpriority(os.PRIO_PROCESS, tier_pid(daemon)) == 0
-    finally:
-        os.setpriority(os.PRIO_PROCESS, 0, before)
+    less = -5 - os.getpriority(os.PRIO_PROCESS, 0)
+    with disk_daemon(short_dir, under=["nice", "-n", str(less)]) as daemon:
+        daemon.wait_ready()
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        assert os.getpriority(os.PRIO_PROCESS, daemon.process.pid) == -5
+        assert os.getpriority(os.PRIO_PROCESS, tier_pid(daemon)) == 0

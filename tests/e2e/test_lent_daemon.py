@@ -48,7 +48,7 @@ def loses_its_copier(lent: LentDaemon) -> None:
 
 def is_stopped(lent: LentDaemon) -> None:
     lent.process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, lent.process.pid, os.WSTOPPED | os.WNOWAIT)
+    eventually(lent.is_stopped)
 
 
 def ends(lent: LentDaemon) -> None:

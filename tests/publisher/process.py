@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from kvsidecar.support import child_process
-from tests.harness import SECONDS, eventually
+from tests import warm
+from tests.harness import SECONDS, environment, eventually
 
 
 class PublisherProcess:
@@ -20,12 +21,12 @@ class PublisherProcess:
     def __init__(self, directory: Path, socket: str, *options: str) -> None:
         self.path, self.replay = f"{directory}/kv.events", f"ipc://{directory}/kv.replay"
         self._log = directory / "publish.log"
-        command = [
-            sys.executable, "-m", "kvsidecar", "publish", "--socket", socket, "--bind", f"ipc://{self.path}",
-            "--replay", self.replay, "--node", "n1", *options,
-        ]  # fmt: skip
+        arguments = ["publish", "--socket", socket, "--bind", f"ipc://{self.path}", "--replay", self.replay]
+        arguments += ["--node", "n1", *options]
         with self._log.open("ab") as log:
-            self.process = child_process.start(command, stderr=log)
+            self.process = warm.start(
+                "kvsidecar", arguments, environment(), stderr=log.fileno()
+            ) or child_process.start([sys.executable, "-m", "kvsidecar", *arguments], stderr=log)
 
     def wait_log(self, text: str, count: int = 1) -> None:
         eventually(lambda: self.log.count(text) >= count or self.process.poll() is not None, lambda: self.log)
