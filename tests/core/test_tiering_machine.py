@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -263,9 +264,9 @@ class TwoTiersMachine(TieringMachine):
     TIERS = 2
 
 
-TestTieringMachine = TieringMachine.TestCase
+TestTieringMachine = pytest.mark.no_cover(TieringMachine.TestCase)
 TestTieringMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestTwoTiersMachine = TwoTiersMachine.TestCase
+TestTwoTiersMachine = pytest.mark.no_cover(TwoTiersMachine.TestCase)
 TestTwoTiersMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
@@ -273,5 +274,5 @@ class OnEvictMachine(TieringMachine):
     admission = Admission.ON_EVICT
 
 
-TestOnEvictMachine = OnEvictMachine.TestCase
+TestOnEvictMachine = pytest.mark.no_cover(OnEvictMachine.TestCase)
 TestOnEvictMachine.settings = TestTieringMachine.settings
