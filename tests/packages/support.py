@@ -24,6 +24,17 @@ def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
     return ran.stdout
 
 
+def new_environment(directory: Path) -> Path:
+    """The interpreter of a new environment. It has no pip, which takes longer to install than all else: see `pip`."""
+    run(sys.executable, "-m", "venv", "--without-pip", directory)
+    return directory / "bin" / "python"
+
+
+def pip(python: Path, *arguments: str | Path) -> str:
+    """Run this interpreter's pip on another environment."""
+    return run(sys.executable, "-m", "pip", "--python", python, *arguments)
+
+
 def git(directory: Path, *arguments: str) -> str:
     person = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
     return run("git", *person, *arguments, cwd=directory, GIT_COMMITTER_DATE=WHEN, GIT_AUTHOR_DATE=WHEN)

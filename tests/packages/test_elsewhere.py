@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from email.parser import HeaderParser
@@ -23,7 +22,7 @@ from tests.e2e import remote as remotes
 from tests.e2e.remote import Pki, Remote
 from tests.harness import NAMESPACE, SECONDS, Rank, done, environment, hashes
 from tests.packages import elsewhere
-from tests.packages.support import run
+from tests.packages.support import new_environment, pip
 from tests.terminal import Terminal
 
 pki, remote = remotes.pki, remotes.remote
@@ -53,12 +52,10 @@ def python(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     wheels = [path for name, path in built.items() if name.endswith(".whl")]
     darwin, win32 = (required(wheels, platform) for platform in PLATFORMS)
     assert darwin == win32
-    directory = tmp_path_factory.mktemp("laptop")
-    run(sys.executable, "-m", "venv", directory)
-    python = directory / "bin" / "python"
-    pip = (python, "-m", "pip", "install", "--quiet", "--no-compile")
-    run(*pip, *sorted(darwin))
-    run(*pip, "--no-deps", *wheels)
+    python = new_environment(tmp_path_factory.mktemp("laptop"))
+    install = ("install", "--quiet", "--no-compile")
+    pip(python, *install, *sorted(darwin))
+    pip(python, *install, "--no-deps", *wheels)
     return python
 
 

@@ -19,7 +19,17 @@ from packaging.version import Version
 
 from deploy.image.lock import FILES, wanted
 from tests.harness import DaemonProcess
-from tests.packages.support import ROOT, TAG, copy_of_the_checkout, git, make_package, repository, run
+from tests.packages.support import (
+    ROOT,
+    TAG,
+    copy_of_the_checkout,
+    git,
+    make_package,
+    new_environment,
+    pip,
+    repository,
+    run,
+)  # fmt: skip
 
 OF_CLIENT = {"grpcio", "kvsidecar-client", "numpy", "protobuf"}
 ENGINE = r"^```python\n(.*?HostBuffer.*?)^```"
@@ -38,18 +48,16 @@ def install(tmp_path_factory: pytest.TempPathFactory, wheels: dict[str, Path]) -
     """The interpreter of a new environment with one of the distributions."""
 
     def into_a_new_environment(name: str) -> Path:
-        directory = tmp_path_factory.mktemp(name)
-        run(sys.executable, "-m", "venv", directory)
-        python = directory / "bin" / "python"
+        python = new_environment(tmp_path_factory.mktemp(name))
         links = wheels[name].parent
-        run(python, "-m", "pip", "install", "--quiet", "--no-compile", "--find-links", links, f"{name}==9.8.7")
+        pip(python, "install", "--quiet", "--no-compile", "--find-links", links, f"{name}==9.8.7")
         return python
 
     return into_a_new_environment
 
 
 def packages_of(python: Path) -> set[str]:
-    shown = run(python, "-m", "pip", "list", "--format", "freeze", "--disable-pip-version-check")
+    shown = pip(python, "list", "--format", "freeze", "--disable-pip-version-check")
     return {line.partition("==")[0].lower() for line in shown.split()} - {
         "pip",
         "setuptools",
