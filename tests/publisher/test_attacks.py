@@ -88,15 +88,12 @@ def test_the_memory_comes_back_when_the_attacks_are_over(short_dir: Path) -> Non
         with subscribe(each) as router:
             wait_for(router, engine.store(1))
             before = rss(each.process.pid)
-            process = attack(short_dir, "publisher_memory", seconds=SECONDS)
+            # How long it takes is a matter of the cores: until it is killed.
+            process = attack(short_dir, "publisher_memory", seconds=10 * SECONDS)
             try:
-                eventually(
-                    lambda: (
-                        each.metric("kvsidecar_publisher_known_bytes") > REMEMBERED_BYTES or process.poll() is not None
-                    ),
-                    lambda: f"{each.metric('kvsidecar_publisher_known_bytes')} bytes are remembered",
-                    pause=0.2,
-                )
+                while each.metric("kvsidecar_publisher_known_bytes") <= REMEMBERED_BYTES:
+                    assert process.poll() is None
+                    time.sleep(0.2)
             finally:
                 process.kill()
                 process.communicate()
