@@ -33,7 +33,8 @@ PARTS = {
     "report": "until the engine's rank knows of its end",
     "forward": "until the token: the scheduler hears of it, schedules, and computes",
 }
-GPU_TOKENS_PER_PROMPT = 3
+MORE_PROMPTS = 4
+"""For which there is room, on the GPU and in the pool: those that compile, and those that drain the engine."""
 COPIES = 7
 
 
@@ -141,9 +142,9 @@ def main() -> None:
     parser.add_argument("--llm", default="{}", help="JSON: further options of vllm.LLM")
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     options = runs.parsed(parser, SHAPE)
-    options.gpu_tokens = GPU_TOKENS_PER_PROMPT * options.tokens * options.prompts
+    options.gpu_tokens = (options.prompts + MORE_PROMPTS) * options.tokens
     options.max_tokens = 2 * options.tokens
-    pool = runs.pool_bytes(options, (options.prompts + 4) * options.tokens * kv_bytes_per_token(options.tiny))
+    pool = runs.pool_bytes(options, options.gpu_tokens * kv_bytes_per_token(options.tiny))
     with runs.folder(options) as directory, runs.daemon(options, directory, pool) as server:
         model = directory / "model"
         model.mkdir(exist_ok=True)
