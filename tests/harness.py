@@ -136,7 +136,7 @@ class DaemonProcess:
             reader, stderr = os.pipe()
             self._stderr = os.fdopen(reader)
             if not under and python == sys.executable and until == "listening":
-                forked = warm.start("kvsidecar", arguments, all_variables, stderr=stderr)
+                forked = warm.start(arguments, all_variables, stderr=stderr)
         self.process = forked or child_process.start(
             [*under, str(python), "-m", "kvsidecar", *arguments],
             stdin=subprocess.DEVNULL,  # at a terminal SIGHUP would not reload

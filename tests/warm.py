@@ -81,14 +81,14 @@ class Forked:
 
 
 class _Origin:
-    """The process that is forked to run a module, as the tests see it."""
+    """The process that is forked, as the tests see it."""
 
-    def __init__(self, module: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = dict(variables)
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         # The last argument is room for the command lines of the forks.
-        command = [sys.executable, "-m", "tests.warm", module, str(theirs.fileno()), "-" * ROOM]
+        command = [sys.executable, "-m", "tests.warm", str(theirs.fileno()), "-" * ROOM]
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=variables
@@ -104,51 +104,36 @@ class _Origin:
         differ = {name for name, _ in self._variables.items() ^ variables.items()}
         return all(name.startswith(READ_WHEN_NEEDED) for name in differ)
 
-    def fork(
-        self, arguments: Sequence[str], fds: Sequence[int], variables: Mapping[str, str], *, new_session: bool
-    ) -> int:
-        request: dict[str, Any] = {"arguments": arguments, "variables": dict(variables), "directory": os.getcwd()}
-        request["new_session"] = new_session
+    def fork(self, arguments: Sequence[str], fds: Sequence[int], variables: Mapping[str, str]) -> int:
+        request = {"arguments": arguments, "variables": dict(variables), "directory": os.getcwd()}
         with self._lock:
             socket.send_fds(self._connection, [json.dumps(request).encode()], fds)
             return int(self._connection.recv(16))
 
 
-_origins: dict[str, _Origin] = {}
+_origin: _Origin | None = None
 _making = threading.Lock()
 
 
-def start(
-    module: str,
-    arguments: Sequence[str],
-    variables: Mapping[str, str],
-    *,
-    stdin: int | None = None,
-    stdout: int = 1,
-    stderr: int = 2,
-    new_session: bool = False,
-) -> Forked | None:
-    """Start this module, one of `_IMPORTS`, with these arguments.
-
-    Args:
-        stdin: None for an empty one.
+def start(arguments: Sequence[str], variables: Mapping[str, str], *, stdout: int = 1, stderr: int = 2) -> Forked | None:
+    """Start ``kvsidecar`` with these arguments, and an empty standard input.
 
     Returns:
         None: it has to be started in the usual way, because of its variables.
     """
+    global _origin
     with _making:
-        if (origin := _origins.get(module)) is None:
-            origin = _origins[module] = _Origin(module, environment())
+        if (origin := _origin) is None:
+            origin = _origin = _Origin(environment())
     if not origin.fits(variables):
         return None
     with open(os.devnull, "rb") as null:
         ended, theirs = os.pipe()
-        fds = [null.fileno() if stdin is None else stdin, stdout, stderr, theirs]
         try:
-            pid = origin.fork(arguments, fds, variables, new_session=new_session)
+            pid = origin.fork(arguments, [null.fileno(), stdout, stderr, theirs], variables)
         finally:
             os.close(theirs)
-    return Forked([module, *arguments], pid, ended)
+    return Forked(["kvsidecar", *arguments], pid, ended)
 
 
 def _import() -> None:
@@ -166,12 +151,7 @@ def _import() -> None:
     gc.enable()
 
 
-_IMPORTS: Final = {
-    "kvsidecar": _import,
-}
-
-
-def _serve(module: str, connection: socket.socket) -> str:
+def _serve(connection: socket.socket) -> str:
     """Fork for each request. Returns in a fork, the module that it runs, with ``sys.argv`` set for it."""
     me, running = os.getpid(), dict[int, tuple[int, int]]()
     poll = select.poll()
@@ -192,7 +172,7 @@ def _serve(module: str, connection: socket.socket) -> str:
             if (pid := os.fork()) == 0:
                 for each in (connection.detach(), *running, *(ended for _, ended in running.values()), fds.pop()):
                     os.close(each)
-                return _become(module, json.loads(data), fds, me)
+                return _become(json.loads(data), fds, me)
             pidfd = os.pidfd_open(pid)
             running[pidfd] = pid, fds.pop()
             poll.register(pidfd, select.POLLIN)
@@ -201,13 +181,11 @@ def _serve(module: str, connection: socket.socket) -> str:
             connection.send(str(pid).encode())
 
 
-def _become(module: str, request: dict[str, Any], fds: Sequence[int], parent: int) -> str:
+def _become(request: dict[str, Any], fds: Sequence[int], parent: int) -> str:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if request["new_session"]:
-        os.setsid()
     for number, (name, fd) in enumerate(zip(("stdin", "stdout", "stderr"), fds, strict=True)):
         os.dup2(fd, number)
         os.close(fd)
@@ -223,7 +201,7 @@ def _become(module: str, request: dict[str, Any], fds: Sequence[int], parent: in
     arguments = request["arguments"]
     if arguments[0] == "serve" and "--check" not in arguments and (copiers_end := _fork_copier()) is not None:
         return _named("kvsidecar.copier.process", str(copiers_end))
-    return _named(module, *arguments)
+    return _named("kvsidecar", *arguments)
 
 
 class _Copier:
@@ -287,6 +265,6 @@ def _named(module: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's: the tests decide
-    _IMPORTS[sys.argv[1]]()
+    _import()
     gc.freeze()  # a collection in a fork would write to the pages that it shares
-    runpy.run_module(_serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2]))), run_name="__main__", alter_sys=True)
+    runpy.run_module(_serve(socket.socket(fileno=int(sys.argv[1]))), run_name="__main__", alter_sys=True)

@@ -13,7 +13,7 @@ from tests.harness import SECONDS, environment
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = warm.start(
-            "kvsidecar", arguments, environment(**variables), stdout=stdout.fileno(), stderr=stderr.fileno()
+            arguments, environment(**variables), stdout=stdout.fileno(), stderr=stderr.fileno()
         ) or subprocess.Popen(
             [sys.executable, "-m", "kvsidecar", *arguments], stdout=stdout, stderr=stderr, env=environment(**variables)
         )

@@ -24,9 +24,9 @@ class PublisherProcess:
         arguments = ["publish", "--socket", socket, "--bind", f"ipc://{self.path}", "--replay", self.replay]
         arguments += ["--node", "n1", *options]
         with self._log.open("ab") as log:
-            self.process = warm.start(
-                "kvsidecar", arguments, environment(), stderr=log.fileno()
-            ) or child_process.start([sys.executable, "-m", "kvsidecar", *arguments], stderr=log)
+            self.process = warm.start(arguments, environment(), stderr=log.fileno()) or child_process.start(
+                [sys.executable, "-m", "kvsidecar", *arguments], stderr=log
+            )
 
     def wait_log(self, text: str, count: int = 1) -> None:
         eventually(lambda: self.log.count(text) >= count or self.process.poll() is not None, lambda: self.log)
