@@ -24,7 +24,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.metrics import metric
 from kvsidecar.bench.engine import Engine, attached, throughput
 from kvsidecar.bench.layouts import CONTIGUOUS, STACKED, Layout
 from kvsidecar.bench.machine import children_of
@@ -70,14 +70,6 @@ class Side:
 
     def metric(self, name: str) -> float:
         return metric(self.daemon, name)
-
-
-def metric(daemon: PrivateDaemon, name: str) -> float:
-    with urllib.request.urlopen(daemon.said["listening"]["http"] + "/metrics") as reply:
-        for line in reply.read().decode().splitlines():
-            if line.startswith(name):
-                return float(line.rpartition(" ")[2])
-    sys.exit(f"{name} is not exported")
 
 
 def tier_pids(daemon: PrivateDaemon) -> list[int]:

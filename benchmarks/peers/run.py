@@ -99,8 +99,7 @@ def served(system: System, settings: Settings, logs: Path) -> Iterator[tuple[Set
         yield settings, None
         return
     with serving as server:
-        known = replace(settings, rpc=f"127.0.0.1:{server.rpc}", http=f"127.0.0.1:{server.http}")
-        yield known, server.process
+        yield replace(settings, rpc=server.socket, http=f"127.0.0.1:{server.http}"), server.process
 
 
 def measure(system: System, settings: Settings, logs: Path, seconds: float) -> list[Row]:

@@ -30,6 +30,11 @@ class Server:
     rpc: int
     http: int
 
+    @property
+    def socket(self) -> str:
+        """Address and port of its RPCs."""
+        return f"127.0.0.1:{self.rpc}"
+
 
 @contextmanager
 def pegaflow(pool_bytes: int, log: Path, gpus: int = 1) -> Iterator[Server]:

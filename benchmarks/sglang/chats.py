@@ -93,10 +93,7 @@ def prompts(options: argparse.Namespace, child: Child, evict_tokens: int) -> dic
 def engine(
     mode: str, options: argparse.Namespace, directory: Path, pool: int, server: PrivateDaemon | None
 ) -> Iterator[Child]:
-    model = directory / "model"
-    if not model.exists():
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
+    model = runs.model_folder(directory, model_config(options.tiny))
     arguments = {
         **engine_arguments(options.tiny, options.concurrency),
         "page_size": options.page,

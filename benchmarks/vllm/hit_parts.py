@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.peers.cuda import opened_gpu
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import Engine, kv_bytes_per_token, model_config, transfer_config
 from benchmarks.vllm.runs import console
@@ -35,7 +36,6 @@ PARTS = {
 }
 MORE_PROMPTS = 4
 """For which there is room, on the GPU and in the pool: those that compile, and those that drain the engine."""
-COPIES = 7
 
 
 class Clock:
@@ -88,13 +88,12 @@ def measure(engine: Engine, options: Any) -> dict[str, Any]:
     """Milliseconds of each prompt: hits on the GPU, hits in the daemon, and the parts of these."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    names = range(options.prompts)
     engine.phase(options.prompts, 2, options.tokens)  # they compile
     engine.phase(0, options.prompts, options.tokens)
     on_gpu = engine.phase(0, options.prompts, options.tokens)["ms"]
     clock = Clock(engine.scheduler_connector, get_kv_transfer_group())
     hits, parts = [], []
-    for name in names:
+    for name in range(options.prompts):
         if not engine.reset()["reset"]:
             raise SystemExit("the engine's prefix cache could not be reset: it still holds blocks")
         clock.marks.clear()
@@ -109,22 +108,6 @@ def measure(engine: Engine, options: Any) -> dict[str, Any]:
     return {"facts": engine.facts(), "gpu_hit_ms": on_gpu, "daemon_hit_ms": hits, "parts_ms": parts}
 
 
-def link_ms(nbytes: int) -> float:
-    """Of one copy of so many bytes of pinned memory to the GPU, at the speed of a large one."""
-    import torch
-
-    size = 1 << 30
-    source, target = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8).cuda()
-    times = []
-    for _ in range(COPIES):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3 * nbytes / size
-
-
 def show(found: dict[str, Any]) -> None:
     medians = {name: statistics.median(each[name] for each in found["parts_ms"]) for name in PARTS}
     runs.table(
@@ -137,25 +120,23 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = runs.common_arguments(__doc__, "kvsidecar")
-    parser.add_argument("--extra", default="{}", help="JSON: options of this project's connector")
-    parser.add_argument("--llm", default="{}", help="JSON: further options of vllm.LLM")
+    parser = runs.arguments(__doc__, ["kvsidecar"])
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     options = runs.parsed(parser, SHAPE)
     options.gpu_tokens = (options.prompts + MORE_PROMPTS) * options.tokens
     options.max_tokens = 2 * options.tokens
     pool = runs.pool_bytes(options, options.gpu_tokens * kv_bytes_per_token(options.tiny))
     with runs.folder(options) as directory, runs.daemon(options, directory, pool) as server:
-        model = directory / "model"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
+        model = runs.model_folder(directory, model_config(options.tiny))
         transfer = transfer_config("kvsidecar", pool, server.socket, json.loads(options.extra))
         llm = {**runs.llm_options(options, max_model_len=options.max_tokens), **json.loads(options.llm)}
         engine = Engine(str(model), transfer, options.tiny, llm, time_hooks=False)
         found = measure(engine, options)
         engine.end()
-        nbytes = options.tokens * kv_bytes_per_token(options.tiny)
-        found["link_ms"] = None if options.tiny else link_ms(nbytes)
+    found["link_ms"] = None
+    if not options.tiny:
+        with opened_gpu() as gpu:
+            found["link_ms"] = options.tokens * kv_bytes_per_token(False) / gpu.bulk_gbps("load") / 1e6
     runs.save(options, found)
     show(found)
 

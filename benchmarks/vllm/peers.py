@@ -58,13 +58,6 @@ PEERS = {
 }
 
 
-@dataclass(frozen=True)
-class Running:
-    """A server that is ready. Its socket is its address and port."""
-
-    socket: str
-
-
 def check(mode: str, tiny: bool) -> None:
     """Raises SystemExit if it can certainly not run."""
     if tiny:
@@ -74,7 +67,7 @@ def check(mode: str, tiny: bool) -> None:
 
 
 @contextmanager
-def server(mode: str, directory: Path, pool_bytes: int, gpus: int = 1) -> Iterator[Running]:
+def server(mode: str, directory: Path, pool_bytes: int, gpus: int = 1) -> Iterator[servers.Server]:
     """A server that is ready, until the end of the block.
 
     Raises:
@@ -86,14 +79,14 @@ def server(mode: str, directory: Path, pool_bytes: int, gpus: int = 1) -> Iterat
             found = stack.enter_context(PEERS[mode].start(pool_bytes, log, gpus))
         except PeerFailedError as error:
             raise SystemExit(f"--modes: {mode}: {error}") from None
-        yield Running(f"127.0.0.1:{found.rpc}")
+        yield found
 
 
 def transfer_config(mode: str, socket: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's configuration of a connector.
 
     Args:
-        socket: as `Running` has it.
+        socket: as the server has it.
         extra: further options, such as ``{"pegaflow.transfer_backend": "kernel"}``.
     """
     peer = PEERS[mode]

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.peers import servers
 from benchmarks.vllm import peers
 from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
@@ -137,7 +138,7 @@ def daemon(
 
 def offloads_to(
     options: argparse.Namespace, directory: Path, mode: str, pool_bytes: int, flags: Sequence[str] = ()
-) -> AbstractContextManager[PrivateDaemon | peers.Running | None]:
+) -> AbstractContextManager[PrivateDaemon | servers.Server | None]:
     """What the engine of a mode needs beside it, ready: the daemon, another one, or nothing."""
     if mode == "kvsidecar":
         return daemon(options, directory, pool_bytes, flags)
@@ -146,24 +147,30 @@ def offloads_to(
     return nullcontext()
 
 
+def model_folder(directory: Path, config: Mapping[str, Any]) -> Path:
+    """A model of random weights, the same for all engines of a run: rewritten it would be another checkpoint, whose KV
+    is not shared."""
+    model = directory / "model"
+    if not model.exists():
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
 def engine(
     options: argparse.Namespace,
     directory: Path,
     mode: str,
     pool_bytes: int,
-    running: PrivateDaemon | peers.Running | None,
+    running: PrivateDaemon | servers.Server | None,
     *,
     time_hooks: bool = True,
     **llm: Any,
 ) -> AbstractContextManager[Child]:
     """An engine that starts; its `started` waits."""
     extra = extra_of(mode, json.loads(options.extra))
-    model = directory / "model"
-    if not model.exists():  # rewritten it would be another checkpoint, whose KV is not shared
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(model_config(options.tiny)))
     config = {
-        "model": str(model),
+        "model": str(model_folder(directory, model_config(options.tiny))),
         "transfer": transfer_config(mode, pool_bytes, running.socket if running else None, extra),
         "tiny": options.tiny,
         "options": {**llm, **json.loads(options.llm)},

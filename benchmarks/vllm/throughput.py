@@ -17,14 +17,12 @@ one on the GPU. How fast the daemon's loads are then, and how fast beside a work
 from __future__ import annotations
 
 import argparse
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from benchmarks.metrics import metric
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50, p99
@@ -92,15 +90,8 @@ def loads(server: object) -> Iterator[dict[str, float]]:
 def _loaded(server: object) -> dict[str, float]:
     if not isinstance(server, PrivateDaemon):
         return {}
-    with urllib.request.urlopen(server.said["listening"]["http"] + "/metrics") as reply:
-        families = list(text_string_to_metric_families(reply.read().decode()))
-    samples = {sample.name: sample.value for each in families for sample in each.samples if _of_loads(sample.labels)}
     names = {"jobs": "copy_seconds_count", "bytes": "copy_size_bytes_sum", "seconds": "copy_seconds_sum"}
-    return {short: samples.get(f"kvsidecar_{name}", 0.0) for short, name in names.items()}
-
-
-def _of_loads(labels: Mapping[str, str]) -> bool:
-    return labels.get("direction") == "load"
+    return {short: metric(server, f'kvsidecar_{name}{{direction="load"}}') for short, name in names.items()}
 
 
 def refusals(socket: str) -> dict[str, int]:
