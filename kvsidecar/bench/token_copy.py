@@ -19,6 +19,9 @@ BLOCKS, IN_FLIGHT = 64, 4
 SAMPLES = 2000
 SETTLE_SECONDS = 0.3
 """From the first job to the first sample."""
+MOVE_SECONDS, POLL_SECONDS = 10.0, 0.01
+"""On a busy machine the work may be over before a job of each direction has ended. That is waited for so long, since a
+rate of 0 would say that nothing moves."""
 STORE, LOAD = Direction.STORE, Direction.LOAD
 Result = TypeVar("Result")
 
@@ -62,9 +65,17 @@ def meanwhile(
         before = rank.call("count")
         result = work()
         after = rank.call("count")
+        deadline = time.monotonic() + MOVE_SECONDS
+        while not _all_moved(before, after, directions) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            after = rank.call("count")
     finally:
         rank.call("stop")
     return result, _rates(before, after)
+
+
+def _all_moved(before: Row, after: Row, directions: Sequence[Direction]) -> bool:
+    return all(after[each.value]["bytes"] > before[each.value]["bytes"] for each in directions)
 
 
 def _rates(before: Row, after: Row) -> Row:
