@@ -2,8 +2,10 @@
 
 A lookup's time here is that from the question to the answer without what the daemon's threads wait for a core, of which
 the kernel keeps count; attackers and publisher run only where a core has nothing else to do. Left are the daemon's own
-work and stalls of the whole machine, such as a hypervisor's. These strike another daemon as well, which nobody attacks
-and which is asked in turns with the first.
+work and stalls of the machine, such as a hypervisor's. Some of these strike another daemon as well, which nobody
+attacks and which is asked in turns with the first; others only a process that works: on some machines a server of
+twenty lines that computes for a third of its time has two or three answers of 4 ms in each 20 s
+(`python -m benchmarks.stalls`).
 """
 
 from __future__ import annotations
@@ -34,13 +36,12 @@ STORING = ("colliding_hashes", "publisher_memory")
 ATTACK_SECONDS = 600.0
 """Longer than the test: they are killed."""
 IDLE_SECONDS, ROUND_SECONDS = 4.0, 20.0
-TIMES = 10
-"""A lookup is late that takes so many times as long as all but one in a hundred when nobody attacks."""
+LIMITS = ((10, 0.001), (40, 0.0))
+"""The share of a round's lookups, beyond as many as of the other daemon, that may take so many times as long as all but
+one in a hundred when nobody attacks."""
 ROUNDS = 8
-"""At most, until one without more than `LATE`: what the daemon does it does in each round, and a stall of the machine
-in all of them is not likely."""
-LATE = 0
-"""Of some 28,000 lookups of a round, beyond as many as the other daemon was late with."""
+"""At most, until one within the limits: what the daemon does it does in each round, and long stalls of the machine in
+all of them are not likely."""
 LEAST_CORES = 0.2
 """Of the attackers: in a round with less, the machine was too busy with other things for an attack."""
 FULL_SECONDS = 15.0
@@ -134,24 +135,27 @@ def test_under_all_attacks_at_once_no_lookup_is_late_and_the_memory_comes_back(s
         behind_all(publisher.process.pid)
         ask_in_turns(attacked, other, own, 0.5)
         idle, idle_other = ask_in_turns(attacked, other, own, IDLE_SECONDS)
-        limit = TIMES * p99(idle)
+        limits = [(times * p99(idle), share) for times, share in LIMITS]
         print(f"idle: {said(idle)}; the other daemon: {said(idle_other)}")
         start, fds = rss_mib(daemon), open_fds(daemon)
         attacked.most_mib = 0.0
         with all_attacks(attacked, behind=True) as had:
             eventually(lambda: daemon.refused("limit") > 0)
-            rounds = []
+            rounds: list[list[int]] = []
+            kept = False
             for _ in range(ROUNDS):
                 before = had()
                 busy, busy_other = ask_in_turns(attacked, other, own, ROUND_SECONDS)
                 cores = (had() - before) / ROUND_SECONDS
-                beyond = late(busy, limit) - late(busy_other, limit)
+                beyond = [late(busy, limit) - late(busy_other, limit) for limit, _ in limits]
                 print(
                     f"attacked by {cores:.2f} cores: {said(busy)}; the other daemon: {said(busy_other)}; late: {beyond}"
                 )
-                if cores >= LEAST_CORES:
-                    rounds.append(beyond)
-                if rounds and rounds[-1] <= LATE:
+                if cores < LEAST_CORES:
+                    continue
+                rounds.append(beyond)
+                kept = all(count <= share * len(busy) for count, (_, share) in zip(beyond, limits, strict=True))
+                if kept:
                     break
         with all_attacks(attacked, behind=False):
             until = time.monotonic() + FULL_SECONDS
@@ -172,4 +176,4 @@ def test_under_all_attacks_at_once_no_lookup_is_late_and_the_memory_comes_back(s
         assert daemon.get("/health")[0] == daemon.get("/ready")[0] == 200
     if not rounds:
         pytest.skip("the machine was too busy with other things: nothing was said about the times of lookups")
-    assert min(rounds) <= LATE, f"lookups of more than {limit * 1e3:.2f} ms in each round: {rounds}"
+    assert kept, f"lookups of more than {' and '.join(f'{each * 1e3:.2f}' for each, _ in limits)} ms: {rounds}"
