@@ -115,6 +115,18 @@ def test_a_request_waits_for_an_answer_only_so_long() -> None:
     assert made.get_num_new_matched_tokens(other, 0) == (8, True)
 
 
+def test_a_request_does_not_wait_for_what_an_earlier_run_of_the_daemon_had() -> None:
+    """A model with a window chooses what is fetched. Its lookup was answered before the daemon was restarted."""
+    daemon, request = TinyDaemon(), Request("r", list(range(14)))
+    made = attached([full(), group(1, Kind.SLIDING_WINDOW, 4, window=5)], daemon=daemon)
+    for index in (0, 1):
+        daemon.put(index, request.block_hashes)
+    made.on_new_request(request)
+    daemon.epoch += 1
+    daemon.blocks.clear()
+    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
 def test_a_request_waits_for_blocks_from_a_slower_tier_and_takes_them_all_when_they_are_there() -> None:
     daemon, clock = TinyDaemon(), Clock()
     made = attached(daemon=daemon, clock=clock)

@@ -163,14 +163,15 @@ class Lookups:
         self._count(question)
         self._release_lease(request.request_id)  # after the lookup, whose lease protects the same blocks
         offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
-        if not question.reason and question.ready and self._client.epoch == epoch:
+        same_run = self._client.epoch == epoch  # else the answer is of a daemon that may have none of it now
+        if not question.reason and question.ready and same_run:
             offer.tokens = self._longest(question, local, most)
             offer.hashes = question.packed(local, self._hash_bytes) if offer.tokens else {}
         if question.reason != NO_ANSWER and question.lease is not None:
             offer.lease, self._leased[request.request_id] = question.lease, offer.answered
             if not offer.tokens:
                 self._release_lease(request.request_id)
-        offer.coming = self._waits_for_more(offer, question, local, most)
+        offer.coming = same_run and self._waits_for_more(offer, question, local, most)
         return None if offer.coming else offer.tokens
 
     def _ask(self, question: Question, offer: Offer, local: int, most: int) -> None:
