@@ -68,8 +68,8 @@ class Clock:
         setattr(owner, name, marked)
 
     def parts(self, began: float, ended: float) -> dict[str, float]:
-        """Milliseconds of each of `PARTS`; the load may have been several jobs."""
-        copy = max(job.copy_seconds for job in self.done)
+        """Milliseconds of each of `PARTS`; the load may have been several jobs, one after the other."""
+        copy = sum(job.copy_seconds for job in self.done)
         queue = max(job.queue_seconds + job.copy_seconds for job in self.done) - copy
         at = self.marks
         seconds = (

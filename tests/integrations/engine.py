@@ -14,6 +14,7 @@ from kvsidecar.client import BreakerState
 from kvsidecar.client.types import NO_ANSWER, GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.recomputing import Recompute
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.types import LookupMode, Namespace
@@ -380,6 +381,7 @@ def side(
     events: Any = None,
     longest_blocks: int = 0,
     waits: bool = True,
+    recompute: Recompute | None = None,
     namespace: Namespace = NAMESPACE,
     **extra: Any,
 ) -> SchedulerSide:
@@ -387,7 +389,7 @@ def side(
     extra.setdefault("store_interval", 1e-9)  # in every step
     made = SchedulerSide(
         Options.parse(extra),
-        EngineFacts(namespace.hash_bytes, tuple(groups or (full(),)), world_size, 16, longest_blocks, waits),
+        EngineFacts(namespace.hash_bytes, tuple(groups or (full(),)), world_size, 16, longest_blocks, waits, recompute),
         daemon or TinyDaemon(),
         clock=clock or Clock(),
         events=events,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,41 @@ def test_blocks_outermost_are_one_copy_each(layout: KVCacheLayout) -> None:
     found = memory.views_of(shared(config, layout, None), config, [GROUP])
     (region,) = memory.export(found, BLOCKS, Place()).groups[0].regions
     assert (region.num_rows, region.row_bytes) == (1, len(LAYERS) * FULL.page_size_bytes)
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("chunks", [2, 3, 99])
+def test_chunks_of_layers_leave_a_slot_as_it_is(layout: KVCacheLayout, chunks: int) -> None:
+    config = configured(layout, FULL)
+    caches = shared(config, layout, None)
+    found = memory.views_of(caches, config, [GROUP])
+    (whole,), (cut,) = (memory.export(found, BLOCKS, Place(), count).groups for count in (1, chunks))
+    together = layout.is_block_outermost and layout.name.index("L") > layout.name.index("H")
+    assert len(cut.slices) == (0 if together else min(chunks, len(LAYERS)))
+    buffer = HostBuffer.holding(next(iter(caches.values())).untyped_storage().data_ptr())
+    assert buffer is not None
+    data = np.frombuffer(buffer.memory, np.uint8)
+    data[:] = np.random.default_rng(1).integers(0, 256, data.size, np.uint8)
+    assert slot_of(cut, data, 3) == slot_of(whole, data, 3)
+    of_layers = found[0].layer_chunks(chunks)
+    assert (of_layers.count, of_layers.of.keys()) == (max(1, len(cut.slices)), set(GROUP.layer_names))
+    first = 0
+    for number, size in enumerate(cut.slices):
+        names = [name for name, chunk in of_layers.of.items() if chunk == number]
+        part = replace(cut, regions=cut.regions[first : first + size], slices=())
+        first += size
+        before = {name: blocks_of(caches[name]).clone() for name in GROUP.layer_names}
+        copy_slot(part, data, 3, 1)
+        changed = [name for name, was in before.items() if not torch.equal(blocks_of(caches[name])[1], was[1])]
+        assert changed == names, "a chunk has the bytes of its layers, and of no other"
+
+
+def slot_of(layout: GroupLayout, data: np.ndarray[Any, Any], block: int) -> bytes:
+    return b"".join(
+        data[region.offset + row * region.row_stride + block * region.block_stride :][: region.row_bytes].tobytes()
+        for region in layout.regions
+        for row in range(region.num_rows)
+    )
 
 
 def test_layouts_of_other_orders_within_a_block_have_other_facts() -> None:

@@ -14,6 +14,7 @@ from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
+from kvsidecar.integrations.vllm.step_loads import StepLoads
 from kvsidecar.integrations.vllm.worker import LoadResults, WorkerSide
 from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, eventually, hashes, layout
 
@@ -33,6 +34,7 @@ class Worker:
         held: tuple[int, ...] = (0,),
         name: str = "e",
         adapters: AdapterLoads | None = None,
+        step_loads: StepLoads | None = None,
     ) -> None:
         self.place = place or Place()
         self.buffer = HostBuffer(len(held) * LAYERS * NUM_BLOCKS * ROW_BYTES)
@@ -45,7 +47,16 @@ class Worker:
             region = replace(region, offset=at * self.kv[0].nbytes)
             self.layouts.append(GroupLayout(group, NUM_BLOCKS, shard, num_shards, (region,)))
         identity = Identity(NAMESPACE, {})
-        self.side = WorkerSide(identity, name, self.place, lambda: Client(socket, timeout=SECONDS), adapters=adapters)
+        self.side = WorkerSide(
+            identity,
+            name,
+            self.place,
+            lambda: Client(socket, timeout=SECONDS),
+            adapters=adapters,
+            step_loads=step_loads,
+        )
+        self.forward: Callable[[], object] = lambda: None
+        """The step's kernels."""
         self.known_changes = 0
         """Changed adapters that the scheduler's side knows of."""
         self.report = RankReport()
@@ -65,10 +76,13 @@ class Worker:
         orders = StepPlan(tuple(stores), loads, adapter_changes=self.known_changes)
         self.side.bind(orders)
         self.side.submit_loads()
+        self.forward()
         if saves:
             self.side.submit_stores()
+        self.side.end_step_loads()
         self.side.poll()
         results = self.side.take_loads()
+        self.results.failed_in_step |= results.failed_in_step
         self.results.finished |= results.finished
         self.results.failed |= results.failed
         self.results.failed_block_ids |= results.failed_block_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -13,55 +12,17 @@ from kvsidecar.client import Client
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running
-
-LONG = prompt("long", 700)
-WHOLE = 672
-
-
-def wrong(directory: Path, rules: str) -> DaemonProcess:
-    """A daemon in which things go wrong as these failpoints say."""
-    return DaemonProcess(directory, *POOL, KVSIDECAR_FAILPOINTS=rules).wait_ready()
-
-
-SELF_TEST = {"store.in_flight": 2, "load.in_flight": 2}
-"""Hits of a point by the copies of the daemon's own self-test."""
-
-
-def ask_again(engine: Engine) -> None:
-    """Store the long prompt and forget it, so that the next request for it must load."""
-    engine.generate(LONG)
-    engine.drain()
-    assert engine.reset()
-
-
-def failed_loads(daemon: DaemonProcess) -> int:
-    return int(daemon.metric('kvsidecar_jobs_total{direction="load",outcome="failed"}'))
-
-
-def works(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
-    """The engine uses this daemon: another prompt is stored, loaded, and right."""
-    rejoin(engine, daemon)
-    other = prompt(("works", daemon.process.pid), 200)
-    engine.generate(other)
-    engine.drain()
-    assert engine.reset()
-    (hit,) = engine.generate(other)
-    assert hit.cached == 192
-    assert [hit.tokens] == truth(other)
-
-
-def fatal(point: str, number: int, gate: Gate) -> str:
-    """The rule by which a daemon is killed at a hit of a point; a copier holds the copy there until it is."""
-    return f"{point}@{number}={gate if 'in_flight' in point else 'kill'}"
-
-
-def kill_when_held(daemon: DaemonProcess, point: str) -> None:
-    def kill() -> None:
-        daemon.wait_log("failpoint")
-        daemon.process.kill()
-
-    if "in_flight" in point:
-        threading.Thread(target=kill, daemon=True).start()
+from tests.vllm.failing import (
+    LONG,
+    SELF_TEST,
+    WHOLE,
+    ask_again,
+    failed_loads,
+    fatal,
+    kill_when_held,
+    works,
+    wrong,
+)
 
 
 def test_a_daemon_whose_pool_cannot_be_pinned(

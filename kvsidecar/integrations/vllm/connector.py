@@ -35,7 +35,7 @@ from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.rank_memory import RankMemory
-from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, register
+from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, recomputing, register
 from kvsidecar.integrations.vllm.adapters import AdapterLoads, Adapters
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
@@ -47,6 +47,7 @@ from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.integrations.vllm.sleeping import Weights, watch
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
+from kvsidecar.integrations.vllm.step_loads import StepLoads
 from kvsidecar.integrations.vllm.waking import waker
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
@@ -147,6 +148,11 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = None
         if announces or self._options.publisher:
             events = Events(self._groups, hash_bytes, watch, announces=announces)
+        recompute = (
+            recomputing.of_caller(self._vllm_config, self._kv_cache_config, self._groups)
+            if self._options.load_chunks
+            else None
+        )
         engine = EngineFacts(
             hash_bytes,
             self._groups,
@@ -154,6 +160,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
             waits=hasattr(KVConnectorBase_V1, "has_pending_block_frees"),
+            recompute=recompute,
             adapters=self._adapters(),
         )
         client = self._client(f"{self._instance} scheduler")
@@ -243,8 +250,19 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             variables=environment_variables,
         )
         name = f"{self._instance} rank {place.rank}"
-        self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place)
-        worker = WorkerSide(identity, self._instance, place, lambda: self._client(name), adapters=self._adapter_loads)
+        chunks, step_loads = self._options.load_chunks if len(found) == 1 else 0, None
+        if chunks:
+            (views,) = found.values()
+            step_loads = StepLoads(views.layer_chunks(chunks), self._options.load_timeout)
+        self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place, max(1, chunks))
+        worker = WorkerSide(
+            identity,
+            self._instance,
+            place,
+            lambda: self._client(name),
+            adapters=self._adapter_loads,
+            step_loads=step_loads,
+        )
         worker.register(self._export(), memory.device_order_of(found))
         self._worker = worker
         if getattr(self._vllm_config.model_config, "enable_sleep_mode", False):
@@ -291,9 +309,16 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None and self._worker.new_loads:
             self._worker.submit_loads()
+            if (loads := self._worker.step_loads) is not None and loads.running:
+                # A graph of all layers calls no hook, and is captured without metadata of its attention.
+                graph = getattr(forward_context, "cudagraph_runtime_mode", None)
+                by_layer = forward_context.attn_metadata is not None and getattr(graph, "name", "") != "FULL"
+                loads.forward_begins(layers_wait=by_layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: vLLM schedules a request only after its load."""
+        """Other loads have ended before vLLM schedules their requests."""
+        if self._worker is not None and (loads := self._worker.step_loads) is not None and loads.running:
+            loads.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: stores cover tokens of earlier steps."""
@@ -320,8 +345,10 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
             if self._worker is None:
                 return base.KVConnectorTransferResults()
+            self._worker.end_step_loads()
             self._worker.poll()
             results = self._worker.take_loads()
+            self._failed_block_ids |= results.failed_in_step
             return base.KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -18,6 +18,7 @@ class Counters(Totals):
     offered_tokens: int = counter("Tokens of the hits offered to vLLM, counted each time they are offered.")
     fetch_waits: int = counter("Requests that waited for blocks that the daemon fetched from a slower tier.")
     loads: int = counter("Loads, one for each hit that vLLM accepted.")
+    step_loads: int = counter("Those of them during which the engine computed the request, layer by layer.")
     loaded_tokens: int = counter("Tokens of the hits that vLLM accepted.")
     unleased_loads: int = counter("Loads without a lease: the daemon granted none, or could not be reached in time.")
     gone_loads: int = counter("Failed loads whose lease had ended before blocks were allocated for them.")

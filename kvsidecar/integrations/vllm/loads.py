@@ -22,6 +22,8 @@ class _Load:
     ranks: int
     """Ranks that have not reported yet."""
     lease: LeaseRenewal | None
+    tables: Sequence[Sequence[Any]] | None = None
+    """Of a load within a step: `RequestProgress.tables` of its request, which is computed meanwhile."""
     failed: bool = False
     unannounced: dict[int, Loaded] = field(default_factory=dict)
     """By group: for KV events."""
@@ -48,14 +50,28 @@ class Loads:
     def outstanding(self) -> bool:
         return bool(self.planned or self.running)
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a load within a step has not ended: what the GPU's prefix cache says of its request is not true yet,
+        nor of others that have hit its blocks."""
+        return any(load.tables is not None for load in self.running.values())
+
     def plan(
-        self, request: Any, block_ids: Sequence[Sequence[int]], offer: Offer, external: int, null_block: int
+        self,
+        request: Any,
+        block_ids: Sequence[Sequence[int]],
+        offer: Offer,
+        external: int,
+        null_block: int,
+        *,
+        tables: Sequence[Sequence[Any]] | None = None,
     ) -> int:
         """Plan the load of the first ``external`` offered tokens into the request's GPU blocks.
 
         Args:
             block_ids: all block ids of the request, by group index.
             null_block: the id of vLLM's null block.
+            tables: for a load within a step: `RequestProgress.tables`.
 
         Returns:
             The number of blocks to load.
@@ -67,12 +83,16 @@ class Loads:
                 packed.append(GroupBlocks(group.index, hashes, pack_ids(ids)))
         number = next(self._numbers)
         lease = self._lookups.renew_lease(offer)
-        load = self.running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease)
+        load = self.running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease, tables)
         if self._events is not None:
             load.unannounced = self._unannounced(self._events, request, load.blocks, offer.local)
         adapter = request.lora_request.lora_int_id if request.lora_request is not None else 0
-        self.planned.append(LoadJob(number, request.request_id, load.blocks, traceparent_of(request), adapter))
+        traceparent = traceparent_of(request)
+        self.planned.append(
+            LoadJob(number, request.request_id, load.blocks, traceparent, adapter, in_step=tables is not None)
+        )
         self._counters.loads += 1
+        self._counters.step_loads += tables is not None
         self._counters.loaded_tokens += external
         return sum(map(len, packed))
 
@@ -130,9 +150,14 @@ class Loads:
         planned, self.planned = self.planned, []
         return tuple(planned)
 
-    def take_report(self, report: RankReport) -> list[str]:
-        """Record which loads have ended. Returns the requests whose loads failed."""
-        failed = []
+    def take_report(self, report: RankReport) -> tuple[list[str], list[int]]:
+        """Record which loads have ended.
+
+        Returns:
+            The requests whose loads failed, and the GPU blocks that were computed on what they did not load.
+        """
+        failed: list[str] = []
+        wrong: list[int] = []
         for number, count in report.loaded.items():
             load = self.running.get(number)
             if load is None:
@@ -149,6 +174,7 @@ class Loads:
             if load.failed:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)
+                wrong += [block.block_id for table in load.tables or () for block in table]
             elif self._events is not None:
                 for index, blocks in load.unannounced.items():
                     self._events.loaded(index, blocks)
@@ -156,4 +182,4 @@ class Loads:
                 # Before vLLM runs the request: loaded blocks need not be stored, those of a failed load must be.
                 tags = tags_of(each.group, each.hashes, len(each))
                 (self._stored_filter.discard if load.failed else self._stored_filter.add)(tags)
-        return failed
+        return failed, wrong

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,14 +22,18 @@ from kvsidecar.integrations.device_order import DeviceOrder
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.ranks import Place
+from kvsidecar.integrations.vllm.step_loads import LayerChunks
 from kvsidecar.types import GroupLayout
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By layer: a tensor, or several (K and V, or the states of a Mamba layer)."""
 
 
-def export(groups: Mapping[int, GroupViews], num_blocks: int, place: Place) -> RankMemory:
+def export(groups: Mapping[int, GroupViews], num_blocks: int, place: Place, chunks: int = 1) -> RankMemory:
     """The memory of one rank.
+
+    Args:
+        chunks: of layers, which a load may copy one by one; see `GroupViews.chunks`.
 
     Raises:
         NotExportable: the memory cannot be shared.
@@ -37,7 +42,9 @@ def export(groups: Mapping[int, GroupViews], num_blocks: int, place: Place) -> R
     layouts = []
     for group, found in groups.items():
         shard, num_shards = place.shard(group)
-        layouts.append(GroupLayout(group, num_blocks, shard, num_shards, exporter.regions(found.views)))
+        regions = [exporter.regions(views) for views in found.chunks(chunks)]
+        slices = tuple(map(len, regions)) if len(regions) > 1 else ()
+        layouts.append(GroupLayout(group, num_blocks, shard, num_shards, tuple(chain(*regions)), slices))
     return RankMemory(exporter.kv_buffers(), tuple(layouts))
 
 
@@ -48,6 +55,38 @@ class GroupViews:
     views: tuple[torch.Tensor, ...]
     layers: tuple[torch.Tensor, ...]
     """The same bytes by layer. Differs from ``views`` if a block is one piece of memory."""
+    layer_names: tuple[str, ...]
+    """Each has the same number of ``layers``, unless the layers differ."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a block is one piece of memory."""
+        return self.views is not self.layers
+
+    def layer_chunks(self, count: int) -> LayerChunks:
+        """The chunk of each layer: ``count`` chunks, or one if a chunk's bytes are not together."""
+        names = self.layer_names
+        count = len(self.chunks(count))
+        return LayerChunks({name: at * count // len(names) for at, name in enumerate(names)}, count)
+
+    def chunks(self, count: int) -> list[tuple[torch.Tensor, ...]]:
+        """``views`` in so many parts, of whole layers in their order and with the bytes of a block in the same order;
+        in fewer if there are fewer layers, and in one if that cannot be."""
+        per_layer, rest = divmod(len(self.layers), len(self.layer_names))
+        count = 1 if rest else min(count, len(self.layer_names))
+        parts: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        for at, view in enumerate(self.layers):
+            parts[at // max(1, per_layer) * count // len(self.layer_names)].append(view)
+        if count <= 1:
+            return [self.views]
+        if not self.is_whole:
+            return [tuple(part) for part in parts]
+        (whole,) = self.views
+        ends = [_end_in_block(part, whole) for part in parts]
+        starts = [min(view.data_ptr() for view in part) - whole.data_ptr() for part in parts]
+        if starts != [0, *ends[:-1]]:
+            return [self.views]
+        return [(whole[:, start:end],) for start, end in zip(starts, ends, strict=True)]
 
 
 def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group]) -> dict[int, GroupViews]:
@@ -61,8 +100,17 @@ def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group])
         if group.layer_names:
             layers = tuple(group_tensors(kv_caches, kv_cache_config, group))
             whole = _whole_blocks(layers)
-            found[group.index] = GroupViews(layers if whole is None else (whole,), layers)
+            found[group.index] = GroupViews(layers if whole is None else (whole,), layers, group.layer_names)
     return found
+
+
+def _end_in_block(views: Iterable[torch.Tensor], whole: torch.Tensor) -> int:
+    """The offset in a block at which the last byte of these ends."""
+    ends: list[int] = []
+    for view in views:
+        last = sum((n - 1) * view.stride(dim) for dim, n in enumerate(view.shape) if dim)
+        ends.append(view.data_ptr() - whole.data_ptr() + (last + 1) * view.element_size())
+    return max(ends)
 
 
 def _whole_blocks(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -98,7 +146,7 @@ def facts_of(groups: Mapping[int, GroupViews], backends: Mapping[int, Iterable[s
         for view in found.layers:
             order = sorted(range(1, view.dim()), key=lambda dim: (-view.stride(dim), dim))
             kinds.add(f"{view.dtype} {[(dim, view.shape[dim]) for dim in order]}")
-        if found.views is not found.layers:
+        if found.is_whole:
             first = min(view.data_ptr() for view in found.layers)
             places = [(view.data_ptr() - first, view.stride()[1:]) for view in found.layers]
             kinds.add(f"whole blocks {places}")

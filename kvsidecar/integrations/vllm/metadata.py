@@ -66,7 +66,7 @@ class StoreJob:
 @dataclass(frozen=True, slots=True)
 class LoadJob:
     """The blocks of one request's hit that the GPU lacks. The scheduler side holds a lease on them until every rank has
-    reported the job; then vLLM runs the request."""
+    reported the job; then vLLM runs the request, unless it does so meanwhile."""
 
     number: int
     request_id: str
@@ -74,6 +74,8 @@ class LoadJob:
     traceparent: str | None = None
     adapter: int = 0
     """vLLM's id of the adapter with which the request is computed; 0 for none."""
+    in_step: bool = False
+    """The request is computed in the step that begins the load, and waits for it layer by layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,12 @@ class Options(CommonOptions):
         read_count,
         "lazy mode: how many of the blocks next in line for eviction are stored ahead; 0: twice what one step can need",
     )
+    load_chunks: int = option(
+        0,
+        read_count,
+        "number of jobs, by layers, in which an engine with nothing else to do loads a hit while it computes; 0: it "
+        "computes a request after its load",
+    )
     lookup_budget: float = option(0.005, read_seconds, "longest time that one scheduler step may wait for the daemon")
     lookup_patience: float = option(
         0.1,

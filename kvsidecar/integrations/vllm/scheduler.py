@@ -34,6 +34,9 @@ _log = logging.getLogger("kvsidecar.vllm")
 
 AnyJob = TypeVar("AnyJob", StoreJob, LoadJob)
 
+STEP_BYTES = 4 << 30
+"""Most bytes of a load on one rank for which a step waits: a tenth of a second, in which no other request begins."""
+
 
 class SchedulerSide:
     """One per engine, in its scheduler's process.
@@ -85,6 +88,10 @@ class SchedulerSide:
         self._adapters = engine.adapters
         self._reset_refused = False
         """vLLM has refused the last reset, so the GPU may hold KV of older weights."""
+        self._recompute = engine.recompute
+        self._block_bytes = sum(group.page_bytes * len(group.layer_names) for group in engine.groups)
+        self._in_step = ""
+        """The request that was offered a load within its step."""
         self._null_block = 0
         self._ranks: dict[int, int] = {}
         self._epoch = 0
@@ -123,6 +130,8 @@ class SchedulerSide:
         None: not known yet; vLLM calls again in the next step. The only side effects are a cache entry and a lease,
         and other hashes of a request whose adapter has become known.
         """
+        if self._recompute is not None and self._loads.in_step:
+            return None, False  # it might hit blocks of the GPU that are not loaded yet
         if request.lora_request is not None and self._waits_for_adapter(request):
             return None, False
         if (
@@ -135,7 +144,15 @@ class SchedulerSide:
             return 0, False
         self._counts = True
         tokens = self._lookups.hit(request, num_computed_tokens, self._epoch)
-        return tokens, bool(tokens)
+        in_step = tokens is not None and tokens > 0 and self._recompute is not None and self._is_alone(request, tokens)
+        self._in_step = request.request_id if in_step else ""
+        return tokens, bool(tokens) and not in_step
+
+    def _is_alone(self, request: Any, tokens: int) -> bool:
+        """Whether the engine has nothing else to compute or to load, so that a step may wait for this hit."""
+        others = len(self._requests) - (request.request_id in self._requests)
+        nbytes = tokens // self._alignment * self._block_bytes
+        return not others and not self._loads.outstanding and nbytes <= STEP_BYTES
 
     def _may_share(self, request: Any) -> bool:
         return request.lora_request is None or (self._adapters is not None and self._adapters.may_share(request))
@@ -172,7 +189,10 @@ class SchedulerSide:
             raise RuntimeError(f"vLLM loads {num_external_tokens} tokens of {request_id}, which were not offered")
         self._counts = True
         block_ids = blocks.get_block_ids()
-        self._stores.allocated(self._loads.plan(request, block_ids, offer, num_external_tokens, self._null_block))
+        in_step, self._in_step = request_id == self._in_step, ""
+        tables = progress.tables if in_step else None
+        loaded = self._loads.plan(request, block_ids, offer, num_external_tokens, self._null_block, tables=tables)
+        self._stores.allocated(loaded)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +203,9 @@ class SchedulerSide:
         self._counts |= self._touches.step()
         if self._adapters is not None:
             self._adapters.new_step()
-        if (self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids) and self._enabled:
+        due = self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids
+        # Blocks count as computed, and would be stored, whose load has not ended.
+        if due and self._enabled and not self._loads.in_step:
             self._counts = True
             self._stores.step(self._requests, scheduler_output)
         idle = not scheduler_output.total_num_scheduled_tokens
@@ -239,7 +261,10 @@ class SchedulerSide:
                 if (progress := self._requests.get(request_id)) is not None:
                     progress.declined = True
         if report.loaded:
-            self._failed.update(each for each in self._loads.take_report(report) if each in self._requests)
+            failed, wrong = self._loads.take_report(report)
+            self._failed.update(each for each in failed if each in self._requests)
+            if wrong and self._recompute is not None:
+                self._recompute(wrong)
 
     def _take_nodes(self, report: RankReport) -> None:
         self._nodes.update(report.nodes)
@@ -371,7 +396,7 @@ class SchedulerSide:
         progress = self._requests.pop(request_id, None)
         if progress is not None:
             self._counts = True
-            self._stores.store_remaining(progress, self._enabled)
+            self._stores.store_remaining(progress, self._enabled and not self._loads.in_step)
             said = next_use.said_in(getattr(request, "kv_transfer_params", None))
             pause = next_use.pause_after(said, request.output_token_ids, self.counters, self._tool_tokens)
             self._touches.ended(request, pause)

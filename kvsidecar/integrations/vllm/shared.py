@@ -12,6 +12,7 @@ from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.recomputing import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class EngineFacts:
     """Most blocks that one request needs."""
     waits: bool = True
     """Whether vLLM waits for blocks that stores give back soon, instead of preempting a request."""
+    recompute: Recompute | None = None
+    """After a failed load within a step; None: no step computes a request while its hit is loaded."""
     adapters: Adapters | None = None
     """What the ranks load; None: the engine has no adapters."""
 

@@ -20,6 +20,7 @@ from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
+from kvsidecar.integrations.vllm.step_loads import StepLoads
 
 if TYPE_CHECKING:
     from kvsidecar.integrations.device_order import DeviceOrder
@@ -60,6 +61,9 @@ class LoadResults:
     """Including failed ones."""
     failed: set[str] = field(default_factory=set)
     failed_block_ids: set[int] = field(default_factory=set)
+    failed_in_step: set[int] = field(default_factory=set)
+    """Ids of blocks that this step has computed with, although they were not loaded. Its requests are in neither of the
+    others."""
 
 
 class WorkerSide:
@@ -69,6 +73,7 @@ class WorkerSide:
         instance: name of the engine, the same for all of its ranks and unique on the node.
         new_client: makes a client for each registration.
         adapters: what this rank loads; None: the engine has no adapters.
+        step_loads: for the loads within a step; None: the engine has none.
     """
 
     def __init__(
@@ -79,7 +84,9 @@ class WorkerSide:
         new_client: Callable[[], Client],
         *,
         adapters: AdapterLoads | None = None,
+        step_loads: StepLoads | None = None,
     ) -> None:
+        self.step_loads = step_loads
         self.identity, self._instance, self._place = identity, instance, place
         self._new_client, self._adapters = new_client, adapters
         self._known_changes = 0
@@ -147,12 +154,16 @@ class WorkerSide:
             self._ended(done)
         for store in self._stores.values():
             self._store_ended(store, done=False)  # even if it may still run: a late read harms nothing
+        loads = list(self._loads.values())
+        if self.step_loads is not None:
+            loads += [each.load for each in self.step_loads.running]  # of a step that an error has ended
+            self.step_loads.running.clear()
         if unmapped:
             # Nothing can write to the blocks any more, even of loads that the daemon did not report.
-            for load in self._loads.values():
+            for load in loads:
                 self._load_ended(load, done=False)
         else:
-            self._closed.append((client, list(self._loads.values())))
+            self._closed.append((client, loads))
             _log.error(
                 "kvsidecar: the daemon has not unmapped the KV cache within %g s: requests with running loads wait "
                 "until its process has exited",
@@ -212,6 +223,9 @@ class WorkerSide:
                 self._load_ended(load, done=False)
             elif not mine:
                 self._load_ended(load, done=True)  # only other ranks hold layers of these groups
+            elif load.in_step and self.step_loads is not None:
+                blocks = [Blocks(each.group, each.hashes, each.block_ids) for each in mine]
+                self.step_loads.begin(client, load, blocks, after)
             else:
                 blocks = [Blocks(each.group, each.hashes, each.block_ids) for each in mine]
                 job = client.load(blocks, after=after, traceparent=load.traceparent)
@@ -270,6 +284,16 @@ class WorkerSide:
         self.submit_loads()
         self.submit_stores()
 
+    def end_step_loads(self) -> None:
+        """Call after this step's kernels are enqueued, which have waited for these loads."""
+        if self.step_loads is None or not self.step_loads.running:
+            return
+        for each in self.step_loads.end():
+            for done in each.ended:
+                self._note_unfit(done)
+                self._load_job_ended(each.load, done)
+            self._load_ended(each.load, done=not each.failed)
+
     def poll(self) -> None:
         """Collect the results of jobs. Never waits."""
         if not (self._stores or self._loads or self._idle_unsent or self._closed):
@@ -284,7 +308,7 @@ class WorkerSide:
 
     def take_loads(self) -> LoadResults:
         results = self._results
-        if results.finished:
+        if results.finished or results.failed_in_step:
             self._results = LoadResults()
         return results
 
@@ -332,8 +356,7 @@ class WorkerSide:
                 self._load_ended(load, done=False)
 
     def _ended(self, done: JobDone) -> None:
-        if self._unfit_jobs.note(done):
-            self._tell(RankReport(refused=1))
+        self._note_unfit(done)
         if (store := self._stores.pop(done.job, None)) is not None:
             self._transferred |= self._store_transfers.add(done)
             if done.reason == Refusal.NOT_ADMITTED:
@@ -341,14 +364,20 @@ class WorkerSide:
             self._store_ended(store, done=done.outcome is Outcome.DONE)
             return
         load = self._loads.pop(done.job, None)
-        if load is None:
-            return
+        if load is not None:
+            self._load_job_ended(load, done)
+            self._load_ended(load, done=done.outcome is Outcome.DONE)
+
+    def _load_job_ended(self, load: LoadJob, done: JobDone) -> None:
         self._transferred |= self._load_transfers.add(done)
         if done.outcome is not Outcome.DONE:
             _log.warning(
                 "kvsidecar: the load of request %s %s: %s %s", load.request_id, done.outcome, done.reason, done.error
             )
-        self._load_ended(load, done=done.outcome is Outcome.DONE)
+
+    def _note_unfit(self, done: JobDone) -> None:
+        if self._unfit_jobs.note(done):
+            self._tell(RankReport(refused=1))
 
     def _store_ended(self, store: StoreJob, *, done: bool) -> None:
         number = store.number
@@ -357,6 +386,10 @@ class WorkerSide:
     def _load_ended(self, load: LoadJob, *, done: bool) -> None:
         number = load.number
         self._tell(RankReport(loaded={number: 1}, not_loaded=frozenset() if done else frozenset([number])))
+        if load.in_step:
+            if not done:
+                self._results.failed_in_step.update(*[each.ids() for each in load.blocks])
+            return
         self._results.finished.add(load.request_id)
         if not done:
             self._results.failed.add(load.request_id)

@@ -1,0 +1,73 @@
+"""Has vLLM compute again what a step has computed on KV that was not loaded.
+
+vLLM is told which blocks a load within a step has failed to fill, and drops the step's tokens. With asynchronous
+scheduling the next step has been scheduled by then, its tokens would be delivered, and the blocks of both are in the
+prefix cache. So all running requests are preempted and their blocks forgotten, as after an update of the weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvsidecar.integrations.callers import attribute_of_caller
+from kvsidecar.integrations.vllm.groups import Group, Kind
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+Recompute = Callable[[Iterable[int]], None]
+"""Takes the ids of further GPU blocks whose content is wrong."""
+
+
+def of_caller(vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -> Recompute | None:
+    """For the scheduler that is being constructed by a caller of this function. None, and logged, if its steps cannot
+    load: vLLM gives a connector no way to its scheduler."""
+    reset = attribute_of_caller("reset_prefix_cache", callable)
+    if (why_not := _why_not(reset, vllm_config, kv_cache_config, groups)) is not None:
+        _log.warning("kvsidecar: load_chunks has no effect: %s", why_not)
+        return None
+    return _Scheduler(reset.__self__).recompute
+
+
+def _why_not(reset: Any, vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -> str | None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    parallel = vllm_config.parallel_config
+    if (
+        not hasattr(SchedulerOutput, "has_sync_kv_loads")
+        or "drop_stale_output" not in Request.__init__.__code__.co_names
+    ):
+        return "this vLLM does not let a step drop the tokens of an earlier one: use 0.33 or later"
+    if reset is None or "reset_running_requests" not in inspect.signature(reset).parameters:
+        return "this vLLM's scheduler is unknown"
+    # vLLM ends an engine with several groups that is told of blocks that were not loaded.
+    if len(kv_cache_config.kv_cache_groups) > 1 or groups[0].kind is not Kind.FULL:
+        return "the model has several KV cache groups, or a window"
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return "a draft model computes after the step has ended"
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+        return "other stages or replicas would wait with a step"
+    if getattr(vllm_config, "lora_config", None) is not None:
+        return "the engine has adapters"
+    return None
+
+
+class _Scheduler:
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def recompute(self, block_ids: Iterable[int]) -> None:
+        scheduler = self._scheduler
+        manager = scheduler.kv_cache_manager
+        wrong = set(block_ids)
+        for request in scheduler.running:
+            wrong.update(*manager.get_block_ids(request.request_id))
+        manager.evict_blocks(wrong)
+        try:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError:
+            # Raised after all has been preempted, if stores or loads hold other blocks. Those are right, and stay.
+            _log.debug("the rest of the prefix cache is kept", exc_info=True)

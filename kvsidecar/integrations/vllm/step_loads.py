@@ -1,0 +1,138 @@
+"""Loads within a step: the forward pass begins with the layers that are there, and waits for the others.
+
+Imports no vLLM. Worthwhile for a request that is alone on its engine: its first token comes a forward pass earlier. Any
+other request would wait with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvsidecar.client import Blocks, Client, Completion, JobDone, Outcome
+from kvsidecar.integrations.vllm.metadata import LoadJob
+
+_log = logging.getLogger("kvsidecar.vllm")
+
+STOP_SECONDS = 2.0
+"""How long a load that has missed its deadline may take to end, or to be cancelled. Then its daemon is given up."""
+GIVE_UP_SECONDS = 10.0
+"""Between messages about a copy that does not end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChunks:
+    """The layers of the engine's only KV cache group, in parts that are loaded one after the other."""
+
+    of: Mapping[str, int]
+    """By name of a layer: its chunk. An earlier layer is in the same chunk, or in one before."""
+    count: int
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """One load, of a job for each chunk."""
+
+    load: LoadJob
+    client: Client
+    deadline: float
+    jobs: Sequence[int]
+    """By chunk."""
+    left: set[int]
+    """Those that have not ended."""
+    ended: list[JobDone] = field(default_factory=list)
+    failed: bool = False
+
+    def wait(self, jobs: Sequence[int], seconds: float) -> set[int]:
+        """Wait for these, at most so long. Returns those that have not ended."""
+        if left := self.left.intersection(jobs):
+            for job, done in self.client.wait(left, max(0.0, seconds)).items():
+                self.left.discard(job)
+                self.ended.append(done)
+                self.failed |= done.outcome is not Outcome.DONE
+        return self.left.intersection(jobs)
+
+
+class StepLoads:
+    """Those of one rank. Used by the engine's thread.
+
+    Args:
+        timeout: seconds that a step waits for a load.
+    """
+
+    def __init__(self, chunks: LayerChunks, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._chunks, self._timeout, self._clock = chunks, timeout, clock
+        self.running: list[StepLoad] = []
+        """Callers check this before they call: nearly every step has none."""
+        self._waited: set[str] = set()
+        """Layers that have waited in this step."""
+        self._layers_wait = True
+        """Whether vLLM lets every layer of this model wait, as far as is known."""
+
+    def begin(self, client: Client, load: LoadJob, blocks: Sequence[Blocks], after: Completion | None) -> None:
+        """Begin to load, the first layers first."""
+        count = self._chunks.count
+        jobs = [
+            client.load(
+                [replace(each, slice=chunk + 1 if count > 1 else 0) for each in blocks],
+                after=after,
+                timeout=self._timeout,
+                traceparent=load.traceparent,
+            )
+            for chunk in range(count)
+        ]
+        self.running.append(StepLoad(load, client, self._clock() + self._timeout, jobs, set(jobs)))
+
+    def wait_for_layer(self, name: str) -> None:
+        """Return when this layer is loaded, or its load has failed. Never raises: the forward pass goes on, and `end`
+        tells."""
+        self._waited.add(name)
+        last = self._chunks.of.get(name, self._chunks.count - 1)  # a layer of no group may use any other one's KV
+        for each in self.running:
+            if not each.failed:
+                self._wait(each, each.jobs[: last + 1])
+
+    def forward_begins(self, *, layers_wait: bool) -> None:
+        """The forward pass is about to begin.
+
+        Args:
+            layers_wait: whether vLLM calls `wait_for_layer` in it. It does not if one CUDA graph contains all layers.
+        """
+        if layers_wait and self._layers_wait:
+            return
+        self._waited.update(self._chunks.of)
+        for each in self.running:
+            self._wait(each, each.jobs)
+
+    def _wait(self, load: StepLoad, jobs: Sequence[int]) -> None:
+        if load.wait(jobs, load.deadline - self._clock()):
+            load.failed = True
+
+    def end(self) -> Iterator[StepLoad]:
+        """The forward pass has been enqueued: the loads of this step, none of which writes to the GPU any more."""
+        loads, self.running = self.running, []
+        missing = self._chunks.of.keys() - self._waited
+        self._waited.clear()
+        if missing:
+            if self._layers_wait:
+                _log.error("kvsidecar: this model has layers that do not wait for their KV: loads end before its steps")
+            self._layers_wait = False
+            for each in loads:
+                each.failed = True
+        for each in loads:
+            self._stop(each)
+            yield each
+
+    def _stop(self, load: StepLoad) -> None:
+        """Wait until nothing of it runs. A daemon that lives kills a copier that hangs, after --stuck-after."""
+        self._wait(load, load.jobs)
+        if not load.left:
+            return
+        load.client.flush(tuple(load.left), timeout=STOP_SECONDS, cancel=True)
+        if not load.wait(load.jobs, 0.0):
+            return
+        load.client.give_up(f"a load within a step has not ended {self._timeout + STOP_SECONDS:g} s after its start")
+        while left := load.wait(load.jobs, GIVE_UP_SECONDS):
+            _log.error("kvsidecar: waiting for %d copies that have begun, or for the end of their copier", len(left))
