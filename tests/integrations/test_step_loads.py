@@ -52,19 +52,24 @@ def test_a_hit_is_loaded_within_the_step_of_a_request_that_is_alone() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("others", ["runs", "loads"])
+@pytest.mark.parametrize("others", ["runs", "waits", "has begun"])
 def test_beside_another_request_it_is_loaded_before_the_step(others: str) -> None:
     made, request, _ = with_hit()
     pool, other = TinyPool(20), Request("other", list(range(100, 120)))
+    made.on_new_request(other)
     if others == "runs":
         run(made, pool, other, 20)
-    else:
+    elif others == "has begun":
         assert made.get_num_new_matched_tokens(other, 0) == (0, False)
         made.update_state_after_alloc(other, LiveTables([pool.take(5)]), 0)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
     made.update_state_after_alloc(request, LiveTables([pool.take(5)]), 8)
     (job,) = made.build_plan(Step()).loads
     assert not job.in_step
+    made.take_report(RankReport(loaded={job.number: 1}))
+    for each in (other, request):
+        made.request_finished(each)
+    assert made.get_num_new_matched_tokens(request, 0) == (8, False), "it is alone again"
 
 
 def test_a_hit_that_found_no_room_and_is_not_alone_any_more_is_loaded_before_its_step() -> None:

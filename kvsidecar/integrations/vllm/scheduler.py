@@ -92,6 +92,8 @@ class SchedulerSide:
         self._block_bytes = sum(group.page_bytes * len(group.layer_names) for group in engine.groups)
         self._in_step = ""
         """The request that was offered a load within its step."""
+        self._arrived: set[str] = set()
+        """Requests for which vLLM has allocated no blocks yet, if steps may load."""
         self._null_block = 0
         self._ranks: dict[int, int] = {}
         self._epoch = 0
@@ -150,7 +152,7 @@ class SchedulerSide:
 
     def _is_alone(self, request: Any, tokens: int) -> bool:
         """Whether the engine has nothing else to compute or to load, so that a step may wait for this hit."""
-        others = len(self._requests) - (request.request_id in self._requests)
+        others = (self._requests.keys() | self._arrived) - {request.request_id}
         nbytes = tokens // self._alignment * self._block_bytes
         return not others and not self._loads.outstanding and nbytes <= STEP_BYTES
 
@@ -171,6 +173,7 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated ``blocks`` for a request; ``num_external_tokens`` of its tokens are to be loaded."""
         request_id = request.request_id
+        self._arrived.discard(request_id)
         progress = self._requests.get(request_id)
         if progress is None:
             progress = RequestProgress(request)
@@ -378,6 +381,8 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """A request has arrived: see on which terms to keep its blocks, and send its lookup before its step."""
+        if self._recompute is not None:
+            self._arrived.add(request.request_id)
         terms = terms_of(request, self.counters, self._options)
         if terms != DEFAULT_TERMS:
             self._stores.terms[request.request_id] = terms
@@ -389,6 +394,7 @@ class SchedulerSide:
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Its blocks may be freed at once: stores hold their own references."""
         request_id = request.request_id
+        self._arrived.discard(request_id)
         self._lookups.forget(request_id)
         self._failed.discard(request_id)
         if self._adapters is not None:

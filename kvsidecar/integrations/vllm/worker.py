@@ -219,17 +219,17 @@ class WorkerSide:
         client = self._client
         for load in loads:
             mine = [each for each in load.blocks if each.group in self._held]
-            if client is None or not self._computes_like(load):
+            if client is None or not self._computes_like(load) or (load.in_step and self.step_loads is None):
                 self._load_ended(load, done=False)
             elif not mine:
                 self._load_ended(load, done=True)  # only other ranks hold layers of these groups
-            elif load.in_step and self.step_loads is not None:
-                blocks = [Blocks(each.group, each.hashes, each.block_ids) for each in mine]
-                self.step_loads.begin(client, load, blocks, after)
             else:
                 blocks = [Blocks(each.group, each.hashes, each.block_ids) for each in mine]
-                job = client.load(blocks, after=after, traceparent=load.traceparent)
-                self._loads[job] = load
+                if load.in_step and self.step_loads is not None:
+                    self.step_loads.begin(client, load, blocks, after)
+                else:
+                    job = client.load(blocks, after=after, traceparent=load.traceparent)
+                    self._loads[job] = load
 
     @property
     def _unknown_changes(self) -> bool:
