@@ -135,8 +135,9 @@ class Loads:
         if left := self._jobs.outstanding(batch.all_jobs):
             self._counters.overdue_loads += 1
             batch.failed = True
-            if left := self._jobs.stop(left, STOP_SECONDS, cancel=True):
-                self._jobs.give_up(left, f"a load has not ended {self._timeout + STOP_SECONDS:g} s after its start")
+            self._jobs.end(
+                left, STOP_SECONDS, f"a load has not ended {self._timeout + STOP_SECONDS:g} s after its start"
+            )
         for each in batch.requests.values():
             each.lease.release()
         if batch.failed:

@@ -128,8 +128,7 @@ class Offloads:
         given up."""
         jobs = [job for each in self._pending for job in each.jobs]
         left = self._jobs.stop(jobs, min(FINISH_SECONDS, timeout), cancel=False)
-        if left := self._jobs.stop(left, timeout, cancel=True):
-            self._jobs.give_up(left, f"a store has not ended within {timeout:g} s")
+        self._jobs.end(left, timeout, f"a store has not ended within {timeout:g} s")
         self._jobs.poll()
         self._pending.clear()
         self._held = 0

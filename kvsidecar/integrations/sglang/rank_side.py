@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvsidecar.client import BreakerState, Client
+from kvsidecar.client import BreakerState, Client, JobDone
 from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.next_use import pause_after, said_in
 from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.rank_memory import RankMemory
+from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
-from kvsidecar.integrations.sglang.jobs import Jobs
 from kvsidecar.integrations.sglang.loads import Loads, Pages
 from kvsidecar.integrations.sglang.lookups import Lookups
 from kvsidecar.integrations.sglang.offloads import Offloads
@@ -27,6 +27,7 @@ from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.touches import Touches
 from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
 from kvsidecar.integrations.sglang.weights import Weights
+from kvsidecar.integrations.waited_jobs import WaitedJobs
 
 if TYPE_CHECKING:  # they need torch
     from kvsidecar.integrations.sglang.pools import Order
@@ -88,7 +89,8 @@ class RankSide:
             local_protocol=options.local_protocol,
         )
         self._layouts, self._epoch = facts.memory.groups, 0
-        self._jobs = Jobs(self._client, counters)
+        self._unfit_jobs = UnfitJobs(_log)
+        self._jobs = WaitedJobs(self._client, self._note_unfit)
         shared = Shared(self._jobs, facts.groups, namespace, weights.keys, counters, clock, order)
         self._known = shared.known
         self._lookups = Lookups(shared, options.lookup_budget)
@@ -110,6 +112,9 @@ class RankSide:
             options=facts.identity.options,
             retry=True,
         )
+
+    def _note_unfit(self, done: JobDone) -> None:
+        self._counters.refused_jobs += self._unfit_jobs.note(done)
 
     def _watch_epoch(self) -> None:
         """What an earlier daemon had is gone."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvsidecar.client import Namespace
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
-from kvsidecar.integrations.sglang.jobs import Jobs
 from kvsidecar.integrations.stored_filter import StoredFilter
+from kvsidecar.integrations.waited_jobs import WaitedJobs
 
 if TYPE_CHECKING:  # it needs torch
     from kvsidecar.integrations.sglang.pools import Order
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it needs torch
 class Shared:
     """One per rank."""
 
-    jobs: Jobs
+    jobs: WaitedJobs
     """Of the rank's client."""
     groups: Groups
     namespace: Namespace

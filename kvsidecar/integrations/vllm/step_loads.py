@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from kvsidecar.client import Blocks, Client, Completion, JobDone, Outcome
 from kvsidecar.integrations.vllm.metadata import LoadJob
+from kvsidecar.integrations.waited_jobs import WaitedJobs
 
 _log = logging.getLogger("kvsidecar.vllm")
 
 STOP_SECONDS = 2.0
 """How long a load that has missed its deadline may take to end, or to be cancelled. Then its daemon is given up."""
-GIVE_UP_SECONDS = 10.0
-"""Between messages about a copy that does not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +35,16 @@ class StepLoad:
     """One load, of a job for each chunk."""
 
     load: LoadJob
-    client: Client
     deadline: float
-    jobs: Sequence[int]
-    """By chunk."""
-    left: set[int]
-    """Those that have not ended."""
+    jobs: WaitedJobs
+    numbers: list[int] = field(default_factory=list)
+    """Of the jobs, by chunk."""
     ended: list[JobDone] = field(default_factory=list)
     failed: bool = False
 
-    def wait(self, jobs: Sequence[int], seconds: float) -> set[int]:
-        """Wait for these, at most so long. Returns those that have not ended."""
-        if left := self.left.intersection(jobs):
-            for job, done in self.client.wait(left, max(0.0, seconds)).items():
-                self.left.discard(job)
-                self.ended.append(done)
-                self.failed |= done.outcome is not Outcome.DONE
-        return self.left.intersection(jobs)
+    def on_end(self, done: JobDone) -> None:
+        self.ended.append(done)
+        self.failed |= done.outcome is not Outcome.DONE
 
 
 class StepLoads:
@@ -74,16 +66,12 @@ class StepLoads:
     def begin(self, client: Client, load: LoadJob, blocks: Sequence[Blocks], after: Completion | None) -> None:
         """Begin to load, the first layers first."""
         count = self._chunks.count
-        jobs = [
-            client.load(
-                [replace(each, slice=chunk + 1 if count > 1 else 0) for each in blocks],
-                after=after,
-                timeout=self._timeout,
-                traceparent=load.traceparent,
-            )
-            for chunk in range(count)
-        ]
-        self.running.append(StepLoad(load, client, self._clock() + self._timeout, jobs, set(jobs)))
+        made = StepLoad(load, self._clock() + self._timeout, WaitedJobs(client))
+        for chunk in range(count):
+            parts = [replace(each, slice=chunk + 1 if count > 1 else 0) for each in blocks]
+            job = client.load(parts, after=after, timeout=self._timeout, traceparent=load.traceparent)
+            made.numbers.append(made.jobs.add(job, made.on_end))
+        self.running.append(made)
 
     def wait_for_layer(self, name: str) -> None:
         """Return when this layer is loaded, or its load has failed. Never raises: the forward pass goes on, and `end`
@@ -92,7 +80,7 @@ class StepLoads:
         last = self._chunks.of.get(name, self._chunks.count - 1)  # a layer of no group may use any other one's KV
         for each in self.running:
             if not each.failed:
-                self._wait(each, each.jobs[: last + 1])
+                self._wait(each, each.numbers[: last + 1])
 
     def forward_begins(self, *, layers_wait: bool) -> None:
         """The forward pass is about to begin.
@@ -104,10 +92,10 @@ class StepLoads:
             return
         self._waited.update(self._chunks.of)
         for each in self.running:
-            self._wait(each, each.jobs)
+            self._wait(each, each.numbers)
 
-    def _wait(self, load: StepLoad, jobs: Sequence[int]) -> None:
-        if load.wait(jobs, load.deadline - self._clock()):
+    def _wait(self, load: StepLoad, numbers: Sequence[int]) -> None:
+        if load.jobs.wait(numbers, load.deadline - self._clock()):
             load.failed = True
 
     def end(self) -> Iterator[StepLoad]:
@@ -122,17 +110,7 @@ class StepLoads:
             for each in loads:
                 each.failed = True
         for each in loads:
-            self._stop(each)
+            self._wait(each, each.numbers)
+            reason = f"a load within a step has not ended {self._timeout + STOP_SECONDS:g} s after its start"
+            each.jobs.end(each.numbers, STOP_SECONDS, reason)
             yield each
-
-    def _stop(self, load: StepLoad) -> None:
-        """Wait until nothing of it runs. A daemon that lives kills a copier that hangs, after --stuck-after."""
-        self._wait(load, load.jobs)
-        if not load.left:
-            return
-        load.client.flush(tuple(load.left), timeout=STOP_SECONDS, cancel=True)
-        if not load.wait(load.jobs, 0.0):
-            return
-        load.client.give_up(f"a load within a step has not ended {self._timeout + STOP_SECONDS:g} s after its start")
-        while left := load.wait(load.jobs, GIVE_UP_SECONDS):
-            _log.error("kvsidecar: waiting for %d copies that have begun, or for the end of their copier", len(left))

@@ -1,4 +1,4 @@
-"""Jobs of the client, each with what to do at its end. Used by the scheduler's thread alone."""
+"""Jobs of a client that an engine's thread waits for, each with what to do at its end. Engine-independent."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvsidecar.client import Client, JobDone
-from kvsidecar.integrations.refused_jobs import UnfitJobs
-from kvsidecar.integrations.sglang.counters import Counters
 
 GIVE_UP_SECONDS = 10.0
 """Between messages about a copy that does not end."""
 
-_log = logging.getLogger("kvsidecar.sglang")
+_log = logging.getLogger("kvsidecar")
 
 OnEnd = Callable[[JobDone], None]
 
 
-class Jobs:
-    """Calls back at the end of each job, in `poll` or `wait`."""
+class WaitedJobs:
+    """Calls back at the end of each job, in `poll` or `wait`. Used by one thread.
 
-    def __init__(self, client: Client, counters: Counters) -> None:
-        self.client, self._counters = client, counters
-        self._unfit_jobs = UnfitJobs(_log)
+    Args:
+        note: called with the end of any job, also of one that nothing waits for.
+    """
+
+    def __init__(self, client: Client, note: Callable[[JobDone], object] = lambda _: None) -> None:
+        self.client, self._note = client, note
         self._on_end: dict[int, OnEnd] = {}
 
     @property
@@ -51,7 +52,7 @@ class Jobs:
         return self.outstanding(left)
 
     def stop(self, jobs: Iterable[int], timeout: float, *, cancel: bool) -> tuple[int, ...]:
-        """Wait until these no longer access the GPU's pages. Returns those that still may after ``timeout`` seconds.
+        """Wait until these no longer access the GPU's blocks. Returns those that still may after ``timeout`` seconds.
 
         Args:
             cancel: decline those that have not started.
@@ -60,20 +61,25 @@ class Jobs:
         if not left:
             return ()
         pending = self.client.flush(left, timeout=max(0.0, timeout), cancel=cancel)
-        self.poll()
+        self.wait(left, 0.0)
         return tuple(pending)
+
+    def end(self, jobs: Iterable[int], timeout: float, reason: str) -> None:
+        """Cancel what has not started. What runs after ``timeout`` seconds ends with the session: see `give_up`."""
+        if left := self.stop(jobs, timeout, cancel=True):
+            self.give_up(left, reason)
 
     def give_up(self, jobs: Iterable[int], reason: str) -> None:
         """End the session with a daemon that hangs. Returns when none of these jobs accesses the GPU any more.
 
-        That is at once, unless one of its copies has begun and does not end. SGLang must not use those pages, so it
-        waits: a daemon that lives kills such a copier after --stuck-after.
+        That is at once, unless one of its copies has begun and does not end. The engine must not use those blocks, so
+        it waits: a daemon that lives kills such a copier after --stuck-after.
         """
         self.client.give_up(reason)
         while left := self.wait(jobs, GIVE_UP_SECONDS):
             _log.error("kvsidecar: waiting for %d copies that have begun, or for the end of their copier", len(left))
 
     def _ended(self, done: JobDone) -> None:
-        self._counters.refused_jobs += self._unfit_jobs.note(done)
+        self._note(done)
         if (on_end := self._on_end.pop(done.job, None)) is not None:
             on_end(done)
