@@ -127,6 +127,8 @@ class HeldCopies:
         self._link, self._direction, self._pool = link, direction, pool
         self._copies: list[Copy] = []
         self._cancelled: list[int] = []
+        self.first: list[int] = []
+        """Numbers of copies that were to be the next one, in order."""
 
     @property
     def copies(self) -> list[Copy]:
@@ -135,6 +137,8 @@ class HeldCopies:
                 self._copies.append(Copy.unpack(record))
             elif kind_of(record) is Kind.CANCEL:
                 self._cancelled.append(number_of(record))
+            elif kind_of(record) is Kind.PRIORITIZE:
+                self.first.append(number_of(record))
         return self._copies
 
     def nbytes(self, block_bytes: int, index: int = -1) -> int:

@@ -96,6 +96,7 @@ class Job:
     stopped: Refusal | None = field(default=None, init=False)
     """Why its copy must not start, if it has not started yet."""
     result: JobResult | None = field(default=None, init=False)
+    _goes_first: bool = field(default=False, init=False)
     _copying: Copying | None = field(default=None, init=False)
     _over: asyncio.Future[None] | None = field(default=None, init=False)
 
@@ -116,6 +117,8 @@ class Job:
         self._copying = copier.live().submit(
             session, self.direction, parts, event=event, on_start=on_start, checks=checks, weight=weight, on_end=on_end
         )
+        if self._goes_first:
+            self._copying.prioritize()
 
     def end(self, result: JobResult, now: float) -> None:
         """Answer it."""
@@ -140,6 +143,7 @@ class Job:
             self._copying.cancel()
 
     def prioritize(self) -> None:
-        """Make the copy the next one of its direction."""
+        """Make the copy the next one of its direction, also if it is handed over only later."""
+        self._goes_first = True
         if self._copying is not None:
             self._copying.prioritize()

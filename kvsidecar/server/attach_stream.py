@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,7 +71,7 @@ class AttachStream:
             case "load":
                 self._start(message.load, Direction.LOAD)
             case "flush":
-                self.session.tasks.spawn(self._flush(message.flush), name="flush")
+                self._flush(message.flush)
             case "idle":
                 self.instances.set_idle(self.session, message.idle.idle)
             case "register" | "watch":
@@ -145,8 +145,8 @@ class AttachStream:
             raise InvalidRequest(f"event {event} is not in this rank's ring of {self.session.num_events} events")
         return StoreOrder(event - 1, partial(self.send, pb.AttachReply(wait_issued=pb.WaitIssued(event=event))))
 
-    async def _flush(self, message: pb.Flush) -> None:
-        """Reply when the named jobs have ended, or at the client's timeout with those that have not."""
+    def _flush(self, message: pb.Flush) -> None:
+        """Let the named jobs end first, or cancel them, before the next message is handled."""
         running = self.session.jobs
         named = message.jobs or [job for job, each in running.items() if each.direction is Direction.STORE]
         wanted = {job: running[job] for job in named if job in running}
@@ -155,6 +155,10 @@ class AttachStream:
                 each.cancel(Refusal.CANCELLED)
             else:
                 each.prioritize()
+        self.session.tasks.spawn(self._wait_for_flush(message, wanted), name="flush")
+
+    async def _wait_for_flush(self, message: pb.Flush, wanted: Mapping[int, Job]) -> None:
+        """Reply when these jobs have ended, or at the client's timeout with those that have not."""
         if wanted:
             seconds = message.timeout_ms / 1000
             if self._flushes >= MAX_FLUSHES:

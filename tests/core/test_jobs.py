@@ -592,6 +592,18 @@ async def test_a_store_is_copied_when_its_slots_are_zeroed() -> None:
     assert world.cache.stats().readable_blocks == 1
 
 
+async def test_a_store_that_goes_first_still_does_when_its_slots_are_zeroed() -> None:
+    zeroing = ZeroingAll()
+    world = World(zeroing=zeroing)
+    world.start(Direction.STORE, "a").prioritize()
+    (later,) = zeroing.later
+    later()
+    held = world.copier.held[Direction.STORE]
+    (copy,) = held.copies
+    assert held.first == [copy.number]
+    await world.ends(Direction.STORE)
+
+
 async def test_a_store_that_is_stopped_before_its_slots_are_zeroed_is_never_copied() -> None:
     zeroing = ZeroingAll()
     world = World(zeroing=zeroing)

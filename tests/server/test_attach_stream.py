@@ -106,6 +106,19 @@ async def test_blocks_of_jobs_that_are_not_over_are_limited(monkeypatch: pytest.
     await stream.finish()
 
 
+async def test_a_flush_takes_effect_before_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client sends it with what follows, and the event loop reads both at once."""
+    first: list[int] = []
+    monkeypatch.setattr(Job, "prioritize", lambda job: first.append(job.number))
+    stream = Stream()
+    await stream.handle(1, 2)
+    stream.stream.handle(pb.AttachRequest(flush=pb.Flush(flush=1, timeout_ms=60_000, mode=pb.Flush.MODE_FINISH)))
+    assert first == [1, 2]
+    await stream.handle(3, 1)
+    assert first == [1, 2]
+    await stream.finish()
+
+
 async def test_flushes_that_wait_are_limited_and_one_more_is_answered_with_what_is_pending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
