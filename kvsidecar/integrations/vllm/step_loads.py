@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvsidecar.client import Blocks, Client, Completion, JobDone, Outcome
@@ -98,8 +98,9 @@ class StepLoads:
         if load.jobs.wait(numbers, load.deadline - self._clock()):
             load.failed = True
 
-    def end(self) -> Iterator[StepLoad]:
-        """The forward pass has been enqueued: the loads of this step, none of which writes to the GPU any more."""
+    def end(self) -> list[StepLoad]:
+        """The forward pass has been enqueued. Returns the loads of this step, none of which writes to the GPU any
+        more."""
         loads, self.running = self.running, []
         missing = self._chunks.of.keys() - self._waited
         self._waited.clear()
@@ -113,4 +114,4 @@ class StepLoads:
             self._wait(each, each.numbers)
             reason = f"a load within a step has not ended {self._timeout + STOP_SECONDS:g} s after its start"
             each.jobs.end(each.numbers, STOP_SECONDS, reason)
-            yield each
+        return loads
