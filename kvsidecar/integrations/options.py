@@ -29,12 +29,6 @@ def read_count(value: Any) -> int:
     return value
 
 
-def read_chunks(value: Any) -> int:
-    if (chunks := read_count(value)) < 1:
-        raise ValueError("it must be 1 or more")
-    return chunks
-
-
 def read_token_ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise ValueError("it must be a list of token ids")  # noqa: TRY004 - one kind of error for a bad value

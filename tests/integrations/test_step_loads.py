@@ -11,7 +11,7 @@ import pytest
 
 from kvsidecar.client import GroupLayout, Region
 from kvsidecar.integrations.vllm import scheduler, step_loads
-from kvsidecar.integrations.vllm.metadata import RankReport
+from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.step_loads import LayerChunks, StepLoads
 from tests.harness import LAYERS, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, Gate
@@ -130,7 +130,7 @@ def worker(daemon: DaemonProcess) -> Iterator[Worker]:
 
 
 def with_chunks(socket: str, timeout: float = SECONDS) -> Worker:
-    """Each layer is a chunk. Its blocks 1 and 2 are stored as a and b; then it is zeroed."""
+    """Each layer is a chunk. Its blocks 1 and 2 are stored as a and b; all others differ from them."""
     chunks = LayerChunks({name: i for i, name in enumerate(LAYER_NAMES)}, LAYERS)
     worker = Worker(socket, step_loads=StepLoads(chunks, timeout))
     layer = NUM_BLOCKS * ROW_BYTES
@@ -143,7 +143,7 @@ def with_chunks(socket: str, timeout: float = SECONDS) -> Worker:
     return worker
 
 
-def in_step(number: int, *names: str, at: list[int]) -> object:
+def in_step(number: int, *names: str, at: list[int]) -> LoadJob:
     return replace(load(number, *names, at=at), in_step=True)
 
 
@@ -162,7 +162,7 @@ def waits(worker: Worker, *layers: str, begins: Callable[[StepLoads], object] | 
 def step(worker: Worker, number: int, *layers: str, **options: Callable[[StepLoads], object]) -> list[bool]:
     found: list[bool] = []
     worker.forward = lambda: found.extend(waits(worker, *layers, **options))
-    worker.step(loads=(in_step(number, "a", "b", at=[4, 5]),))  # type: ignore[arg-type]
+    worker.step(loads=(in_step(number, "a", "b", at=[4, 5]),))
     worker.forward = lambda: None
     return found
 
@@ -203,7 +203,7 @@ def test_a_layer_that_has_not_waited_counts_as_computed_without_its_kv(
 def test_one_of_which_a_chunk_fails_has_failed_and_its_step_goes_on(worker: Worker) -> None:
     found: list[bool] = []
     worker.forward = lambda: found.extend(waits(worker, *LAYER_NAMES))
-    worker.step(loads=(in_step(7, "a", "unknown", at=[4, 5]),))  # type: ignore[arg-type]
+    worker.step(loads=(in_step(7, "a", "unknown", at=[4, 5]),))
     assert found == [False] * LAYERS
     assert (worker.report.not_loaded, worker.results.failed_in_step) == ({7}, {4, 5})
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from kvsidecar.integrations.options import CommonOptions, option, read_chunks, read_flag, read_seconds, read_text
+from kvsidecar.integrations.options import CommonOptions, option, read_count, read_flag, read_seconds, read_text
+
+
+def _load_chunks(value: Any) -> int:
+    if (chunks := read_count(value)) < 1:
+        raise ValueError("it must be 1 or more")
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +23,7 @@ class Options(CommonOptions):
     instance: str = option("sglang", read_text, "name of this engine deployment in the daemon's log and status")
     load_chunks: int = option(
         4,
-        read_chunks,
+        _load_chunks,
         "number of jobs, by layers, in which KV is loaded: the forward begins when the first part is there",
     )
     lookup_budget: float = option(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kvsidecar.integrations.callers import attribute_of_caller
@@ -28,7 +29,7 @@ def of_caller(vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -
     if (why_not := _why_not(reset, vllm_config, kv_cache_config, groups)) is not None:
         _log.warning("kvsidecar: load_chunks has no effect: %s", why_not)
         return None
-    return _Scheduler(reset.__self__).recompute
+    return partial(_recompute, reset.__self__)
 
 
 def _why_not(reset: Any, vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -> str | None:
@@ -55,19 +56,14 @@ def _why_not(reset: Any, vllm_config: Any, kv_cache_config: Any, groups: Sequenc
     return None
 
 
-class _Scheduler:
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def recompute(self, block_ids: Iterable[int]) -> None:
-        scheduler = self._scheduler
-        manager = scheduler.kv_cache_manager
-        wrong = set(block_ids)
-        for request in scheduler.running:
-            wrong.update(*manager.get_block_ids(request.request_id))
-        manager.evict_blocks(wrong)
-        try:
-            scheduler.reset_prefix_cache(reset_running_requests=True)
-        except RuntimeError:
-            # Raised after all has been preempted, if stores or loads hold other blocks. Those are right, and stay.
-            _log.debug("the rest of the prefix cache is kept", exc_info=True)
+def _recompute(scheduler: Any, block_ids: Iterable[int]) -> None:
+    manager = scheduler.kv_cache_manager
+    wrong = set(block_ids)
+    for request in scheduler.running:
+        wrong.update(*manager.get_block_ids(request.request_id))
+    manager.evict_blocks(wrong)
+    try:
+        scheduler.reset_prefix_cache(reset_running_requests=True)
+    except RuntimeError:
+        # Raised after all has been preempted, if stores or loads hold other blocks. Those are right, and stay.
+        _log.debug("the rest of the prefix cache is kept", exc_info=True)

@@ -132,7 +132,7 @@ class SchedulerSide:
         None: not known yet; vLLM calls again in the next step. The only side effects are a cache entry and a lease,
         and other hashes of a request whose adapter has become known.
         """
-        if self._recompute is not None and self._loads.in_step:
+        if self._loads.in_step:
             return None, False  # it might hit blocks of the GPU that are not loaded yet
         if request.lora_request is not None and self._waits_for_adapter(request):
             return None, False
