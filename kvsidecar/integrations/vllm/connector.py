@@ -148,11 +148,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = None
         if announces or self._options.publisher:
             events = Events(self._groups, hash_bytes, watch, announces=announces)
-        recompute = (
-            recomputing.of_caller(self._vllm_config, self._kv_cache_config, self._groups)
-            if self._options.load_chunks
-            else None
-        )
+        wanted = self._options.load_chunks > 0
         engine = EngineFacts(
             hash_bytes,
             self._groups,
@@ -160,7 +156,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             longest_blocks=blocks_of_longest(self._kv_cache_config, self._vllm_config),
             waits=hasattr(KVConnectorBase_V1, "has_pending_block_frees"),
-            recompute=recompute,
+            recompute=recomputing.of_caller(self._vllm_config, self._kv_cache_config, self._groups) if wanted else None,
             adapters=self._adapters(),
         )
         client = self._client(f"{self._instance} scheduler")
