@@ -64,7 +64,7 @@ def host_memory(groups: Groups, row: int, pages: int) -> RankMemory:
 def cuda_memory(
     groups: Groups, layers: int, page: int, heads: int, dim: int, pages: int
 ) -> tuple[RankMemory, Any, Any]:
-    """The memory, what keeps it alive, and the order behind the current stream."""
+    """The memory, what keeps it alive, and what reads its slots behind the current stream."""
     import torch
 
     from kvsidecar.integrations.sglang import pools
@@ -76,7 +76,14 @@ def cuda_memory(
     kvcache.k_buffer, kvcache.v_buffer = [each[0] for each in fused], [each[1] for each in fused]
     params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
     found, _ = pools.pools_of(kvcache, params, page, set())
-    return pools.export(found, groups, 0, 1), fused, pools.Order(torch.device("cuda"), None)
+    return pools.export(found, groups, 0, 1), fused, pools.SlotReader(torch.device("cuda"), None)
+
+
+def on_gpu(slots: Any) -> Any:
+    """Where SGLang has them."""
+    import torch
+
+    return torch.from_numpy(slots).cuda()
 
 
 class Engine:
@@ -85,14 +92,15 @@ class Engine:
         row = 2 * options.page * options.heads * options.dim * 2
         self.bytes = row * options.layers * self.pages
         groups = groups_of([(KV, range(options.layers), False)], options.layers, chunks)
-        order = None
+        reader = None
         if options.device == "cuda":
-            memory, self._kept, order = cuda_memory(
+            memory, self._kept, reader = cuda_memory(
                 groups, options.layers, options.page, options.heads, options.dim, 2 * self.pages
             )
         else:
             memory = host_memory(groups, row, 2 * self.pages)
         self.layers = options.layers
+        self._indices = on_gpu if options.device == "cuda" else np.asarray
         namespace = Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256")
         self.side = RankSide(
             Options.parse(
@@ -110,7 +118,7 @@ class Engine:
                 groups,
                 memory,
                 options.page,
-                order,
+                reader,
             ),
             OneRank(),
             Weights(32, lambda: "default", "bench"),
@@ -126,7 +134,7 @@ class Engine:
     def transfer(self, first: int) -> Any:
         keys = [hashlib.sha256(str(page).encode()).hexdigest() for page in range(self.pages)]
         slots = ((first + np.arange(self.pages))[:, None] * self.page + np.arange(self.page)).ravel()
-        return SimpleNamespace(name=KV, keys=keys, device_indices=slots)
+        return SimpleNamespace(name=KV, keys=keys, device_indices=self._indices(slots))
 
     def load(self) -> tuple[float, float]:
         """Seconds until the first layer, and until the last one, may be computed. What SGLang does before the load is

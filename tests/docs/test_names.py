@@ -37,6 +37,7 @@ OF_OTHERS = {
     "--kv-transfer-config": "vLLM",
     "--layouts": "benchmarks.peers",
     "--shares": "benchmarks.lookup_timing",
+    "--extra": "benchmarks.vllm.runs",
     "--half": "benchmarks.fleet",
     "--hours": "benchmarks.fleet",
     "--gpus": "docker",

@@ -86,17 +86,13 @@ class Engine:
 
     Args:
         forward_stream: that stores are ordered behind; None for the current stream alone.
-        ring: whether they wait on the device, or on the host.
     """
 
-    def __init__(self, daemon: DaemonProcess, forward_stream: Any, *, ring: bool = True) -> None:
+    def __init__(self, daemon: DaemonProcess, forward_stream: Any) -> None:
         self.kvcache = pool()
         params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
         found, num_layers = pools.pools_of(self.kvcache, params, PAGE, set())
         groups = groups_of([(each.name, each.layers, each.replicated) for each in found], num_layers, 3)
-        order = pools.Order(torch.device("cuda"), forward_stream)
-        if not ring:
-            order.ring = None
         self.side = RankSide(
             Options.parse(
                 {
@@ -112,7 +108,7 @@ class Engine:
                 groups,
                 pools.export(found, groups, 0, 1),
                 PAGE,
-                order,
+                pools.SlotReader(torch.device("cuda"), forward_stream),
             ),
             OneRank(),
             Weights(32, lambda: "default", "token"),
@@ -120,8 +116,6 @@ class Engine:
         )
         assert self.side._client.wait_attached(SECONDS)
         assert self.side._client.wait_ready(SECONDS).ready
-        if ring:
-            assert self.side._client.device_order, self.side._client.device_order_refused
 
     def rows(self, page: int) -> Iterator[Any]:
         for buffer in (*self.kvcache.k_buffer, *self.kvcache.v_buffer):
@@ -209,8 +203,8 @@ def race(engine: Engine, stream: Any, number: int, name: str, cycles: int) -> in
 def test_stores_wait_for_the_forward_stream(cuda_daemon: DaemonProcess) -> None:
     stream = torch.cuda.Stream()
     wrong = {}
-    for name, known, ring in (("none", None, True), ("host", stream, False), ("device", stream, True)):
-        engine = Engine(cuda_daemon, known, ring=ring)
+    for name, known in (("none", None), ("forward", stream)):
+        engine = Engine(cuda_daemon, known)
         cycles = engine.cycles()
         wrong[name] = [race(engine, stream, number, name, cycles) for number in range(ROUNDS)]
         engine.side.close()
@@ -218,7 +212,39 @@ def test_stores_wait_for_the_forward_stream(cuda_daemon: DaemonProcess) -> None:
     print(f"corrupted rounds: {sum(map(bool, races))} of {len(races)}", {a: sum(map(bool, wrong[a])) for a in wrong})
     assert races, "this machine was too slow to store a page before it is written"
     assert all(races)
-    assert not any(wrong["host"] + wrong["device"])
+    assert not any(wrong["forward"])
+
+
+def test_the_scheduler_does_not_wait_for_a_forward_that_runs(cuda_daemon: DaemonProcess) -> None:
+    """SGLang's own stream stands behind the forward: to wait for it would keep the scheduler from its next batch."""
+    stream = torch.cuda.Stream()
+    engine = Engine(cuda_daemon, stream)
+    cycles = engine.cycles()
+    transfers = [[transfer(name, [1])] for name in ("a", "b")]
+    engine.store("c", [2])
+    engine.stored()
+    assert engine.side.lookup("c", [transfer("c", [3])]) == [1]
+    target = [transfer("c", [3])]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+        ended = torch.cuda.Event()
+        ended.record()
+    torch.cuda.current_stream().wait_event(ended)
+    for each in transfers:
+        assert engine.side.offload(each)
+    assert engine.side.load("c", target)
+    index = engine.side.loads.start()
+    engine.side.loads.set_consumer(index)
+    assert engine.side.completed() == 0
+    assert not ended.query(), "the forward has ended meanwhile"
+    for layer in range(LAYERS):
+        engine.side.loads.wait_until(layer)
+    assert ended.query()
+    assert engine.side.loads.finish(index)
+    engine.stored()
+    engine.stored()
+    engine.side.close()
 
 
 def test_a_load_waits_for_a_forward_that_may_still_write_its_pages(cuda_daemon: DaemonProcess) -> None:

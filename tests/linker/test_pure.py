@@ -18,7 +18,7 @@ from kvsidecar.integrations.sglang.loads import split
 from kvsidecar.integrations.sglang.lookups import restorable
 from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
+from kvsidecar.integrations.sglang.transfers import PageIds, hashes_of, name_of
 from tests.linker.transfers import PoolName, Transfer, keys
 
 # -- groups ----------------------------------------------------------------------------------------------------------
@@ -68,13 +68,16 @@ def test_keys_become_joined_hashes() -> None:
 def test_slots_become_pages(size: int) -> None:
     pages = np.array([7, 3, 4, 9])
     slots = (pages[:, None] * size + np.arange(size)).ravel()
-    assert pages_of(Transfer(PoolName.KV, keys(4), slots), size).tolist() == pages.tolist()
+    ids = PageIds(Transfer(PoolName.KV, keys(4), slots), size)
+    assert len(ids) == 4
+    assert ids.arrived()
+    assert ids.take().tolist() == pages.tolist()
 
 
 def test_a_state_has_one_slot_whatever_the_page_size() -> None:
     transfer = Transfer(PoolName.MAMBA, keys(1), np.array([5]))
     assert name_of(transfer) == MAMBA
-    assert pages_of(transfer, 16).tolist() == [5]
+    assert PageIds(transfer, 16).take().tolist() == [5]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_a_state_has_one_slot_whatever_the_page_size() -> None:
 )
 def test_what_is_not_a_page_is_refused(slots: list[int]) -> None:
     with pytest.raises(ValueError):
-        pages_of(Transfer(PoolName.KV, keys(1), np.array(slots)), 16)
+        PageIds(Transfer(PoolName.KV, keys(1), np.array(slots)), 16).take()
 
 
 # -- restorable ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,31 @@ class Clock:
         return (time.monotonic() if self._stopped is None else self._stopped) + self.ahead
 
 
+class LateSlots:
+    """Slots that are on their way to the host until a test lets them arrive."""
+
+    def __init__(self, slots: Any) -> None:
+        self.slots, self.there = np.array(slots), threading.Event()
+
+    def arrived(self) -> bool:
+        return self.there.is_set()
+
+    def take(self) -> Any:
+        assert self.there.wait(SECONDS), "the slots have not arrived"
+        return self.slots
+
+
+class LateReader:
+    """In place of `pools.SlotReader`, which needs a GPU."""
+
+    def __init__(self) -> None:
+        self.all: list[LateSlots] = []
+
+    def read(self, slots: Any) -> LateSlots:
+        self.all.append(LateSlots(slots))
+        return self.all[-1]
+
+
 class Engine:
     """A rank with a KV cache ``[layers, pages, row]`` in shared memory, as SGLang would drive it."""
 
@@ -72,6 +97,7 @@ class Engine:
         rank: int = 0,
         size: int = 1,
         replicated: bool = False,
+        reader: Any = None,
         **extra: Any,
     ) -> None:
         self.buffer = HostBuffer(LAYERS * PAGES * ROW)
@@ -92,7 +118,9 @@ class Engine:
         options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "lease_seconds": 2 * SECONDS, **extra})
         self.side = RankSide(
             options,
-            RankFacts(Identity(NAMESPACE, {}), name, groups, RankMemory(self.buffer.kv_buffers(), layouts), PAGE),
+            RankFacts(
+                Identity(NAMESPACE, {}), name, groups, RankMemory(self.buffer.kv_buffers(), layouts), PAGE, reader
+            ),
             self.ranks,
             Weights(32, lambda: "default", name),
             self.counters,
@@ -410,6 +438,77 @@ def test_offloads_end_in_the_order_in_which_they_were_offered(short_dir: Path, g
         gate.let_pass()
         eventually(lambda: engine.side.completed() == 2, "both")
         assert [engine.side.pop(), engine.side.pop()] == [True, True]
+
+
+def test_an_offload_is_sent_when_its_slots_have_arrived_and_none_overtakes_it(short_dir: Path) -> None:
+    reader = LateReader()
+    with running(short_dir, reader=reader) as (_, engine):
+        engine.offload([1], "a")
+        engine.offload([2], "b")
+        first, second = reader.all
+        second.there.set()
+        assert engine.side.completed() == 0
+        assert engine.side._jobs.num_running == 0, "the first one is on its way"
+        engine.fill([1], "a")
+        engine.fill([2], "b")
+        first.there.set()
+        assert engine.ended()
+        assert engine.ended()
+        assert engine.counters.offloads == 2
+
+
+def test_a_reset_forgets_offloads_whose_slots_have_not_arrived(short_dir: Path) -> None:
+    reader = LateReader()
+    with running(short_dir, reader=reader) as (_, engine):
+        engine.offload(range(PAGES // 2), "a")
+        engine.side.reset()
+        reader.all[0].there.set()
+        assert engine.side.completed() == 0
+        engine.fill(range(PAGES // 2), "b")
+        engine.offload(range(PAGES // 2), "b")
+        reader.all[1].there.set()
+        assert engine.ended(), "the first one holds no pages any more"
+
+
+def test_a_load_is_sent_when_the_forward_asks_for_it_if_its_slots_come_late(short_dir: Path) -> None:
+    reader = LateReader()
+    with running(short_dir, reader=reader) as (_, engine):
+        engine.fill([1, 2], "a")
+        engine.offload([1, 2], "a")
+        reader.all[0].there.set()
+        assert engine.ended()
+        assert engine.lookup("a", 2) == [1, 2]
+        assert engine.load([5, 6], "a")
+        index = engine.side.loads.start()
+        engine.side.loads.set_consumer(index)
+        assert engine.side._jobs.num_running == 0
+        reader.all[-1].there.set()
+        for layer in range(LAYERS):
+            engine.side.loads.wait_until(layer)
+            assert engine.holds([5, 6], "a", slice(layer, layer + 1))
+        assert engine.side.loads.finish(index)
+
+
+def test_slots_that_are_no_pages_cost_a_store_and_a_load_and_never_an_engine(short_dir: Path) -> None:
+    reader = LateReader()
+    with running(short_dir, reader=reader) as (_, engine):
+        engine.offload([1], "a")
+        reader.all[0].slots += 1
+        reader.all[0].there.set()
+        assert not engine.ended()
+        engine.fill([1], "a")
+        engine.offload([1], "a")
+        reader.all[1].there.set()
+        assert engine.ended()
+        assert engine.lookup("a", 1) == [1]
+        assert engine.load([5], "a")
+        reader.all[-1].slots += 1
+        reader.all[-1].there.set()
+        index = engine.side.loads.start()
+        engine.side.loads.set_consumer(index)
+        engine.side.loads.wait_until(0)
+        assert not engine.side.loads.finish(index)
+        assert (engine.counters.failed_offloads, engine.counters.failed_loads) == (1, 1)
 
 
 def test_stores_of_a_daemon_that_hangs_hold_a_part_of_the_pages(short_dir: Path, gate: Gate) -> None:

@@ -153,12 +153,12 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             name=options.model_name,
         )
         memory = pools.export(found, groups, mine.rank, mine.size)
-        order = pools.Order(device, self.forward_stream) if device.type == "cuda" else None
+        reader = pools.SlotReader(device, self.forward_stream) if device.type == "cuda" else None
         self._weights = Weights(HASH_BYTES, lambda: get_serving().weight_version, token)
         instance = f"{options.instance} {token[:8]}"
         window = -(-(params.swa_retain_window or 0) // params.page_size)
         trailing = {SWA: window, MAMBA: 1}
-        return RankFacts(identity, instance, groups, memory, params.page_size, order, trailing), found
+        return RankFacts(identity, instance, groups, memory, params.page_size, reader, trailing), found
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         return [] if self._side is None else self._side.lookup(rid, transfers)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.client import Blocks, Completion, JobDone, LeaseRenewal, Outcome
+from kvsidecar.client import Blocks, JobDone, LeaseRenewal, Outcome
 from kvsidecar.integrations.sglang.shared import Shared
-from kvsidecar.integrations.sglang.transfers import Ids
+from kvsidecar.integrations.sglang.transfers import PageIds
 from kvsidecar.integrations.stored_filter import tags_of
 
 _log = logging.getLogger("kvsidecar.sglang")
@@ -29,7 +29,7 @@ class Pages:
     """Pages of one pool: the keys of their blocks, joined, and where they are on the GPU."""
 
     keys: bytes
-    ids: Ids
+    ids: PageIds
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -47,14 +47,14 @@ class _Batch:
     """Loads that were started together."""
 
     requests: Mapping[str, _Queued]
-    deadline: float
-    jobs: list[list[int]] = field(default_factory=list)
-    """By chunk."""
+    deadline: float = 0.0
+    jobs: list[list[int]] | None = None
+    """By chunk; None: they have not been sent."""
     failed: bool = False
 
     @property
     def all_jobs(self) -> list[int]:
-        return [job for jobs in self.jobs for job in jobs]
+        return [job for jobs in self.jobs or () for job in jobs]
 
 
 class Loads:
@@ -65,7 +65,7 @@ class Loads:
     """
 
     def __init__(self, shared: Shared, timeout: float) -> None:
-        self._jobs, self._groups, self._order, self._timeout = shared.jobs, shared.groups, shared.order, timeout
+        self._jobs, self._groups, self._timeout = shared.jobs, shared.groups, timeout
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._queued: dict[str, _Queued] = {}
         self._batches: dict[int, _Batch] = {}
@@ -94,16 +94,36 @@ class Loads:
         return True
 
     def start(self) -> int:
-        """Start all queued loads. Returns the number of the batch; -1 if there are none."""
+        """Start all queued loads. Returns the number of the batch; -1 if there are none.
+
+        While a forward runs, the pages that SGLang has chosen are still on their way to the host. The loads are then
+        sent when the batch's own forward asks for them: to wait here would keep SGLang from preparing that.
+        """
         if not self._queued:
             return -1
         requests, self._queued = self._queued, {}
         number, self._next = self._next, self._next + 1
-        batch = self._batches[number] = _Batch(requests, self._clock() + self._timeout)
-        after = None if self._order is None else self._order.mark()
-        for chunk in range(self._groups.num_chunks):
-            batch.jobs.append([self._submit(batch, blocks, after) for blocks in self._blocks(requests, chunk)])
+        batch = self._batches[number] = _Batch(requests)
+        self._send_arrived(batch)
         return number
+
+    def _send_arrived(self, batch: _Batch) -> None:
+        if all(pages.ids.arrived() for each in batch.requests.values() for pages in each.pages.values()):
+            self._send(batch)
+
+    def _send(self, batch: _Batch) -> None:
+        """Unless they have been sent. Waits until the pages are known."""
+        if batch.jobs is not None:
+            return
+        batch.jobs = []
+        try:
+            blocks = [self._blocks(batch.requests, chunk) for chunk in range(self._groups.num_chunks)]
+        except ValueError as error:
+            batch.failed = True
+            _log.error("kvsidecar: a load was not sent: %s", error)
+            return
+        batch.deadline = self._clock() + self._timeout
+        batch.jobs = [[self._submit(batch, job) for job in jobs] for jobs in blocks]
 
     def _blocks(self, requests: Mapping[str, _Queued], chunk: int) -> list[list[Blocks]]:
         """The blocks of one chunk, for each of its jobs."""
@@ -113,12 +133,12 @@ class Loads:
                 continue
             mine = [found for each in requests.values() if (found := each.pages.get(group.pool)) is not None]
             if sum(map(len, mine)):
-                keys, ids = b"".join(each.keys for each in mine), np.concatenate([each.ids for each in mine])
+                keys, ids = b"".join(each.keys for each in mine), np.concatenate([each.ids.take() for each in mine])
                 parts.append(Blocks(group.index, keys, ids, slice=number))
         return split(parts, MAX_JOB_BLOCKS)
 
-    def _submit(self, batch: _Batch, blocks: Sequence[Blocks], after: Completion | None) -> int:
-        job = self._jobs.client.load(blocks, after=after, timeout=self._timeout)
+    def _submit(self, batch: _Batch, blocks: Sequence[Blocks]) -> int:
+        job = self._jobs.client.load(blocks, timeout=self._timeout)
         return self._jobs.add(job, lambda done: self._ended(batch, done))
 
     def _ended(self, batch: _Batch, done: JobDone) -> None:
@@ -131,6 +151,7 @@ class Loads:
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
+        self._send(batch)
         self._wait(batch, batch.all_jobs)
         if left := self._jobs.outstanding(batch.all_jobs):
             self._counters.overdue_loads += 1
@@ -165,12 +186,17 @@ class Loads:
 
     def set_consumer(self, index: int) -> None:
         self.consumer_index = index
+        if (batch := self._batches.get(index)) is not None:
+            self._send_arrived(batch)
 
     def wait_until(self, layer: int) -> None:
         """Return when this layer of the current batch is loaded, or its load has failed. Never raises: the forward runs
         on, and `finish` tells."""
         batch = self._batches.get(self.consumer_index)
-        if batch is not None and not batch.failed:
+        if batch is None:
+            return
+        self._send(batch)
+        if batch.jobs and not batch.failed:
             self._wait(batch, batch.jobs[self._groups.chunk_of(layer)])
 
     def _wait(self, batch: _Batch, jobs: Sequence[int]) -> None:

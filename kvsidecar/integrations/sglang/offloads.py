@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from math import inf
 
-from kvsidecar.client import DEVICE, Blocks, JobDone, Outcome
+from kvsidecar.client import Blocks, JobDone, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, Pages, split
 from kvsidecar.integrations.sglang.shared import Shared
@@ -27,8 +27,12 @@ HELD_FRACTION = 0.5
 
 @dataclass(slots=True)
 class _Offload:
-    began: float
-    pages: int
+    began: float = inf
+    """When it was sent."""
+    held: int = 0
+    """Pages that it keeps from SGLang."""
+    unsent: list[tuple[int, Pages]] = field(default_factory=list)
+    """By group: what waits until its pages are known."""
     ok: bool = True
     admitted: bool = True
     """False: the daemon keeps other blocks instead."""
@@ -48,7 +52,7 @@ class Offloads:
     def __init__(
         self, shared: Shared, notes: Callable[[int, bytes], bytes], num_pages: int, *, is_first_rank: bool
     ) -> None:
-        self._jobs, self._groups, self._order = shared.jobs, shared.groups, shared.order
+        self._jobs, self._groups = shared.jobs, shared.groups
         self._notes, self._is_first_rank = notes, is_first_rank
         self._most_held = max(1, int(num_pages * HELD_FRACTION))
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
@@ -56,45 +60,58 @@ class Offloads:
         self._held = 0
 
     def submit(self, pages: Mapping[str, Pages]) -> None:
-        """Store these pages of each pool. `pop` will tell, also when they are not stored at all: every rank must count
-        the same offloads."""
-        now = self._clock()
-        offload = _Offload(now, sum(map(len, pages.values())))
-        parts, known = [], False
+        """Store these pages of each pool, as soon as they are known on the host: `completed` sees to it. `pop` will
+        tell, also when they are not stored at all: every rank must count the same offloads."""
+        count = sum(map(len, pages.values()))
+        offload, known = _Offload(), False
         for pool, found in pages.items():
             group = self._groups.of(pool)
             if group is None or (group.replicated and not self._is_first_rank) or not len(found):
                 continue
             tags = tags_of(group.index, found.keys, len(found))
             if not self._known.find(tags).all():
-                parts.append(Blocks(group.index, found.keys, found.ids, self._notes(group.index, found.keys)))
+                offload.unsent.append((group.index, found))
                 offload.tags.append(tags)
             else:
                 known = True
-        if not parts:
+        if not offload.unsent:
             self._counters.known_offloads += known
-        elif self._hangs(now) or self._held + offload.pages > self._most_held:
+        elif self._hangs() or self._held + count > self._most_held:
             self._counters.held_back_offloads += 1
-            offload.ok = False
+            offload.unsent, offload.ok = [], False
         else:
             self._counters.offloads += 1
-            self._held += offload.pages
-            for blocks in split(parts, MAX_JOB_BLOCKS):
-                job = self._jobs.client.store(blocks, after=self._after())
-                offload.jobs.append(self._jobs.add(job, partial(self._ended, offload)))
+            offload.held = count
+            self._held += count
         self._pending.append(offload)
+        self._send_arrived()
 
-    def _after(self) -> Any:
-        if self._order is None:
-            return None
-        return DEVICE if self._order.ring is not None else self._order.mark()
+    def _send_arrived(self) -> None:
+        """In the order in which they were offered."""
+        for each in self._pending:
+            if each.unsent:
+                if not all(pages.ids.arrived() for _, pages in each.unsent):
+                    break
+                self._send(each)
+
+    def _send(self, offload: _Offload) -> None:
+        unsent, offload.unsent = offload.unsent, []
+        try:
+            parts = [Blocks(group, each.keys, each.ids.take(), self._notes(group, each.keys)) for group, each in unsent]
+        except ValueError as error:
+            offload.ok = False
+            _log.error("kvsidecar: pages are not stored: %s", error)
+            return
+        offload.began = self._clock()
+        for blocks in split(parts, MAX_JOB_BLOCKS):
+            offload.jobs.append(self._jobs.add(self._jobs.client.store(blocks), partial(self._ended, offload)))
 
     def decline(self) -> None:
         """Store nothing; `pop` will tell so."""
-        self._pending.append(_Offload(self._clock(), 0, ok=False))
+        self._pending.append(_Offload(ok=False))
 
-    def _hangs(self, now: float) -> bool:
-        return bool(self._pending) and now - self._pending[0].began > HUNG_SECONDS
+    def _hangs(self) -> bool:
+        return bool(self._pending) and self._clock() - self._pending[0].began > HUNG_SECONDS
 
     def _ended(self, offload: _Offload, done: JobDone) -> None:
         offload.ok &= done.outcome is Outcome.DONE
@@ -104,10 +121,11 @@ class Offloads:
         """How many of the oldest have ended. Never waits."""
         if not self._pending:
             return 0
+        self._send_arrived()
         self._jobs.poll()
         count = 0
         for each in self._pending:
-            if self._jobs.outstanding(each.jobs):
+            if each.unsent or self._jobs.outstanding(each.jobs):
                 break
             count += 1
         return count
@@ -115,8 +133,8 @@ class Offloads:
     def pop(self) -> bool:
         """Remove the oldest, which has ended. Returns whether all of it was stored."""
         offload = self._pending.popleft()
-        if offload.jobs:
-            self._held -= offload.pages
+        self._held -= offload.held
+        if offload.held:
             self._counters.failed_offloads += not offload.ok and offload.admitted
             self._counters.not_admitted_offloads += not offload.admitted
             for tags in offload.tags if offload.ok else ():

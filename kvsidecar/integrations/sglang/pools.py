@@ -1,4 +1,4 @@
-"""Converts SGLang's pools to views of pages; makes CPU pools shareable; records CUDA events behind the forward.
+"""Converts SGLang's pools to views of pages; makes CPU pools shareable; reads their slots behind the forward.
 
 Plain pools (MHA, MLA, a sliding window, MHA with Mamba), for which SGLang has no ready-made views, are read here; all
 others through SGLang's own views for linkers. What neither knows is refused: a guess could copy wrong KV.
@@ -6,17 +6,17 @@ others through SGLang's own views for linkers. What neither knows is refused: a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvsidecar.client import GroupLayout
-from kvsidecar.client.torch import TorchEventRing, TorchExporter, shared_empty
+from kvsidecar.client.torch import TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
-from kvsidecar.integrations.device_order import DeviceOrder
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, Groups
 
@@ -228,48 +228,42 @@ def share_on_cpu(kvcache: Any, params: Any) -> None:
             tensor.set_(shared)
 
 
-class Order(DeviceOrder):
-    """Orders copies behind the kernels of the current stream, on which SGLang has chosen the pages, and those of the
-    forward stream, which may still write them.
+class SlotReader:
+    """Copies what SGLang has on the GPU to the host, and waits for nothing: SGLang's stream stands behind the running
+    forward, so ``.cpu()`` would keep the scheduler from preparing the next one meanwhile.
+
+    A copy is behind all that both streams had to do: the current one, on which SGLang has chosen the pages, and the
+    forward stream, which may still write them. So whatever is sent once it has arrived is in order with the kernels.
 
     Args:
         forward_stream: None if the current stream is the only one that writes KV.
     """
 
     def __init__(self, device: torch.device, forward_stream: Any) -> None:
-        self._forward = forward_stream
-        super().__init__(device)
+        self._device, self._forward, self._stream = device, forward_stream, torch.cuda.Stream(device)
 
-    def _new_ring(self) -> TorchEventRing:
-        return ForwardRing(self, self._device)
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Inside, the current stream is behind both."""
-        if self._forward is None or self._forward == torch.cuda.current_stream(self._device):
-            yield
-            return
-        chosen = torch.cuda.Event()
-        chosen.record(torch.cuda.current_stream(self._device))
-        self._forward.wait_event(chosen)
-        with torch.cuda.stream(self._forward):
-            yield
-
-    def mark(self) -> torch.cuda.Event:
-        with self.joined():
-            return super().mark()
+    def read(self, slots: torch.Tensor) -> SlotsOnTheirWay:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._forward is not None:
+            self._stream.wait_stream(self._forward)
+        with torch.cuda.stream(self._stream):
+            host = torch.empty(slots.shape, dtype=torch.int64, pin_memory=True)
+            host.copy_(slots.contiguous(), non_blocking=True)
+            return SlotsOnTheirWay(slots, host, self._stream.record_event())
 
 
-class ForwardRing(TorchEventRing):
-    """A ring of events that are recorded behind both streams of an `Order`."""
+@dataclass(frozen=True, slots=True)
+class SlotsOnTheirWay:
+    """Implements `transfers.Slots`."""
 
-    def __init__(self, order: Order, device: torch.device) -> None:
-        super().__init__(device=device)
-        self._order = order
+    source: torch.Tensor
+    """Referenced until it has been copied: its allocator knows nothing of the stream that reads it."""
+    host: torch.Tensor
+    event: torch.cuda.Event
 
-    def record(self, index: int) -> None:
-        with self._order.joined():
-            super().record(index)
+    def arrived(self) -> bool:
+        return bool(self.event.query())
 
-    def mark(self) -> torch.cuda.Event:
-        return self._order.mark()
+    def take(self) -> npt.NDArray[np.int64]:
+        self.event.synchronize()
+        return np.asarray(self.host)

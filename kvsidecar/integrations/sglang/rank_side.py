@@ -25,12 +25,12 @@ from kvsidecar.integrations.sglang.offloads import Offloads
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.touches import Touches
-from kvsidecar.integrations.sglang.transfers import hashes_of, name_of, pages_of
+from kvsidecar.integrations.sglang.transfers import PageIds, hashes_of, name_of, read_now
 from kvsidecar.integrations.sglang.weights import Weights
 from kvsidecar.integrations.waited_jobs import WaitedJobs
 
 if TYPE_CHECKING:  # they need torch
-    from kvsidecar.integrations.sglang.pools import Order
+    from kvsidecar.integrations.sglang.pools import SlotReader
     from kvsidecar.integrations.sglang.ranks import Ranks
 
 _log = logging.getLogger("kvsidecar.sglang")
@@ -54,7 +54,7 @@ class RankFacts:
     memory: RankMemory
     page_size: int
     """Tokens in a page."""
-    order: Order | None = None
+    reader: SlotReader | None = None
     """None if kernels are synchronous."""
     trailing: Mapping[str, int] = field(default_factory=dict)
     """By pool: how many pages at the end of a request a hit needs. Of other pools it needs all."""
@@ -79,7 +79,8 @@ class RankSide:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        namespace, order = facts.identity.namespace, facts.order
+        namespace = facts.identity.namespace
+        self._read = read_now if facts.reader is None else facts.reader.read
         self._options, self._ranks, self._page_size = options, ranks, facts.page_size
         self._weights, self._counters = weights, counters
         self._client = Client(
@@ -91,7 +92,7 @@ class RankSide:
         self._layouts, self._epoch = facts.memory.groups, 0
         self._unfit_jobs = UnfitJobs(_log)
         self._jobs = WaitedJobs(self._client, self._note_unfit)
-        shared = Shared(self._jobs, facts.groups, namespace, weights.keys, counters, clock, order)
+        shared = Shared(self._jobs, facts.groups, namespace, weights.keys, counters, clock)
         self._known = shared.known
         self._lookups = Lookups(shared, options.lookup_budget)
         self.loads = Loads(shared, options.load_timeout)
@@ -108,7 +109,6 @@ class RankSide:
             groups=self._layouts,
             rank=ranks.rank,
             world_size=ranks.size,
-            events=order.ring if order is not None else None,
             options=facts.identity.options,
             retry=True,
         )
@@ -163,7 +163,7 @@ class RankSide:
 
     def _pages(self, transfers: Sequence[Any]) -> Mapping[str, Pages]:
         return {
-            name_of(each): Pages(self._weights.keys(hashes_of(each.keys)), pages_of(each, self._page_size))
+            name_of(each): Pages(self._weights.keys(hashes_of(each.keys)), PageIds(each, self._page_size, self._read))
             for each in transfers
             if each.keys
         }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from binascii import unhexlify
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,22 +31,62 @@ def hashes_of(keys: Sequence[str]) -> bytes:
     return joined
 
 
-def pages_of(transfer: Any, page_size: int) -> Ids:
+class Slots(Protocol):
+    """The first and the last slot of each page, int64 ``[pages, 2]`` (``[pages, 1]`` for pages of one slot), which may
+    still be on their way to the host."""
+
+    def arrived(self) -> bool: ...
+
+    def take(self) -> npt.NDArray[np.int64]:
+        """Waits until they have arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """`Slots` that are there."""
+
+    slots: npt.NDArray[np.int64]
+
+    def arrived(self) -> bool:
+        return True
+
+    def take(self) -> npt.NDArray[np.int64]:
+        return self.slots
+
+
+def read_now(ends: Any) -> OnHost:
+    return OnHost(np.array(ends.detach() if hasattr(ends, "detach") else ends, np.int64))
+
+
+class PageIds:
     """The pages of a transfer's ``device_indices``, one for each key. A state (Mamba) has one index for each key.
 
-    Reads the first index of each page only: on a GPU this is a copy that waits for the current stream.
+    Args:
+        read: starts to copy the first and the last index of each page to the host.
 
     Raises:
-        ValueError: they are not whole, aligned pages, as many as there are keys.
+        ValueError: there are more or fewer indices than the keys' pages have.
     """
-    size = 1 if name_of(transfer) == MAMBA else page_size
-    indices = transfer.device_indices
-    if len(indices) != size * len(transfer.keys):
-        raise ValueError(f"{len(indices)} slots for {len(transfer.keys)} keys of pages of {size}")
-    # The first and the last of each page in one copy.
-    ends = indices.reshape(-1, size)[:, :: max(1, size - 1)]
-    first_last = np.asarray(ends.detach().cpu() if hasattr(ends, "detach") else ends, np.int64)
-    first = first_last[:, 0]
-    if size > 1 and (np.any(first % size) or np.any(first_last[:, -1] - first != size - 1)):
-        raise ValueError(f"the slots of {name_of(transfer)} are not aligned pages of {size}")
-    return first // size
+
+    def __init__(self, transfer: Any, page_size: int, read: Callable[[Any], Slots] = read_now) -> None:
+        self._name = name_of(transfer)
+        size = self._size = 1 if self._name == MAMBA else page_size
+        indices = transfer.device_indices
+        self._count = len(transfer.keys)
+        if len(indices) != size * self._count:
+            raise ValueError(f"{len(indices)} slots for {self._count} keys of pages of {size}")
+        self._slots = read(indices.reshape(-1, size)[:, :: max(1, size - 1)])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def arrived(self) -> bool:
+        return self._slots.arrived()
+
+    def take(self) -> Ids:
+        """Waits until they have arrived. Raises ValueError if the slots are not whole, aligned pages."""
+        first_last = self._slots.take()
+        first = first_last[:, 0]
+        if self._size > 1 and (np.any(first % self._size) or np.any(first_last[:, -1] - first != self._size - 1)):
+            raise ValueError(f"the slots of {self._name} are not aligned pages of {self._size}")
+        return first // self._size
