@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from kvsidecar.integrations.vllm.sleeping import CHUNK, Weights, watch
+torch = pytest.importorskip("torch")
+from kvsidecar.integrations.vllm.sleeping import CHUNK, Weights, watch  # noqa: E402
 
 
 class Allocator:
@@ -56,7 +56,7 @@ def test_the_last_watch_counts() -> None:
 class Runner:
     """As vLLM's model runner: it has the model, and calls the connector."""
 
-    def __init__(self, *modules: torch.nn.Module) -> None:
+    def __init__(self, *modules: Any) -> None:
         self.model = torch.nn.Sequential(*modules)
 
     def register(self) -> Weights | None:
