@@ -468,6 +468,7 @@ def test_a_reset_forgets_offloads_whose_slots_have_not_arrived(short_dir: Path) 
         engine.offload(range(PAGES // 2), "b")
         reader.all[1].there.set()
         assert engine.ended(), "the first one holds no pages any more"
+        assert engine.lookup("a", 1) == [], "its pages were others' when its slots came"
 
 
 def test_a_load_is_sent_when_the_forward_asks_for_it_if_its_slots_come_late(short_dir: Path) -> None:

@@ -32,7 +32,7 @@ class _Offload:
     held: int = 0
     """Pages that it keeps from SGLang."""
     unsent: list[tuple[int, Pages]] = field(default_factory=list)
-    """By group: what waits until its pages are known."""
+    """By group: what is sent when its pages are known."""
     ok: bool = True
     admitted: bool = True
     """False: the daemon keeps other blocks instead."""
@@ -57,6 +57,7 @@ class Offloads:
         self._most_held = max(1, int(num_pages * HELD_FRACTION))
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._pending: deque[_Offload] = deque()
+        self._unsent: deque[_Offload] = deque()
         self._held = 0
 
     def submit(self, pages: Mapping[str, Pages]) -> None:
@@ -83,16 +84,14 @@ class Offloads:
             self._counters.offloads += 1
             offload.held = count
             self._held += count
+            self._unsent.append(offload)
         self._pending.append(offload)
         self._send_arrived()
 
     def _send_arrived(self) -> None:
         """In the order in which they were offered."""
-        for each in self._pending:
-            if each.unsent:
-                if not all(pages.ids.arrived() for _, pages in each.unsent):
-                    break
-                self._send(each)
+        while self._unsent and all(pages.ids.arrived() for _, pages in self._unsent[0].unsent):
+            self._send(self._unsent.popleft())
 
     def _send(self, offload: _Offload) -> None:
         unsent, offload.unsent = offload.unsent, []
@@ -149,4 +148,5 @@ class Offloads:
         self._jobs.end(left, timeout, f"a store has not ended within {timeout:g} s")
         self._jobs.poll()
         self._pending.clear()
+        self._unsent.clear()
         self._held = 0
