@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import math
+import re
 import socket
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from kvsidecar.client import Blocks, Client
 from tests.e2e.readiness import CHUNKS
 from tests.e2e.systemd_manager import Systemd, unusable
-from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, hashes, wait_until_ready
+from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes, wait_until_ready
 
 under_systemd = pytest.mark.skipif(unusable() is not None, reason=unusable() or "")
 SMALL = ("--pool-size", "1MiB")
@@ -50,37 +51,57 @@ def test_pinned_chunks_carry_the_start_beyond_its_timeout_and_the_unit_is_as_doc
     short_dir: Path, gate: Gate
 ) -> None:
     timeout = patience(short_dir)
-    failpoints = f"pool.pin_chunk={gate}"
-    settings = (f"TimeoutStartSec={timeout}s", f"BindReadOnlyPaths={gate.path}")
-    with Systemd(short_dir, *settings, flags=CHUNKS, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
-        gate.let_pass()
-        systemd.systemctl("start", "--no-block", "kvsidecar")
-        systemd.wait("StatusText", "pinning: 128 KiB")
+    # A machine that has become slower since may need longer than that to the first chunk: systemd then starts it again.
+    for attempt in range(5):
+        directory = short_dir / str(attempt)
+        directory.mkdir()
+        settings = (f"TimeoutStartSec={timeout}s", f"BindReadOnlyPaths={gate.path}")
+        with Systemd(directory, *settings, flags=CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as systemd:
+            gate.let_pass()
+            systemd.systemctl("start", "--no-block", "kvsidecar")
+            eventually(lambda: re.match("pinning: [1-9]", systemd.show("StatusText")) or restarted(systemd), pause=0.02)
+            if not restarted(systemd):
+                goes_on_beyond(timeout, systemd, gate)
+                is_as_documented(systemd, directory)
+                return
+        timeout *= 2
+    pytest.fail(f"the first chunk is not pinned within {timeout / 2} s")
+
+
+def restarted(systemd: Systemd) -> bool:
+    return systemd.show("NRestarts") != "0"
+
+
+def goes_on_beyond(timeout: int, systemd: Systemd, gate: Gate) -> None:
+    """The start holds at a chunk for longer than its timeout, and then ends."""
+    assert systemd.show("ActiveState") == "activating"
+    began = int(systemd.show("InactiveExitTimestampMonotonic"))
+    while time.monotonic_ns() // 1000 < began + 1.2e6 * timeout:
         assert systemd.show("ActiveState") == "activating"
-        began = int(systemd.show("InactiveExitTimestampMonotonic"))
-        while time.monotonic_ns() // 1000 < began + 1.2e6 * timeout:
-            assert systemd.show("ActiveState") == "activating"
-        gate.let_pass(7)
-        systemd.systemctl("start", "kvsidecar")  # waits for the end of the start
-        assert systemd.show("ActiveState") == "active"
-        assert systemd.show("StatusText") == "ready: 1 MiB pinned"
-        assert systemd.show("NRestarts") == "0"
-        took = int(systemd.show("ActiveEnterTimestampMonotonic")) - began
-        assert took > 1e6 * timeout, "nothing had to be extended"
+    gate.let_pass(7)
+    systemd.systemctl("start", "kvsidecar")  # waits for the end of the start
+    assert systemd.show("ActiveState") == "active"
+    assert systemd.show("StatusText") == "ready: 1 MiB pinned"
+    assert not restarted(systemd)
+    took = int(systemd.show("ActiveEnterTimestampMonotonic")) - began
+    assert took > 1e6 * timeout, "nothing had to be extended"
 
-        grpc = systemd.path("/run/kvsidecar/kvsidecar.sock")
-        line = next(line for line in (short_dir / "etc" / "group").read_text().splitlines() if "kvsidecar:" in line)
-        gid = int(line.split(":")[2])
-        assert gid not in (group.gr_gid for group in grp.getgrall())
-        for path, mode in ((grpc.parent, 0o750), (grpc, 0o660), (grpc.with_name("kvsidecar.sock.attach"), 0o660)):
-            assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (gid, mode), path
 
-        systemd.systemctl("reload", "kvsidecar")
-        systemd.wait("StatusText", "settings reloaded")
-        assert systemd.wait("ActiveState", "active") == "active"
-        rank = attach(systemd)
-        done(rank.store("a"))
-        rank.close()
+def is_as_documented(systemd: Systemd, directory: Path) -> None:
+    """Its files belong to its group, it is reloaded, and it serves."""
+    grpc = systemd.path("/run/kvsidecar/kvsidecar.sock")
+    line = next(line for line in (directory / "etc" / "group").read_text().splitlines() if "kvsidecar:" in line)
+    gid = int(line.split(":")[2])
+    assert gid not in (group.gr_gid for group in grp.getgrall())
+    for path, mode in ((grpc.parent, 0o750), (grpc, 0o660), (grpc.with_name("kvsidecar.sock.attach"), 0o660)):
+        assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (gid, mode), path
+
+    systemd.systemctl("reload", "kvsidecar")
+    systemd.wait("StatusText", "settings reloaded")
+    assert systemd.wait("ActiveState", "active") == "active"
+    rank = attach(systemd)
+    done(rank.store("a"))
+    rank.close()
 
 
 @under_systemd
