@@ -24,12 +24,9 @@ class DeviceOrder:
         """None if the driver cannot share events: stores wait for `mark` on the host."""
         try:
             # Not in another thread: such calls would invalidate a CUDA graph that the engine captures.
-            self.ring = self._new_ring()
+            self.ring = TorchEventRing(device=device)
         except RuntimeError as error:
             _log.warning("kvsidecar: stores wait for the GPU on the host, not on the device: %s", error)
-
-    def _new_ring(self) -> TorchEventRing:
-        return TorchEventRing(device=self._device)
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the engine's current stream."""

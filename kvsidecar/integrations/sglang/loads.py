@@ -104,20 +104,20 @@ class Loads:
         requests, self._queued = self._queued, {}
         number, self._next = self._next, self._next + 1
         batch = self._batches[number] = _Batch(requests)
-        self._send_arrived(batch)
+        self._send(batch, wait=False)
         return number
 
-    def _send_arrived(self, batch: _Batch) -> None:
-        if all(pages.ids.arrived() for each in batch.requests.values() for pages in each.pages.values()):
-            self._send(batch)
-
-    def _send(self, batch: _Batch) -> None:
-        """Unless they have been sent. Waits until the pages are known."""
+    def _send(self, batch: _Batch, *, wait: bool) -> None:
+        """Unless they have been sent. Loads whose pages are not known yet are sent later, or are waited for."""
         if batch.jobs is not None:
+            return
+        if not wait and not all(
+            pages.ids.arrived() for each in batch.requests.values() for pages in each.pages.values()
+        ):
             return
         batch.jobs = []
         try:
-            blocks = [self._blocks(batch.requests, chunk) for chunk in range(self._groups.num_chunks)]
+            blocks = self._blocks(batch.requests)
         except ValueError as error:
             batch.failed = True
             _log.error("kvsidecar: a load was not sent: %s", error)
@@ -125,17 +125,23 @@ class Loads:
         batch.deadline = self._clock() + self._timeout
         batch.jobs = [[self._submit(batch, job) for job in jobs] for jobs in blocks]
 
-    def _blocks(self, requests: Mapping[str, _Queued], chunk: int) -> list[list[Blocks]]:
-        """The blocks of one chunk, for each of its jobs."""
+    def _blocks(self, requests: Mapping[str, _Queued]) -> list[list[list[Blocks]]]:
+        """By chunk: the blocks of each of its jobs. Raises ValueError as `PageIds.take` does."""
         parts = []
         for group in self._groups.all:
-            if (number := group.slice_of(chunk)) is None:
-                continue
             mine = [found for each in requests.values() if (found := each.pages.get(group.pool)) is not None]
             if sum(map(len, mine)):
                 keys, ids = b"".join(each.keys for each in mine), np.concatenate([each.ids.take() for each in mine])
-                parts.append(Blocks(group.index, keys, ids, slice=number))
-        return split(parts, MAX_JOB_BLOCKS)
+                parts.append((group, keys, ids))
+        chunks = [
+            [
+                Blocks(group.index, keys, ids, slice=number)
+                for group, keys, ids in parts
+                if (number := group.slice_of(chunk)) is not None
+            ]
+            for chunk in range(self._groups.num_chunks)
+        ]
+        return [split(blocks, MAX_JOB_BLOCKS) for blocks in chunks]
 
     def _submit(self, batch: _Batch, blocks: Sequence[Blocks]) -> int:
         job = self._jobs.client.load(blocks, timeout=self._timeout)
@@ -151,7 +157,7 @@ class Loads:
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
-        self._send(batch)
+        self._send(batch, wait=True)
         self._wait(batch, batch.all_jobs)
         if left := self._jobs.outstanding(batch.all_jobs):
             self._counters.overdue_loads += 1
@@ -187,7 +193,7 @@ class Loads:
     def set_consumer(self, index: int) -> None:
         self.consumer_index = index
         if (batch := self._batches.get(index)) is not None:
-            self._send_arrived(batch)
+            self._send(batch, wait=False)
 
     def wait_until(self, layer: int) -> None:
         """Return when this layer of the current batch is loaded, or its load has failed. Never raises: the forward runs
@@ -195,7 +201,7 @@ class Loads:
         batch = self._batches.get(self.consumer_index)
         if batch is None:
             return
-        self._send(batch)
+        self._send(batch, wait=True)
         if batch.jobs and not batch.failed:
             self._wait(batch, batch.jobs[self._groups.chunk_of(layer)])
 
