@@ -11,6 +11,8 @@ from tests.vllm.engine import Engine, prompt, rejoin
 
 LONG = prompt("long", 700)
 WHOLE = 672
+LAYERS = 3
+"""Of the model: each is a chunk of a load within a step."""
 
 
 def wrong(directory: Path, rules: str) -> DaemonProcess:

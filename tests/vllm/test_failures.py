@@ -131,7 +131,7 @@ def test_a_load_whose_copier_dies_is_computed_and_the_next_one_hits(
 ) -> None:
     with (
         DaemonProcess(short_dir, *POOL, *flags, KVSIDECAR_FAILPOINTS=rules) as daemon,
-        running(model, kvsidecar(daemon.wait_ready().socket)) as engine,
+        running(model, kvsidecar(daemon.wait_ready().socket, load_chunks=0)) as engine,
     ):
         join(engine, daemon)
         ask_again(engine)
@@ -227,7 +227,10 @@ def test_a_daemon_that_hangs_delays_a_request_and_no_more(model: str, daemon: Da
 def test_a_request_aborted_during_its_load_frees_its_blocks_when_the_load_is_over(
     model: str, short_dir: Path, gate: Gate, truth: Truth
 ) -> None:
-    with wrong(short_dir, f"load.in_flight@2={gate}") as daemon, running(model, kvsidecar(daemon.socket)) as engine:
+    with (
+        wrong(short_dir, f"load.in_flight@2={gate}") as daemon,
+        running(model, kvsidecar(daemon.socket, load_chunks=0)) as engine,
+    ):
         join(engine, daemon)
         ask_again(engine)
         free = engine.free_blocks

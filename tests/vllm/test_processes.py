@@ -10,6 +10,7 @@ import pytest
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
+from tests.vllm.failing import LAYERS
 from tests.vllm.hit_runs import LONG, WHOLE, stores_and_hits, until
 from tests.vllm.replicas import ReplicasProcess
 
@@ -50,17 +51,20 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
 
 
 @pytest.mark.alone
-def test_tensor_parallel_ranks_store_and_load_their_shards(model: str, short_dir: Path, truth: Truth) -> None:
+@pytest.mark.parametrize("chunks", [0, LAYERS], ids=["before their step", "within their step"])
+def test_tensor_parallel_ranks_store_and_load_their_shards(
+    model: str, short_dir: Path, truth: Truth, chunks: int
+) -> None:
     """In vLLM's default shape: an engine core and two workers of their own, which drain without being asked."""
     needs_gpus(2)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     rule = "load.before_copy@1=raise(planned)"  # of the first load, on the rank that comes second
     with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=rule) as daemon:
         daemon.wait_ready()
-        transfer = kvsidecar(daemon.socket)
+        transfer = kvsidecar(daemon.socket, load_chunks=chunks)
         with EngineProcess(model, transfer, variables, tensor_parallel_size=2) as engine:
             engine.wait_started()
-            _one_rank_cannot_load(engine, daemon, truth)
+            _one_rank_cannot_load(engine, daemon, truth, loads=2 * max(1, chunks))
             stores_and_hits(engine, daemon, truth)
             assert len(daemon.get("/status")[1]["ranks"]) == 2
             daemon.process.kill()
@@ -105,7 +109,7 @@ def _joins(engine: ReplicasProcess, replica: int, daemon: DaemonProcess) -> None
     until(stores, f"replica {replica} uses the daemon", daemon)
 
 
-def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) -> None:
+def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: Truth, *, loads: int) -> None:
     join(engine, daemon)
     before = blocks(daemon)
     half = prompt("half", 300)
@@ -116,6 +120,6 @@ def _one_rank_cannot_load(engine: EngineProcess, daemon: DaemonProcess, truth: T
     outcomes = [
         daemon.metric(f'kvsidecar_jobs_total{{direction="load",outcome="{each}"}}') for each in ("done", "failed")
     ]
-    assert outcomes == [1, 1]
+    assert outcomes == [loads - 1, 1]
     assert [answer.tokens] == truth(half)
     until(engine.reset, "no block is held")

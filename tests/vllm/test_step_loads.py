@@ -12,11 +12,19 @@ from kvsidecar.integrations.vllm.step_loads import StepLoads
 from tests.harness import SECONDS, DaemonProcess, Gate
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import Engine, join, kvsidecar, prompt, running
-from tests.vllm.failing import LONG, SELF_TEST, WHOLE, ask_again, failed_loads, fatal, kill_when_held, works, wrong
+from tests.vllm.failing import (
+    LAYERS,
+    LONG,
+    SELF_TEST,
+    WHOLE,
+    ask_again,
+    failed_loads,
+    fatal,
+    kill_when_held,
+    works,
+    wrong,
+)
 from tests.vllm.models import BLOCK
-
-LAYERS = 3
-"""Of the model: each is a chunk."""
 
 
 @pytest.fixture(params=[True, False], ids=["async", "sync"])
@@ -176,6 +184,27 @@ def test_a_step_does_not_wait_longer_than_the_timeout_for_a_load_that_hangs(
         join(engine, daemon)
         ask_again(engine)
         (answer,) = engine.generate(LONG, tokens=40)
+        assert [answer.tokens] == truth(LONG, tokens=40)
+        engine.drain()
+        gate.let_pass(99)  # the next copier counts from 0
+        works(engine, daemon, truth)
+
+
+def test_after_a_copier_that_dies_within_a_step_the_next_one_loads(
+    model: str, short_dir: Path, truth: Truth, ahead: bool
+) -> None:
+    # The last chunk of the second load; the next copier, which counts from 0, does not come so far.
+    number = SELF_TEST["load.in_flight"] + 2 * LAYERS - 1
+    with (
+        wrong(short_dir, f"load.in_flight@{number}=kill") as daemon,
+        running(model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
+    ):
+        join(engine, daemon)
+        for _ in range(2):
+            ask_again(engine)
+        assert failed_loads(daemon) == 0
+        (answer,) = engine.generate(LONG, tokens=40)
+        assert failed_loads(daemon) == 1
         assert [answer.tokens] == truth(LONG, tokens=40)
         engine.drain()
         works(engine, daemon, truth)

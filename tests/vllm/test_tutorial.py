@@ -99,7 +99,7 @@ def test_an_engine_that_is_started_again_hits_at_once(terminals: Terminals) -> N
     said = terminals.run(look)
     assert re.search(r"^vllm:prefix_cache_hits_total\{.*\} 0\.0$", said, re.MULTILINE)
     assert re.search(rf"^vllm:external_prefix_cache_hits_total\{{.*\}} {WHOLE}\.0$", said, re.MULTILINE)
-    assert 'kvsidecar_jobs_total{direction="load",outcome="done"} 1.0' in said
+    assert 'kvsidecar_jobs_total{direction="load",outcome="done"} 4.0' in said
 
     chat = "--url http://localhost:8000 --users 2 --turns 2 --words 10 --max-tokens 4"
     assert "4 answers in " in terminals.run(f"python checkout/examples/chat.py {chat}")

@@ -47,7 +47,7 @@ from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.integrations.vllm.sleeping import Weights, watch
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
-from kvsidecar.integrations.vllm.step_loads import StepLoads
+from kvsidecar.integrations.vllm.step_loads import STEP_SECONDS, StepLoads
 from kvsidecar.integrations.vllm.waking import waker
 from kvsidecar.integrations.vllm.worker import WorkerSide
 
@@ -249,7 +249,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         chunks, step_loads = self._options.load_chunks if len(found) == 1 else 0, None
         if chunks:
             (views,) = found.values()
-            step_loads = StepLoads(views.layer_chunks(chunks), self._options.load_timeout)
+            step_loads = StepLoads(views.layer_chunks(chunks), min(self._options.load_timeout, STEP_SECONDS))
         self._export = lambda: memory.export(found, self._kv_cache_config.num_blocks, place, max(1, chunks))
         worker = WorkerSide(
             identity,

@@ -45,7 +45,7 @@ class Options(CommonOptions):
         "lazy mode: how many of the blocks next in line for eviction are stored ahead; 0: twice what one step can need",
     )
     load_chunks: int = option(
-        0,
+        4,
         read_count,
         "number of jobs, by layers, in which an engine with nothing else to do loads a hit while it computes; 0: it "
         "computes a request after its load",

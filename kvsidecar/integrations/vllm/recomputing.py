@@ -27,7 +27,8 @@ def of_caller(vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -
     load: vLLM gives a connector no way to its scheduler."""
     reset = attribute_of_caller("reset_prefix_cache", callable)
     if (why_not := _why_not(reset, vllm_config, kv_cache_config, groups)) is not None:
-        _log.warning("kvsidecar: load_chunks has no effect: %s", why_not)
+        asked = "load_chunks" in (vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        _log.log(logging.WARNING if asked else logging.INFO, "kvsidecar: load_chunks has no effect: %s", why_not)
         return None
     return partial(_recompute, reset.__self__)
 
@@ -53,6 +54,9 @@ def _why_not(reset: Any, vllm_config: Any, kv_cache_config: Any, groups: Sequenc
         return "other stages or replicas would wait with a step"
     if getattr(vllm_config, "lora_config", None) is not None:
         return "the engine has adapters"
+    # Each connector sees a configuration of its own, but is constructed in a method of the one that holds them all.
+    if attribute_of_caller("_connectors", lambda found: isinstance(found, list)) is not None:
+        return "another connector may store what a step computes before its load has ended, or failed"
     return None
 
 

@@ -17,6 +17,8 @@ from kvsidecar.integrations.waited_jobs import WaitedJobs
 
 _log = logging.getLogger("kvsidecar.vllm")
 
+STEP_SECONDS = 5.0
+"""The longest that a step waits for its loads: whatever else arrives waits with it."""
 STOP_SECONDS = 2.0
 """How long a load that has missed its deadline may take to end, or to be cancelled. Then its daemon is given up."""
 
