@@ -43,9 +43,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     return models.save("hybrid", tmp_path_factory.getbasetemp())
 
 
-POOL = ("--pool-size", "64MiB" if DEVICE == "cuda" else "6MiB")
-"""About 120 blocks of the model with one group, and below the 8 MiB that an ordinary user may lock; room for what an
-engine on a GPU stores while a test waits."""
+SOON_FULL = ("--pool-size", "6MiB")
+"""About 120 blocks of the model with one group, and below the 8 MiB that an ordinary user may lock."""
+POOL = ("--pool-size", "64MiB") if DEVICE == "cuda" else SOON_FULL
+"""Room for what an engine on a GPU stores while a test waits."""
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.vllm.step_cost import PYTHON, measure
-from tests.harness import DaemonProcess
+from tests.harness import DEVICE, DaemonProcess
 
 MOST = {
     "a step with nothing to do, no request": 0.12,
@@ -17,6 +17,7 @@ ATTEMPTS = 12
 
 
 @pytest.mark.alone
+@pytest.mark.skipif(DEVICE != "host", reason="its rank has memory of the host")
 def test_what_a_step_costs_beside_a_loop_of_python(daemon: DaemonProcess) -> None:
     """The best of many, until it is good enough: the machine has others to serve, and they are no work of the
     connector."""

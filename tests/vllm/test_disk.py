@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.e2e.disks import tier_metric, written
 from tests.harness import SECONDS, DaemonProcess, eventually
-from tests.vllm.conftest import POOL, Truth
+from tests.vllm.conftest import SOON_FULL, Truth
 from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, rejoin, running
 from tests.vllm.models import BLOCK, WINDOW
 
@@ -19,7 +19,7 @@ WHOLE = 672
 @contextmanager
 def started(short_dir: Path, *flags: str) -> Iterator[DaemonProcess]:
     disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB", "--disk-admission", "all")
-    with DaemonProcess(short_dir, *POOL, *disk, *flags) as daemon:
+    with DaemonProcess(short_dir, *SOON_FULL, *disk, *flags) as daemon:
         daemon.wait_ready()
         daemon.wait_log("tier on")
         yield daemon

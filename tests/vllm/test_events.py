@@ -24,7 +24,7 @@ from kvsidecar.client import Client, Namespace
 from kvsidecar.support import child_process
 from tests.e2e.watcher import Watcher
 from tests.harness import SECONDS, DaemonProcess, eventually
-from tests.vllm.conftest import POOL
+from tests.vllm.conftest import POOL, SOON_FULL
 from tests.vllm.engine import EngineProcess, Prompt, join, kvsidecar, prompt
 from tests.vllm.event_runs import FEW, OWN_PROCESS, whole_blocks
 from tests.vllm.subscriber import Subscriber, events_of
@@ -169,7 +169,7 @@ def test_every_engine_of_the_node_announces_what_one_stores_and_hears_what_becom
 
 def test_every_engine_announces_what_moves_to_the_disk_of_the_node(model: str, short_dir: Path) -> None:
     disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB", "--disk-admission", "all")
-    with DaemonProcess(short_dir, *POOL, *disk) as daemon, two_engines(model, daemon.socket, short_dir) as both:
+    with DaemonProcess(short_dir, *SOON_FULL, *disk) as daemon, two_engines(model, daemon.socket, short_dir) as both:
         daemon.wait_ready().wait_log("tier on")
         (storing, other), routers = both
         for engine, router in zip((storing, other), routers, strict=True):
@@ -189,7 +189,7 @@ def test_every_engine_announces_what_moves_to_the_disk_of_the_node(model: str, s
         daemon.process.kill()
         daemon.process.wait(SECONDS)
         eventually(lambda: not any(router.cpu() or router.disk() for router in routers), "they are removed")
-        with DaemonProcess(short_dir, *POOL, *disk) as cold:
+        with DaemonProcess(short_dir, *SOON_FULL, *disk) as cold:
             cold.wait_ready().wait_log("tier on")
             eventually(lambda: all(map(on_disk, routers)), "the next daemon has the disk's")
             with Client(cold.socket) as operator:

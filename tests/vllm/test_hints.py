@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import DaemonProcess
+from tests.vllm.conftest import SOON_FULL
 from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, kvsidecar, prompt, running, sampling
 
 pytest.importorskip("vllm.v1.kv_hints", reason="this vLLM has no KV hints")
 
 OTHERS = 20
 """Prompts of 18 blocks: three times what the pool holds."""
+
+
+@pytest.fixture
+def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, *SOON_FULL) as process:
+        yield process.wait_ready()
 
 
 def ask(engine: Engine, what: Prompt, kind: str | None = None, priority: int = 0) -> Answer:

@@ -145,7 +145,7 @@ def test_parts_and_classes_of_the_users_own_count(model: str, option: str, one: 
         {"served_model_name": "other"},
         {"seed": 3},
         {"max_logprobs": 5},
-        {"kv_transfer_config": KVTransferConfig(kv_connector="KVSidecarConnector", kv_role="kv_both")},
+        {"kv_transfer_config": KVTransferConfig(**kvsidecar("/run/other.sock"))},
     ],
 )
 def test_replicas_share_whatever_their_ports_sizes_and_limits(model: str, options: dict[str, Any]) -> None:

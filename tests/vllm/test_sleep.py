@@ -19,6 +19,7 @@ from tests.vllm.test_processes import LONG, WHOLE, until
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,  # what is free of the GPU is measured
     pytest.mark.skipif(DEVICE != "cuda", reason="TEST_DEVICE=cuda is not set"),
 ]
 

@@ -36,13 +36,16 @@ def another_engine_hits(model: str, daemon: DaemonProcess, truth: Truth) -> None
 
 
 def test_lazy_mode_stores_what_is_hit_again(model: str, daemon: DaemonProcess, truth: Truth) -> None:
-    with running(model, lazy(daemon)) as engine:
+    with running(model, lazy(daemon), async_scheduling=False) as engine:
         join(engine, daemon)
         before = blocks(daemon)
         assert engine.generate(LONG)[0].cached == 0
         assert blocks(daemon) == before, "it has no other step than those of the request"
         assert engine.generate(LONG)[0].cached == WHOLE
-        eventually(lambda: blocks(daemon) == before + WHOLE // BLOCK, "what was hit is stored")
+        eventually(
+            lambda: blocks(daemon) == before + WHOLE // BLOCK,
+            lambda: f"what was hit is stored: {before} blocks, then {daemon.get('/status')[1]}, {engine.counters()}",
+        )
     another_engine_hits(model, daemon, truth)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsidecar.integrations.vllm.touches import AFTER_SECONDS
 from tests.harness import DaemonProcess, eventually
-from tests.vllm.conftest import POOL
+from tests.vllm.conftest import SOON_FULL
 from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, kvsidecar, prompt, running, sampling
 
 
@@ -44,7 +44,7 @@ def test_the_blocks_of_a_request_with_a_time_expire_and_others_stay(model: str, 
 
 
 def test_a_request_that_is_over_makes_room_and_one_that_pauses_does_not(model: str, short_dir: Path) -> None:
-    with DaemonProcess(short_dir, *POOL, "--eviction", "rhythm") as daemon:
+    with DaemonProcess(short_dir, *SOON_FULL, "--eviction", "rhythm") as daemon:
         daemon.wait_ready()
         with running(model, kvsidecar(daemon.socket)) as engine:
             join(engine, daemon)
