@@ -161,6 +161,7 @@ SMALL_ROWS: tuple[Layout, ...] = tuple(
     for rows, row_bytes, num_blocks in (
         (32, 64 * KiB, MOST_BLOCKS),
         (32, 32 * KiB, MANY_BLOCKS),
+        (32, 16 * KiB, MANY_BLOCKS),
         (80, 8 * KiB, MANY_BLOCKS),
         (160, 4 * KiB, MANY_BLOCKS),
     )

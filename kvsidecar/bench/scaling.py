@@ -24,6 +24,7 @@ from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
 
 LAYOUT_NAMES = ("stacked-64k", "tp8-4k")
+"""Unless the user names others."""
 BULK = "bulk copies"
 BLOCKS = (256, 32)
 """Blocks of a job."""
@@ -40,7 +41,7 @@ HOST_BYTES = 16 * MiB
 
 
 def measure(setting: Setting, out: Measurement) -> None:
-    layouts = [layout for layout in setting.layouts() if layout.name in LAYOUT_NAMES]
+    layouts = [each for each in setting.layouts() if setting.options.layouts or each.name in LAYOUT_NAMES]
     if setting.cuda is not None:
         count = cuda_driver.device_count()
         if count < 2:

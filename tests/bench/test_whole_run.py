@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 from dataclasses import asdict, dataclass
@@ -255,9 +256,10 @@ def test_list_names_every_measurement_and_layout() -> None:
 
 
 def test_the_layouts_that_are_named_are_measured() -> None:
-    ran = support.run("--device", "host", "--quick", "--only", "verify", "--layouts", "physical-4k,separate-8k")
+    ran = support.run("--device", "host", "--quick", "--only", "verify,scaling", "--layouts", "physical-4k,separate-8k")
     assert ran.returncode == 0, ran.stderr
-    assert "physical-4k" in ran.stdout
+    assert re.search("^physical-4k .* 512 ", ran.stdout, re.MULTILINE), "verified"
+    assert re.search("^physical-4k +256 +2 ", ran.stdout, re.MULTILINE), "on two devices"
     assert "stacked-64k" not in ran.stdout
     refused = support.run("--layouts", "physical-3k")
     assert (refused.returncode, "did you mean physical-" in refused.stderr) == (78, True)
