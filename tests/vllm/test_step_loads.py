@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvsidecar.integrations.vllm import connector
 from kvsidecar.integrations.vllm.step_loads import StepLoads
 from tests.harness import SECONDS, DaemonProcess, Gate
 from tests.vllm.conftest import POOL, Truth
@@ -170,22 +171,29 @@ def test_a_daemon_killed_while_a_step_waits_for_its_load(
             works(engine, next_one.wait_ready(), truth)
 
 
-def test_a_step_does_not_wait_longer_than_the_timeout_for_a_load_that_hangs(
-    model: str, short_dir: Path, gate: Gate, truth: Truth
+def test_a_step_does_not_wait_as_long_as_a_request_may_for_a_load_that_hangs(
+    model: str,
+    short_dir: Path,
+    gate: Gate,
+    truth: Truth,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The first copy has begun and does not end, so the step waits for the copier, which the daemon kills."""
+    monkeypatch.setattr(connector, "STEP_SECONDS", 0.5)
     number = SELF_TEST["load.in_flight"]
     with (
         DaemonProcess(
             short_dir, *POOL, "--stuck-after", "3", KVSIDECAR_FAILPOINTS=f"load.in_flight@{number}={gate}"
         ) as daemon,
-        running(model, kvsidecar(daemon.wait_ready().socket, load_chunks=LAYERS, load_timeout=0.5)) as engine,
+        running(model, kvsidecar(daemon.wait_ready().socket, load_chunks=LAYERS)) as engine,
     ):
         join(engine, daemon)
         ask_again(engine)
         (answer,) = engine.generate(LONG, tokens=40)
         assert [answer.tokens] == truth(LONG, tokens=40)
         engine.drain()
+        assert "has not ended 2.5 s after its start" in caplog.text
         gate.let_pass(99)  # the next copier counts from 0
         works(engine, daemon, truth)
 
