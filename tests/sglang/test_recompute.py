@@ -45,7 +45,8 @@ def engine(
     request: pytest.FixtureRequest, model: str, home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangProcess]:
     directory = tmp_path_factory.mktemp("patched")
-    here = f"{patched(directory)}:{ENVIRONMENT.get('PYTHONPATH', '')}"
+    others = ENVIRONMENT.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # on a GPU, the bundle is there
+    here = f"{patched(directory)}:{others}"
 
     class Patched(SGLangProcess):
         environment: ClassVar[dict[str, str]] = {**ENVIRONMENT, "PYTHONPATH": here}
