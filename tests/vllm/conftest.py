@@ -50,8 +50,14 @@ POOL = ("--pool-size", "64MiB") if DEVICE == "cuda" else SOON_FULL
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(short_dir, *POOL) as process:
+def pool() -> tuple[str, ...]:
+    """Flags of `daemon`; a file may have its own."""
+    return POOL
+
+
+@pytest.fixture
+def daemon(short_dir: Path, pool: tuple[str, ...]) -> Iterator[DaemonProcess]:
+    with DaemonProcess(short_dir, *pool) as process:
         yield process.wait_ready()
 
 

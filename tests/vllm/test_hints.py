@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ OTHERS = 20
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(short_dir, *SOON_FULL) as process:
-        yield process.wait_ready()
+def pool() -> tuple[str, ...]:
+    return SOON_FULL
 
 
 def ask(engine: Engine, what: Prompt, kind: str | None = None, priority: int = 0) -> Answer:
