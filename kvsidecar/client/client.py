@@ -481,12 +481,17 @@ class Client(OperatorCalls):
         self._jobs.close(deadline - time.monotonic())
         self._supervisor.close(max(0.0, deadline - time.monotonic()))
         self._operator.close()
-        return self.unmapped()
+        # A session that ended behind its fence before `close` has not waited for it.
+        return self.unmapped(deadline - time.monotonic())
 
-    def unmapped(self) -> bool:
-        """After `close`: whether the daemon has unmapped this rank's memory, or its processes have ended; at once."""
+    def unmapped(self, timeout: float = 0.0) -> bool:
+        """After `close`: whether the daemon has unmapped this rank's memory, or its processes have ended.
+
+        Args:
+            timeout: how long to wait for their end, in seconds.
+        """
         lost = self._supervisor.lost_daemon
-        return lost is None or lost.gone()
+        return lost is None or lost.gone(timeout)
 
     def _call(self, method: str, request: object) -> Any:
         return self._operator.call(method, request)

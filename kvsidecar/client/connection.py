@@ -22,7 +22,7 @@ from kvsidecar.errors import AttachRefused
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.support.fence import Fence
 from kvsidecar.support.peer import MAX_FDS, close_all, recv_fds, send_fds
-from kvsidecar.support.polling import is_readable
+from kvsidecar.support.polling import wait_readable
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -45,14 +45,18 @@ class DaemonProcess:
     def __init__(self, fds: Sequence[int]) -> None:
         self.fds = tuple(fds)
 
-    def gone(self) -> bool:
+    def gone(self, seconds: float = 0.0) -> bool:
         """Whether all of them have ended: their threads, their memory, and the driver's files that they had open.
 
         A pidfd becomes readable after the last thread's exit_files() in the kernel's do_exit(): by then the driver has
         taken down its channels, and no DMA can run. The daemon's own death proves nothing about a copier: the kernel
         kills it then, and its end takes its time.
+
+        Args:
+            seconds: how long to wait for it.
         """
-        return bool(self.fds) and all(map(is_readable, self.fds))
+        deadline = time.monotonic() + seconds
+        return bool(self.fds) and all(wait_readable(fd, deadline - time.monotonic()) for fd in self.fds)
 
     def duplicate(self) -> DaemonProcess:
         """Another handle of the same processes, to be closed separately."""
@@ -79,9 +83,9 @@ class LostDaemon:
     def __del__(self) -> None:
         self._process.close()
 
-    def gone(self) -> bool:
-        """Whether its processes have ended."""
-        if not self._gone and self._process.gone():
+    def gone(self, seconds: float = 0.0) -> bool:
+        """Whether its processes have ended. Waits ``seconds`` for it."""
+        if not self._gone and self._process.gone(seconds):
             self._gone = True
             self._process.close()
         return self._gone

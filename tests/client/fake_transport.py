@@ -92,7 +92,7 @@ class FakeTransport(Transport):
         self.closed = threading.Event()
         self.streams: list[FakeStream] = []
         self.questions: queue.SimpleQueue[tuple[Any, OnAnswer]] = queue.SimpleQueue()
-        process: Any = SimpleNamespace(fds=(), gone=self.gone.is_set, close=lambda: None)
+        process: Any = SimpleNamespace(fds=(), gone=lambda seconds=0.0: self.gone.wait(seconds), close=lambda: None)
         process.duplicate = lambda: process
         self.connection: Any = SimpleNamespace(
             sock=near, process=process, token=b"t", epoch=epoch, fence=fence, ended=lambda: self.far.fileno() < 0

@@ -160,6 +160,20 @@ def test_memory_is_in_use_until_the_daemon_and_all_of_its_copiers_have_ended(
         assert client.unmapped()
 
 
+def test_close_waits_for_the_end_of_a_daemon_whose_session_had_ended_before(short_dir: Path) -> None:
+    with connected(short_dir, 1) as (process, processes), Client(str(short_dir / "nobody.sock")) as client:
+        client._supervisor.lost_daemon = LostDaemon(process.duplicate())
+        assert not client.close(0.01)
+        unmapped: list[bool] = []
+        closing = threading.Thread(target=lambda: unmapped.append(client.close(SECONDS)))
+        closing.start()
+        for each in processes:
+            assert closing.is_alive(), "not all processes have ended"
+            each.communicate()
+        closing.join(SECONDS)
+        assert unmapped == [True]
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_end_of_the_daemon_is_no_proof_while_a_copier_of_it_lives(short_dir: Path, order: tuple[int, ...]) -> None:
     """Nobody answers any more: what is waited for is the end of all processes."""

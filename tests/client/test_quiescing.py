@@ -72,7 +72,7 @@ def test_a_session_that_the_daemon_no_longer_lists_has_ended() -> None:
 
 def test_a_daemon_that_was_given_up_is_gone_when_its_processes_are() -> None:
     process = SimpleNamespace(ended=False, closed=0)
-    process.gone = lambda: process.ended
+    process.gone = lambda _seconds: process.ended
     process.close = lambda: setattr(process, "closed", process.closed + 1)
     lost = LostDaemon(process)  # type: ignore[arg-type]
     assert not lost.gone()
