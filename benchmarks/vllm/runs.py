@@ -82,12 +82,16 @@ def folder(options: argparse.Namespace) -> Iterator[Path]:
         yield found
 
 
+SHARED_MEMORY = 0.05
+"""Share of a GPU that vLLM asks for where several engines lie on it: it must be free when each of them starts."""
+
+
 def llm_options(options: argparse.Namespace, *, max_model_len: int, resident: bool = False) -> dict[str, Any]:
     """Of ``vllm.LLM``, for ``options.gpu_tokens`` of KV in a share ``options.memory`` of the GPU.
 
     Args:
         max_model_len: of the real model; the tiny one has 768.
-        resident: as much KV as that share of the GPU holds.
+        resident: as much KV as that share of the GPU holds, or ``options.resident_tokens``.
     """
     block = 32 if options.tiny else 16
     found: dict[str, Any] = {
@@ -97,14 +101,16 @@ def llm_options(options: argparse.Namespace, *, max_model_len: int, resident: bo
         "block_size": block,
         "enforce_eager": options.tiny,
     }
-    if not resident:
-        found["num_gpu_blocks_override"] = options.gpu_tokens // block
-    if options.tiny:
-        found["kv_cache_memory_bytes"] = (
-            kv_bytes_per_token(True) * options.gpu_tokens * (RESIDENT_TINY if resident else 1)
-        )
-    else:
-        found["gpu_memory_utilization"] = options.memory
+    several = getattr(options, "at_once", 1) > 1
+    tokens = options.gpu_tokens
+    if resident:
+        tokens = getattr(options, "resident_tokens", 0) or (tokens * RESIDENT_TINY if options.tiny else 0)
+    if options.tiny or several:
+        found["kv_cache_memory_bytes"] = kv_bytes_per_token(options.tiny) * tokens // getattr(options, "tp", 1)
+    elif tokens:
+        found["num_gpu_blocks_override"] = tokens // block
+    if not options.tiny:
+        found["gpu_memory_utilization"] = SHARED_MEMORY if several else options.memory
     return found
 
 

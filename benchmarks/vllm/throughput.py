@@ -8,7 +8,10 @@ history has left the GPU. All modes ask the same. With CUDA graphs, as one would
 then it is full of earlier conversations, which the new ones evict: --full times, with others each time. What the daemon
 has refused is printed. `pegaflow` and `lmcache` are their servers with a pool of the same bytes, and their connectors.
 `resident` is the ceiling of the card: no connector, and as many blocks as fit into --memory of the GPU, whatever
---gpu-tokens says; each engine's `gpu_tokens`, in its `facts`, are printed.
+--gpu-tokens says, or --resident-tokens; each engine's `gpu_tokens`, in its `facts`, are printed.
+
+Cores and neighbours change their speed from minute to minute: with --at-once 3, three engines at a time lie on the
+GPUs, and take turns after every phase. Each has the memory of its tokens, whatever --memory says.
 
 At the end each conversation is asked one thing more, one prompt at a time: a hit in the connector, and for `resident`
 one on the GPU. How fast the daemon's loads are then, and how fast beside a working engine, is told by its metrics.
@@ -17,16 +20,20 @@ one on the GPU. How fast the daemon's loads are then, and how fast beside a work
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.metrics import metric
+from benchmarks.peers.servers import Server
 from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
+from benchmarks.vllm.peers import PEERS
 from benchmarks.vllm.runs import ask, console, p50, p99
-from kvsidecar.bench.processes import PrivateDaemon
+from kvsidecar.bench.errors import BenchError
+from kvsidecar.bench.processes import Child, PrivateDaemon
 from kvsidecar.client import Client
 
 SHAPE = {
@@ -48,34 +55,75 @@ ALONE = "alone"
 """What follows the last conversations, one prompt at a time."""
 
 
-def run(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What one engine measured: with the pool ``empty``, and with the pool ``full`` as often as wanted."""
+@dataclass(frozen=True, slots=True)
+class System:
+    """An engine of a mode that starts, and what it offloads to, which is ready."""
+
+    mode: str
+    engine: Child
+    server: PrivateDaemon | Server | None
+
+
+def in_turns(
+    modes: Sequence[str], options: argparse.Namespace, directory: Path, pool: int
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Mode, phase, and what its engine measured. The engines start side by side, and work one at a time.
+
+    One that fails says so, and the others go on. Raises SystemExit at the end then.
+    """
+    with ExitStack() as stack:
+        # Those first that need no pinned pool: they build while others pin.
+        ordered = sorted(modes, key=lambda mode: mode == "kvsidecar" or mode in PEERS)
+        systems = {mode: stack.enter_context(started(mode, options, directory, pool)) for mode in ordered}
+        turns = {mode: measured(systems[mode], options) for mode in modes}
+        failed: list[str] = []
+        while turns:
+            for mode in list(turns):
+                try:
+                    yield mode, *next(turns[mode])
+                except StopIteration:
+                    del turns[mode]
+                except BenchError as error:
+                    console.print(f"{mode} failed: {error}")
+                    failed.append(mode)
+                    del turns[mode]
+    if failed:
+        raise SystemExit(f"{', '.join(failed)} failed")
+
+
+@contextmanager
+def started(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> Iterator[System]:
     llm = runs.llm_options(options, max_model_len=16384, resident=mode == "resident")
     if options.tp > 1:
         llm["tensor_parallel_size"] = options.tp
-    shape = {name: getattr(options, name) for name in SHAPE}
     with (
         runs.offloads_to(options, directory, mode, pool) as server,
         runs.engine(options, directory, mode, pool, server, **llm) as child,
     ):
-        facts = ask(child, "facts")
-        # The engine's first steps compile and allocate; these conversations are others than those counted.
-        warm = {**shape, "count": 4, "turns": 2}
-        ask(child, "converse", **warm, seed=WARM_SEED)
-        for seed in range(1 + options.full):
-            ask(child, "reset")
-            with loads(server) as loaded:
-                found = {"facts": facts, **ask(child, "converse", **shape, seed=seed)}
-            if isinstance(server, PrivateDaemon):
-                found |= {"refusals": refusals(server.socket), "loads": loaded}
-            yield "full" if seed else "empty", found
-        if mode in ("none", "empty"):
-            return
-        if mode != "resident":
-            ask(child, "reset")
-        with loads(server) as loaded:
-            found = ask(child, "ask_again")
-        yield ALONE, {"facts": facts, **found, "loads": loaded}
+        yield System(mode, child, server)
+
+
+def measured(system: System, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What one engine measured: with the pool ``empty``, with the pool ``full`` as often as wanted, and ``alone``."""
+    shape = {name: getattr(options, name) for name in SHAPE}
+    facts = ask(system.engine, "facts")
+    # The engine's first steps compile and allocate; these conversations are others than those counted.
+    warm = {**shape, "count": 4, "turns": 2}
+    ask(system.engine, "converse", **warm, seed=WARM_SEED)
+    for seed in range(1 + options.full):
+        ask(system.engine, "reset")
+        with loads(system.server) as loaded:
+            found = {"facts": facts, **ask(system.engine, "converse", **shape, seed=seed)}
+        if isinstance(system.server, PrivateDaemon):
+            found |= {"refusals": refusals(system.server.socket), "loads": loaded}
+        yield "full" if seed else "empty", found
+    if system.mode in ("none", "empty"):
+        return
+    if system.mode != "resident":
+        ask(system.engine, "reset")
+    with loads(system.server) as loaded:
+        found = ask(system.engine, "ask_again")
+    yield ALONE, {"facts": facts, **found, "loads": loaded}
 
 
 @contextmanager
@@ -179,20 +227,44 @@ def main() -> None:
         "--full", type=int, default=1, help="times that new conversations evict earlier ones (%(default)s)"
     )
     parser.add_argument("--repeat", type=int, default=1, help="engines of every mode, in turn")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="engines on the same GPUs, which take turns after each phase (%(default)s)",
+    )
+    parser.add_argument(
+        "--resident-tokens", type=int, default=0, help="of KV on the GPU, for resident (what fits into --memory)"
+    )
     options = runs.parsed(parser, SHAPE, GPU)
     default = ("none", "kvsidecar") if options.tiny else ("none", "simple", "kvsidecar")
     chosen = runs.modes(options, default, runs.WORKLOADS)
+    if options.at_once > 1 and "resident" in chosen and not options.resident_tokens and not options.tiny:
+        parser.error("--at-once: with other engines on its GPU, resident needs --resident-tokens")
     need = conversations_bytes(options)
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 6 << 20)
     results: dict[str, list[dict[str, Any]]] = {}
-    with runs.folder(options) as directory:
-        for _ in range(options.repeat):
-            for mode in chosen:
-                console.print(f"{mode} ...")
-                for name, found in run(mode, options, directory, pool):
-                    results.setdefault(f"{mode}, {name}", []).append(found)
-                    runs.save(options, {"modes": results})  # a run that is cut short has something to show
-    show(results)
+    try:
+        with runs.folder(options) as directory:
+            for group in groups(chosen * options.repeat, options.at_once):
+                console.print(f"{', '.join(group)} ...")
+                for mode, phase, found in in_turns(group, options, directory, pool):
+                    results.setdefault(f"{mode}, {phase}", []).append(found)
+                    runs.save(options, {"modes": results})
+    finally:
+        if results:  # a run that is cut short has something to show, too
+            show(results)
+
+
+def groups(modes: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """Modes that run at once: so many, and each of them only once."""
+    group: list[str] = []
+    for mode in modes:
+        if len(group) == size or mode in group:
+            yield group
+            group = []
+        group.append(mode)
+    yield group
 
 
 if __name__ == "__main__":

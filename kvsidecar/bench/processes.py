@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -228,7 +229,8 @@ class Child:
         """Let it end, or end it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it died before it had read all
+            self._process.stdin.close()
         try:
             self._process.wait(STOP_SECONDS)
         finally:

@@ -119,9 +119,16 @@ def test_resident_has_all_the_blocks_that_fit() -> None:
     assert engine.transfer_config("resident", 1 << 30, None, {}) is None
 
 
+def test_engines_on_the_same_gpus_have_the_memory_of_their_tokens() -> None:
+    given = options(at_once=2, tp=2, resident_tokens=8192)
+    small, large = (runs.llm_options(given, max_model_len=2048, resident=each) for each in (False, True))
+    assert (small["kv_cache_memory_bytes"], large["kv_cache_memory_bytes"]) == (4096 * 65536, 8192 * 65536)
+    assert small["gpu_memory_utilization"] == large["gpu_memory_utilization"] < 0.1
+    assert not {"num_gpu_blocks_override"} & {*small, *large}
+
+
 def test_resident_has_more_room_on_the_cpu_too() -> None:
     small, large = (runs.llm_options(options(tiny=True), max_model_len=2048, resident=each) for each in (False, True))
-    assert "num_gpu_blocks_override" not in large
     assert large["kv_cache_memory_bytes"] > small["kv_cache_memory_bytes"]
 
 
@@ -192,6 +199,19 @@ def test_no_conversations_of_throughput_are_those_of_its_warm_up(
     asked = Asked()
     monkeypatch.setattr(runs, "engine", lambda *_, **__: nullcontext(asked))
     given = {name: tiny for name, (_, tiny) in throughput.SHAPE.items()}
-    list(throughput.run("none", options(tiny=True, tp=1, full=2, **given), tmp_path, 1 << 20))
+    list(throughput.in_turns(["none"], options(tiny=True, tp=1, full=2, **given), tmp_path, 1 << 20))
     assert len(asked.seeds) == 4
     assert len(set(asked.seeds)) == 4
+
+
+def test_engines_of_throughput_that_run_at_once_take_turns_after_every_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "engine", lambda *_, **__: nullcontext(Asked()))
+    given = {name: tiny for name, (_, tiny) in throughput.SHAPE.items()}
+    found = throughput.in_turns(
+        ["simple", "none"], options(tiny=True, tp=1, full=1, at_once=2, **given), tmp_path, 1 << 20
+    )
+    assert [(mode, phase) for mode, phase, _ in found] == [
+        ("simple", "empty"), ("none", "empty"), ("simple", "full"), ("none", "full"), ("simple", "alone"),
+    ]  # fmt: skip

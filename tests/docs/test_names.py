@@ -48,6 +48,7 @@ OF_OTHERS = {
     "--pre": "pip",
     "--limit": "benchmarks.warm_restart",
     "--tp": "benchmarks.vllm.throughput",
+    "--resident-tokens": "benchmarks.vllm.throughput",
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",
     "--plot": "benchmarks.daemon.show",
