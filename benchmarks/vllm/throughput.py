@@ -20,6 +20,7 @@ one on the GPU. How fast the daemon's loads are then, and how fast beside a work
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ GPU = {"gpu_tokens": (131_072, 1_024)}
 
 WARM_SEED = 100
 """Of the conversations that nobody counts."""
+READY = "ready"
+"""An engine has started, and is warm."""
 ALONE = "alone"
 """What follows the last conversations, one prompt at a time."""
 
@@ -80,7 +83,9 @@ def in_turns(
         while turns:
             for mode in list(turns):
                 try:
-                    yield mode, *next(turns[mode])
+                    phase, found = next(turns[mode])
+                    if phase is not READY:  # all are, before the first one measures
+                        yield mode, phase, found
                 except StopIteration:
                     del turns[mode]
                 except BenchError as error:
@@ -104,12 +109,13 @@ def started(mode: str, options: argparse.Namespace, directory: Path, pool: int) 
 
 
 def measured(system: System, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What one engine measured: with the pool ``empty``, with the pool ``full`` as often as wanted, and ``alone``."""
+    """After ``ready``, what one engine measured: with the pool ``empty``, ``full`` as often as wanted, ``alone``."""
     shape = {name: getattr(options, name) for name in SHAPE}
     facts = ask(system.engine, "facts")
     # The engine's first steps compile and allocate; these conversations are others than those counted.
     warm = {**shape, "count": 4, "turns": 2}
     ask(system.engine, "converse", **warm, seed=WARM_SEED)
+    yield READY, facts
     for seed in range(1 + options.full):
         ask(system.engine, "reset")
         with loads(system.server) as loaded:
@@ -241,6 +247,8 @@ def main() -> None:
     chosen = runs.modes(options, default, runs.WORKLOADS)
     if options.at_once > 1 and "resident" in chosen and not options.resident_tokens and not options.tiny:
         parser.error("--at-once: with other engines on its GPU, resident needs --resident-tokens")
+    if options.at_once > 1:  # engines that build side by side would write the same files of vLLM's cache
+        os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
     need = conversations_bytes(options)
     pool = runs.pool_bytes(options, (need // (1 << 30) + 1) * (1 << 30) if not options.tiny else 6 << 20)
     results: dict[str, list[dict[str, Any]]] = {}

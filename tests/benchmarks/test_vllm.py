@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.vllm import agentx, engine, peers, runs, throughput
 from benchmarks.vllm.sessions import Sessions
+from kvsidecar.bench.errors import BenchError
 
 TRACE = Path(__file__).with_name("agentic_excerpt.jsonl")
 
@@ -204,14 +205,30 @@ def test_no_conversations_of_throughput_are_those_of_its_warm_up(
     assert len(set(asked.seeds)) == 4
 
 
-def test_engines_of_throughput_that_run_at_once_take_turns_after_every_phase(
+def test_engines_of_throughput_that_run_at_once_are_all_warm_and_then_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "engine", lambda *_, **__: nullcontext(Asked()))
-    given = {name: tiny for name, (_, tiny) in throughput.SHAPE.items()}
-    found = throughput.in_turns(
-        ["simple", "none"], options(tiny=True, tp=1, full=1, at_once=2, **given), tmp_path, 1 << 20
-    )
+    asked = Asked()
+    monkeypatch.setattr(runs, "engine", lambda *_, **__: nullcontext(asked))
+    given = options(tiny=True, tp=1, full=1, at_once=2, **{name: tiny for name, (_, tiny) in throughput.SHAPE.items()})
+    found = throughput.in_turns(["simple", "none"], given, tmp_path, 1 << 20)
     assert [(mode, phase) for mode, phase, _ in found] == [
         ("simple", "empty"), ("none", "empty"), ("simple", "full"), ("none", "full"), ("simple", "alone"),
     ]  # fmt: skip
+    assert asked.seeds == [throughput.WARM_SEED, throughput.WARM_SEED, 0, 0, 1, 1]
+
+
+def test_an_engine_of_throughput_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dies(Asked):
+        def answer(self, seconds: float) -> dict[str, Any]:
+            raise BenchError("it has no memory")
+
+    modes = {"simple": Dies(), "none": Asked()}
+    monkeypatch.setattr(runs, "engine", lambda _options, _directory, mode, *_, **__: nullcontext(modes[mode]))
+    given = options(tiny=True, tp=1, full=0, at_once=2, **{name: tiny for name, (_, tiny) in throughput.SHAPE.items()})
+    found = throughput.in_turns(["simple", "none"], given, tmp_path, 1 << 20)
+    assert next(found)[:2] == ("none", "empty")
+    with pytest.raises(SystemExit, match="simple failed"):
+        next(found)
