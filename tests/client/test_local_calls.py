@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from kvsidecar.client import Client, Namespace
 from kvsidecar.client.local_calls import WHOLE_BYTES, LocalCalls
 from kvsidecar.client.messages import TransportError
+from kvsidecar.client.waiting import LIGHT_ANSWER_SECONDS
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_connection import FakeConnection, found, lookup_reply
@@ -299,6 +301,31 @@ def test_a_daemon_that_does_not_read_costs_a_budget(calls: LocalCalls, peers: li
     peers.clear()
     answer(peers, lookup_reply(2, 3))
     assert ask(calls) == 3, "half a request was followed by another"
+
+
+def test_a_call_whose_thread_handles_signals_is_answered(calls: LocalCalls, peers: list[FakeConnection]) -> None:
+    """A sampling profiler sends a hundred a second."""
+    waiting, handled = threading.main_thread().ident, threading.Event()
+    assert waiting is not None
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.set())
+
+    def run() -> None:
+        eventually(lambda: peers, pause=0.0)
+        next(peers[0].requests())
+        for _ in range(10):
+            handled.clear()
+            signal.pthread_kill(waiting, signal.SIGUSR1)
+            handled.wait(SECONDS)
+            time.sleep(LIGHT_ANSWER_SECONDS)  # it naps no longer
+        peers[0].far.sendall(lookup_reply(1, 5))
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        assert ask(calls) == 5
+    finally:
+        thread.join(SECONDS)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_call_that_waits_ends_with_the_connection(calls: LocalCalls, peers: list[FakeConnection]) -> None:
