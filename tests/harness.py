@@ -31,6 +31,7 @@ from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, N
 from kvsidecar.support import child_process
 from kvsidecar.support.child_process import environment
 from tests import warm
+from tests.open_files import open_files
 
 SECONDS = 60.0
 """Nothing here takes this long, also on a machine that is slow and busy; a test that waits for it has failed."""
@@ -318,9 +319,7 @@ class Gate:
 
     def holds(self, pid: int) -> bool:
         """Whether a thread of this process waits here."""
-        with contextlib.suppress(FileNotFoundError):  # a descriptor that was closed just now
-            return any(each.readlink() == self.path for each in Path(f"/proc/{pid}/fd").iterdir())
-        return False
+        return str(self.path) in open_files(pid).values()
 
     def close(self) -> None:
         os.close(self._pipe)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from kvsidecar.client.quiescing import quiesce
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE, SECONDS, eventually, hashes
+from tests.open_files import open_files
 
 
 def welcome(connection: socket.socket, message: pb.Welcome, *, pidfds: int = 1, payload: bytes | None = None) -> None:
@@ -114,11 +115,7 @@ sys.stdin.read()
 
 def pidfds() -> int:
     """How many pidfds this process has open."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of listdir, or another thread's
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum("pidfd" in link for link in links)
+    return sum("pidfd" in file for file in open_files(os.getpid()).values())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from kvsidecar.client import (
     JobDone,
 )
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
+from tests.open_files import open_files
 
 
 def pause(daemon: DaemonProcess) -> None:
@@ -39,11 +40,7 @@ def no_leaks() -> Iterator[None]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("kvsidecar-")}
 
     def descriptors() -> list[str]:
-        links = []
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(f"/proc/self/fd/{name}"))
-        return sorted(link for link in links if "pidfd" in link or "eventfd" in link)
+        return sorted(file for file in open_files(os.getpid()).values() if "pidfd" in file or "eventfd" in file)
 
     threads, before = ours(), descriptors()
     yield

@@ -18,6 +18,7 @@ import pytest
 
 from kvsidecar.client import Client, DaemonUnreachable, Namespace
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, eventually
+from tests.open_files import open_files
 
 LOST = 'kvsidecar_log_lines_lost_total{reason="%s"}'
 
@@ -25,10 +26,7 @@ LOST = 'kvsidecar_log_lines_lost_total{reason="%s"}'
 def find_http(daemon: DaemonProcess) -> None:
     """Where a daemon answers HTTP that cannot say so: its only TCP socket that listens."""
     process = Path(f"/proc/{daemon.process.pid}")
-    inodes = set()
-    for fd in (process / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
-            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    inodes = {file.removeprefix("socket:[").removesuffix("]") for file in open_files(daemon.process.pid).values()}
     rows = [line.split() for line in (process / "net" / "tcp").read_text().splitlines()[1:]]
     (port,) = {row[1].rpartition(":")[2] for row in rows if row[3] == "0A" and row[9] in inodes}
     daemon.http = f"http://127.0.0.1:{int(port, 16)}"

@@ -21,6 +21,7 @@ from kvsidecar.types import MAX_DESCRIPTORS
 from tests.e2e.memory_holders import holders
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 from tests.marks import both_protocols, lent_daemon
+from tests.open_files import open_files
 
 pytestmark = lent_daemon
 
@@ -94,11 +95,8 @@ class Engine:
 
 def open_descriptors(daemon: DaemonProcess) -> int:
     """Of an engine's physical memory, in the daemon and its copiers."""
-    count = 0
-    for pid in (daemon.process.pid, *daemon.copiers()):
-        for each in Path("/proc", str(pid), "fd").iterdir():
-            count += each.is_symlink() and "kvsidecar-kv-range" in str(each.readlink())
-    return count
+    files = [file for pid in (daemon.process.pid, *daemon.copiers()) for file in open_files(pid).values()]
+    return sum("kvsidecar-kv-range" in file for file in files)
 
 
 @both_protocols

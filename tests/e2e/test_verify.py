@@ -17,13 +17,13 @@ from tests.e2e.leftovers import nothing_is_left_of
 from tests.e2e.restarts import kill, started
 from tests.harness import DaemonProcess, Gate, Rank, done, hashes
 from tests.marks import both_protocols
+from tests.open_files import open_files
 
 pytestmark = both_protocols
 
 
 def pool_of(daemon: DaemonProcess) -> Path:
-    files = Path(f"/proc/{daemon.process.pid}/fd").iterdir()
-    (pool,) = [path for path in files if "kvsidecar-pool" in os.readlink(path)]
+    (pool,) = [path for path, file in open_files(daemon.process.pid).items() if "kvsidecar-pool" in file]
     return pool
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kvsidecar.integrations.offload_condition import GAUGES
 from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
+from tests.open_files import open_files
 from tests.sglang.engine import PAGE, SGLangProcess, forgotten, join, stored
 from tests.vllm.engine import blocks, prompt
 
@@ -49,8 +48,8 @@ def test_wrong_kv_gives_other_tokens(engine: SGLangProcess, daemon: DaemonProces
 
 
 def _overwrite_the_pool(daemon: DaemonProcess) -> None:
-    for each in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        if "memfd" in os.readlink(each) and each.stat().st_size == POOL_BYTES:
+    for each, name in open_files(daemon.process.pid).items():
+        if "memfd" in name and each.stat().st_size == POOL_BYTES:
             with each.open("r+b") as file:
                 file.write(b"\x3f" * POOL_BYTES)
             return
