@@ -26,6 +26,8 @@ WORKLOADS = (*MODES, *peers.PEERS, "resident")
 """Modes of the benchmarks whose KV is larger than the GPU's: other daemons, and a GPU that is not kept small."""
 RESIDENT_TINY = 8
 """On the CPU, how much more KV fits into ``resident``."""
+SHARED_MEMORY = 0.05
+"""Share of a GPU that vLLM asks for where several engines use it: that much must be free when each of them starts."""
 START_SECONDS = 600.0
 """An engine that compiles its graphs takes minutes."""
 
@@ -80,10 +82,6 @@ def folder(options: argparse.Namespace) -> Iterator[Path]:
         found: Path = options.logs or Path(temporary)
         found.mkdir(parents=True, exist_ok=True)
         yield found
-
-
-SHARED_MEMORY = 0.05
-"""Share of a GPU that vLLM asks for where several engines lie on it: it must be free when each of them starts."""
 
 
 def llm_options(options: argparse.Namespace, *, max_model_len: int, resident: bool = False) -> dict[str, Any]:

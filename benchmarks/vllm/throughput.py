@@ -10,8 +10,8 @@ has refused is printed. `pegaflow` and `lmcache` are their servers with a pool o
 `resident` is the ceiling of the card: no connector, and as many blocks as fit into --memory of the GPU, whatever
 --gpu-tokens says, or --resident-tokens; each engine's `gpu_tokens`, in its `facts`, are printed.
 
-Cores and neighbours change their speed from minute to minute: with --at-once 3, three engines at a time lie on the
-GPUs, and take turns after every phase. Each has the memory of its tokens, whatever --memory says.
+Cores and neighbours change their speed from minute to minute: with --at-once 3, three engines share the GPUs and
+take turns after every phase. Each has the memory that its tokens need, whatever --memory says.
 
 At the end each conversation is asked one thing more, one prompt at a time: a hit in the connector, and for `resident`
 one on the GPU. How fast the daemon's loads are then, and how fast beside a working engine, is told by its metrics.

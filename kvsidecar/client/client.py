@@ -481,7 +481,7 @@ class Client(OperatorCalls):
         self._jobs.close(deadline - time.monotonic())
         self._supervisor.close(max(0.0, deadline - time.monotonic()))
         self._operator.close()
-        # A session that ended behind its fence before `close` has not waited for it.
+        # A session that ended behind its fence before `close` did not wait for it.
         return self.unmapped(deadline - time.monotonic())
 
     def unmapped(self, timeout: float = 0.0) -> bool:

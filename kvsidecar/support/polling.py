@@ -32,15 +32,9 @@ class Sleeper:
         return bool(_ppoll(self._fd, 1, None if seconds is None else Timespec.of(seconds), None) > 0)
 
 
-def is_readable(fd: int) -> bool:
-    """Whether there is something to read, or to accept, or an end to see. Never waits."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
 def wait_readable(fd: int, seconds: float) -> bool:
-    """Wait until a descriptor is readable, at most ``seconds``. Returns whether it is."""
+    """Wait until there is something to read, to accept, or an end to see, at most ``seconds``. Returns whether there
+    is."""
     return _wait(fd, select.POLLIN, seconds)
 
 
@@ -54,5 +48,5 @@ def _wait(fd: int, events: int, seconds: float) -> bool:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             return False
-        # A signal has ended the call; its handler has run. A lookup would count as unanswered.
+        # A signal ended the call, and its handler has run. If the wait ended too, a lookup would count as unanswered.
     return True

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvsidecar.support.peer import close_all
-from kvsidecar.support.polling import is_readable
+from kvsidecar.support.polling import wait_readable
 
 MAX_PID: Final = 1 << 22
 """The most that Linux allows (PID_MAX_LIMIT)."""
@@ -81,7 +81,7 @@ class Watched:
         try:
             async with asyncio.timeout(seconds):
                 for pidfd in self._pidfds:
-                    if is_readable(pidfd):  # it has ended
+                    if wait_readable(pidfd, 0.0):  # it has ended
                         continue
                     ended = asyncio.Event()
                     loop.add_reader(pidfd, ended.set)
