@@ -71,12 +71,9 @@ def _limit(setting: Setting, out: Measurement, devices: int) -> None:
 
 
 def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daemon, devices: list[str]) -> None:
-    with (
-        attached(daemon.socket, TINY, setting.cuda, run=setting.run, rng=setting.rng) as engine,
-        engine.held(HASHES, 1) as held,
-    ):
+    with attached(daemon.socket, TINY, setting.cuda, run=setting.run, rng=setting.rng) as engine:
         engine.client.set_idle(True)  # its device's stores must not be paced
-        asker = _Asker(engine, held[0].hashes, daemon)
+        asker = Asker(engine, daemon)
         asker.ask_for(setting.seconds(SECONDS))
         idle_us = asker.p50_us
         for layout in layouts:
@@ -107,28 +104,30 @@ def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daem
                         )
 
 
-class _Asker:
+class Asker:
     """Looks blocks up as a scheduler does, and watches what the daemon's processes use meanwhile."""
 
-    def __init__(self, engine: Engine, hashes: list[bytes], daemon: Daemon) -> None:
-        self._engine, self._hashes, self._pid = engine, hashes, daemon.pid
+    def __init__(self, engine: Engine, daemon: Daemon) -> None:
+        self._engine, self._pid = engine, daemon.pid
         self.p50_us = 0.0
         self.cores: dict[str, float] = {}
         """Cores that the daemon's process and all copiers together kept busy; empty if that cannot be told."""
 
     def ask_for(self, seconds: float) -> None:
-        started = time.perf_counter()
-        before = self._used()
-        each_us = []
-        while time.perf_counter() - started < seconds:
-            each_us.append(time_lookups(self._engine, lambda: self._hashes, HASHES, 1)["p50_us"])
-            time.sleep(PAUSE_SECONDS)
-        took = time.perf_counter() - started
+        # Blocks of its own each time: those of an earlier one may be evicted, and their lease be over.
+        with self._engine.held(HASHES, 1) as held:
+            started = time.perf_counter()
+            before = self._used()
+            each_us = []
+            while time.perf_counter() - started < seconds:
+                each_us.append(time_lookups(self._engine, lambda: held[0].hashes, HASHES, 1)["p50_us"])
+                time.sleep(PAUSE_SECONDS)
+            took = time.perf_counter() - started
+            used = self._used()
         self.p50_us = median(each_us)
         names = ("daemon_cores", "copier_cores")
         self.cores = {
-            name: round((late - early) / took, 3)
-            for name, early, late in zip(names, before, self._used(), strict=False)
+            name: round((late - early) / took, 3) for name, early, late in zip(names, before, used, strict=False)
         }
 
     def _used(self) -> tuple[float, ...]:

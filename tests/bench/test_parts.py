@@ -14,13 +14,13 @@ import pytest
 
 from kvsidecar.bench import engine as engines
 from kvsidecar.bench import run as runs
-from kvsidecar.bench import verify
+from kvsidecar.bench import scaling, verify
 from kvsidecar.bench.engine import Engine, attached
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.bench.layouts import LAYOUTS, TINY
 from kvsidecar.bench.memory import Bytes
 from kvsidecar.bench.options import Options
-from kvsidecar.bench.processes import Child
+from kvsidecar.bench.processes import Child, RunningDaemon
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import latency
@@ -150,6 +150,17 @@ def test_held_blocks_can_be_loaded_until_the_end_of_the_block(engine: Engine) ->
         assert engine.client.status().pool.leases == 2
         assert all(job.nbytes == 5 * TINY.block_bytes for job in engine.run(engine.loads(held, 4), 2))
     assert engine.client.status().pool.leases == 0
+
+
+def test_lookups_beside_the_ranks_find_their_blocks_when_earlier_ones_are_gone(
+    engine: Engine, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "HASHES", 16)  # what the pool of a test has room for
+    asker = scaling.Asker(engine, RunningDaemon(daemon.socket))
+    asker.ask_for(0.01)
+    engine.clear()
+    asker.ask_for(0.01)
+    assert asker.p50_us > 0
 
 
 def test_throughput_counts_from_the_first_submission_to_the_last_end() -> None:
