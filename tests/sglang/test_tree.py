@@ -212,6 +212,18 @@ def test_another_tree_hits_what_this_one_has_stored(cfg: CacheConfig, daemon: Da
     assert same(other.content(slots, request.kv.mamba_pool_idx if cfg.has_mamba else None), expected)
 
 
+def test_pages_that_are_copied_slowly_are_warned_of(
+    daemon: DaemonProcess, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(cfg: CacheConfig) -> bool:
+        caplog.clear()
+        tree(stack, cfg, daemon)
+        return "use --page-size 64" in caplog.text
+
+    assert warned(CONFIGS["full, pages of 1"])
+    assert not warned(CONFIGS["full, pages of 64"])
+
+
 def test_a_state_is_found_at_the_ends_of_nodes_only(daemon: DaemonProcess, stack: ExitStack) -> None:
     mine = tree(stack, CONFIGS["states"], daemon)
     tokens = mine._make_seq(1, 6)

@@ -40,6 +40,9 @@ from kvsidecar.integrations.sglang.weights import Weights, holds_no_kv, watch
 
 _log = logging.getLogger("kvsidecar.sglang")
 
+SMALL_PAGE_TOKENS = 16
+"""Below it, pieces of KV are so small that the GPU's copy engine is slower than the link."""
+
 
 class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """Offloads the KV cache to the daemon of this node. If it cannot be offloaded, does nothing; the log says why.
@@ -121,6 +124,12 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if params.enable_metrics:
             self._metrics = Metrics(self.counters, options.instance, side.gauges)
         atexit.register(self.close)
+        if facts.page_size < SMALL_PAGE_TOKENS:
+            _log.warning(
+                "kvsidecar: the page size is %d, so KV is copied in small pieces, slower than the link: use "
+                "--page-size 64 if the attention backend supports it",
+                facts.page_size,
+            )
         _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
     def _prepared(
