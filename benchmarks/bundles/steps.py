@@ -38,7 +38,7 @@ class Asked:
 
     Args:
         answers: has an engine answer all of them.
-        otherwise: why an answer may differ from the cold one.
+        otherwise: why an answer may differ from the cold one; empty: none may.
     """
 
     def __init__(self, answers: Callable[[], Answers], otherwise: str = "") -> None:
@@ -52,4 +52,7 @@ class Asked:
     def again(self) -> str:
         found, said = self._answers()
         equal = sum(one == other for one, other in zip(found, self._cold, strict=True))
-        return f"{said}; tokens of {equal} of {len(found)} as cold{self._otherwise}"
+        said = f"{said}; tokens of {equal} of {len(found)} as cold{self._otherwise}"
+        if equal < len(found) and not self._otherwise:
+            raise RuntimeError(said)
+        return said

@@ -90,10 +90,12 @@ def test_tensor_parallel_ranks_survive_a_daemon_that_is_killed_while_they_load(
     model: str, short_dir: Path, gate: Gate, truth: Truth
 ) -> None:
     needs_gpus(2)
+    import torch
+
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     held = f"load.in_flight={gate}"
     with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=held) as daemon:
-        gate.let_pass(2)  # the self-test's
+        gate.let_pass(2 * torch.cuda.device_count())  # each copier's self-test
         daemon.wait_ready()
         with EngineProcess(model, kvsidecar(daemon.socket), variables, tensor_parallel_size=2) as engine:
             engine.wait_started()
