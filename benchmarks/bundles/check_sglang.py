@@ -164,8 +164,7 @@ def check(options: argparse.Namespace, model: str, page: int) -> None:
     # that the last one is computed alone from the beginning.
     length = options.tokens + page // 2
     prompts = [[numbers.randrange(10, 32000) for _ in range(length)] for _ in range(5)]
-    cold = [1 if page == 1 else 0]
-    asked = Asked(lambda: answers(engine, prompts, cold.pop() if cold else 0))
+    asked = Asked(lambda cold: answers(engine, prompts, first_without=int(cold and page == 1)))
 
     def flush() -> str:
         time.sleep(2)  # an idle engine flushes; what is stored after a request keeps it busy for a moment

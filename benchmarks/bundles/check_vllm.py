@@ -215,7 +215,7 @@ def run_engine(options: argparse.Namespace) -> None:
     llm = started[0]
     numbers = random.Random(1)
     prompts = [[numbers.randrange(10, 128000) for _ in range(8192)] for _ in range(5)]
-    asked = Asked(lambda: answers(llm, prompts), " (bfloat16 may round some otherwise)")
+    asked = Asked(lambda _: answers(llm, prompts), " (bfloat16 may round some otherwise)")
 
     def reset() -> str:
         if not llm.reset_prefix_cache():

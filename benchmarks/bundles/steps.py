@@ -37,20 +37,20 @@ class Asked:
     """The same prompts, answered again and again.
 
     Args:
-        answers: has an engine answer all of them.
+        answers: has an engine answer all of them; is told whether it is the first time.
         otherwise: why an answer may differ from the cold one; empty: none may.
     """
 
-    def __init__(self, answers: Callable[[], Answers], otherwise: str = "") -> None:
+    def __init__(self, answers: Callable[[bool], Answers], otherwise: str = "") -> None:
         self._answers, self._otherwise = answers, otherwise
         self._cold: list[tuple[int, ...]] = []
 
     def cold(self) -> str:
-        self._cold, said = self._answers()
+        self._cold, said = self._answers(True)
         return f"{said}; {self._cold[0][:6]}"
 
     def again(self) -> str:
-        found, said = self._answers()
+        found, said = self._answers(False)
         equal = sum(one == other for one, other in zip(found, self._cold, strict=True))
         said = f"{said}; tokens of {equal} of {len(found)} as cold{self._otherwise}"
         if equal < len(found) and not self._otherwise:
