@@ -52,7 +52,7 @@ class Bench:
                 Identity(Namespace("bench", "bf16", "sglang pages by layer", page, 1, 1, "sglang sha256"), {}),
                 "bench",
                 groups,
-                host_memory(groups, ROW, pages),
+                host_memory(groups, ROW, pages)[0],
                 page,
             ),
             OneRank(),

@@ -4,7 +4,9 @@ python -m benchmarks.sglang.load_layers [--device cuda|host] [--tokens 8192] [--
 
 For each ``load_chunks``, an engine's side of the linker stores the pages of a prompt and loads them again, in turns:
 the time until the first layer may be computed, until the last one may, and the rate of the whole. The default shape is
-that of Llama-3.1-8B. On the host device the copies are the processor's, which shows only that it works. Needs no
+that of Llama-3.1-8B. At the end each engine loads into empty pages once more, and every layer is compared with what was
+stored, as soon as it may be computed. With --scattered, no page lies beside the next one of the prompt, as in an engine
+that has run for a while. On the host device the copies are the processor's, which shows only that it works. Needs no
 SGLang; on a GPU it needs torch, whose tensors have the layout of SGLang's pools: an allocation for each layer, K and V
 its halves.
 """
@@ -16,7 +18,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +46,8 @@ class OneRank:
         return yes
 
 
-def host_memory(groups: Groups, row: int, pages: int) -> RankMemory:
+def host_memory(groups: Groups, row: int, pages: int) -> tuple[RankMemory, Any]:
+    """The memory, and its bytes as [layers, pages, row]."""
     layers = sum(len(each.layers) for each in groups.all)
     buffer = HostBuffer(layers * pages * row)
     layouts = [
@@ -58,25 +61,28 @@ def host_memory(groups: Groups, row: int, pages: int) -> RankMemory:
         )
         for each in groups.all
     ]
-    return RankMemory(buffer.kv_buffers(), tuple(layouts))
+    return RankMemory(buffer.kv_buffers(), tuple(layouts)), np.frombuffer(buffer.memory, np.uint8).reshape(
+        layers, pages, row
+    )
 
 
 def cuda_memory(
     groups: Groups, layers: int, page: int, heads: int, dim: int, pages: int
 ) -> tuple[RankMemory, Any, Any]:
-    """The memory, what keeps it alive, and what reads its slots behind the current stream."""
+    """The memory, its content by layer as [2, pages, ...], and what reads its slots behind the current stream."""
     import torch
 
     from kvsidecar.integrations.sglang import pools
 
-    fused = [torch.ones((2, pages * page, heads, dim), dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+    fused = [torch.zeros((2, pages * page, heads, dim), dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
     kvcache = type("MHATokenToKVPool", (), {})()
     kvcache.kv_cache_layout, kvcache.k_scale_buffer, kvcache.v_scale_buffer = "nhd", None, None
     kvcache.layer_num = layers
     kvcache.k_buffer, kvcache.v_buffer = [each[0] for each in fused], [each[1] for each in fused]
     params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
     found, _ = pools.pools_of(kvcache, params, page, set())
-    return pools.export(found, groups, 0, 1), fused, pools.SlotReader(torch.device("cuda"), None)
+    content = [each.view(2, pages, -1) for each in fused]
+    return pools.export(found, groups, 0, 1), content, pools.SlotReader(torch.device("cuda"), None)
 
 
 def on_gpu(slots: Any) -> Any:
@@ -93,12 +99,18 @@ class Engine:
         self.bytes = row * options.layers * self.pages
         groups = groups_of([(KV, range(options.layers), False)], options.layers, chunks)
         reader = None
+        # A page has two neighbours that are not used, so that pages which are scattered touch no other one.
+        places = 4 * self.pages if options.scattered else 2 * self.pages
         if options.device == "cuda":
-            memory, self._kept, reader = cuda_memory(
-                groups, options.layers, options.page, options.heads, options.dim, 2 * self.pages
+            memory, self.content, reader = cuda_memory(
+                groups, options.layers, options.page, options.heads, options.dim, places
             )
         else:
-            memory = host_memory(groups, row, 2 * self.pages)
+            memory, self.content = host_memory(groups, row, places)
+        self._where = np.arange(places)
+        if options.scattered:
+            self._where = np.random.default_rng(0).permutation(places // 2) * 2
+        self._fill()
         self.layers = options.layers
         self._indices = on_gpu if options.device == "cuda" else np.asarray
         namespace = Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256")
@@ -127,19 +139,41 @@ class Engine:
         assert self.side._client.wait_attached(SECONDS)
         assert self.side._client.wait_ready(SECONDS).ready
         self._loads = iter(range(1 << 40))
-        assert self.side.offload([self.transfer(0)])
+        assert self.side.offload([self.transfer(self.stored)])
         eventually(self.side.completed, "an offload")
         self.side.pop()
 
-    def transfer(self, first: int) -> Any:
+    @property
+    def stored(self) -> Any:
+        """Pages of the prompt."""
+        return self._where[: self.pages]
+
+    @property
+    def loaded(self) -> Any:
+        """Pages into which it is loaded."""
+        return self._where[self.pages : 2 * self.pages]
+
+    def _fill(self) -> None:
+        numbers = np.random.default_rng(1)
+        for layer in self.content:
+            if isinstance(layer, np.ndarray):
+                layer[:] = numbers.integers(0, 256, layer.shape, np.uint8)
+            else:
+                layer.normal_()
+
+    def transfer(self, pages: Any) -> Any:
         keys = [hashlib.sha256(str(page).encode()).hexdigest() for page in range(self.pages)]
-        slots = ((first + np.arange(self.pages))[:, None] * self.page + np.arange(self.page)).ravel()
+        slots = (pages[:, None] * self.page + np.arange(self.page)).ravel()
         return SimpleNamespace(name=KV, keys=keys, device_indices=self._indices(slots))
 
-    def load(self) -> tuple[float, float]:
+    def load(self, computed: Callable[[int], None] = lambda layer: None) -> tuple[float, float]:
         """Seconds until the first layer, and until the last one, may be computed. What SGLang does before the load is
-        queued is not in it."""
-        rid, to = str(next(self._loads)), self.transfer(self.pages)
+        queued is not in it.
+
+        Args:
+            computed: called with each layer as soon as it may be.
+        """
+        rid, to = str(next(self._loads)), self.transfer(self.loaded)
         assert self.side.lookup(rid, [to])[-1] == self.pages
         began = time.perf_counter()
         assert self.side.load(rid, [to])
@@ -147,11 +181,29 @@ class Engine:
         self.side.loads.set_consumer(index)
         self.side.loads.wait_until(0)
         first = time.perf_counter() - began
+        computed(0)
         for layer in range(1, self.layers):
             self.side.loads.wait_until(layer)
+            computed(layer)
         last = time.perf_counter() - began
         assert self.side.loads.finish(index)
         return first, last
+
+    def compare(self) -> None:
+        """Load into empty pages, and compare each layer as soon as it may be computed.
+
+        Raises:
+            RuntimeError: one is not what was stored.
+        """
+        for layer in self.content:
+            layer[..., self.loaded, :] = 0
+        self.load(self._compare)
+
+    def _compare(self, layer: int) -> None:
+        content = self.content[layer]
+        wrong = (content[..., self.loaded, :] != content[..., self.stored, :]).any(-1).sum()
+        if wrong:
+            raise RuntimeError(f"{int(wrong)} pieces of layer {layer} are not what was stored")
 
 
 def measure(options: argparse.Namespace, flags: Iterable[str]) -> dict[int, dict[str, Any]]:
@@ -165,6 +217,7 @@ def measure(options: argparse.Namespace, flags: Iterable[str]) -> dict[int, dict
                 for chunks, engine in engines.items():
                     took[chunks].append(engine.load())
             for chunks, engine in engines.items():
+                engine.compare()
                 first, last = np.array(took[chunks][1:]).T  # the first one warms up
                 results[chunks] = {
                     "bytes": engine.bytes, "first": first.tolist(), "last": last.tolist(),
@@ -182,6 +235,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8, help="for keys and values")
     parser.add_argument("--dim", type=int, default=128, help="of a head, bfloat16")
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="load_chunks")
+    parser.add_argument("--scattered", action="store_true", help="no page lies beside the next one of the prompt")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pool-size", type=parse_size, default=parse_size("8GiB"))
     parser.add_argument("--json", type=Path)
@@ -189,7 +243,8 @@ def main() -> None:
     options = parser.parse_args()
     results = measure(options, options.flags)
     (size,) = {each["bytes"] for each in results.values()}
-    table = Table(title=f"{size / 1e6:.0f} MB a load, pages of {options.page} tokens: median (p90) of {options.rounds}")
+    pages = f"{'scattered ' if options.scattered else ''}pages of {options.page} tokens"
+    table = Table(title=f"{size / 1e6:.0f} MB a load, {pages}: median (p90) of {options.rounds}; all bytes compared")
     for column in ("load_chunks", "first layer, ms", "last layer, ms", "GB/s"):
         table.add_column(column, justify="right")
     for chunks, each in results.items():
