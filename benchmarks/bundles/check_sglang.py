@@ -159,9 +159,9 @@ def check(options: argparse.Namespace, model: str, page: int) -> None:
     if engine is None:
         return
     numbers = random.Random(1)
-    # Half a page more: a last page that is whole is computed after a flush, alone, where it was computed among the
-    # others before, which rounds otherwise: the answers would be of other KV. A page of one token is always whole, so
-    # that the last one is computed alone from the beginning.
+    # Half a page more: a last page that is whole is computed among the others at first and alone after a flush, which
+    # rounds differently, so that the answers would be of other KV. A page of one token is always whole: the last one is
+    # computed alone at first, too.
     length = options.tokens + page // 2
     prompts = [[numbers.randrange(10, 32000) for _ in range(length)] for _ in range(5)]
     asked = Asked(lambda cold: answers(engine, prompts, first_without=int(cold and page == 1)))

@@ -47,9 +47,11 @@ class OneRank:
 
 
 def host_memory(groups: Groups, row: int, pages: int) -> tuple[RankMemory, Any]:
-    """The memory, and its bytes as [layers, pages, row]."""
+    """The memory, and its bytes as [layers, pages, row], which are random."""
     layers = sum(len(each.layers) for each in groups.all)
     buffer = HostBuffer(layers * pages * row)
+    content = np.frombuffer(buffer.memory, np.uint8).reshape(layers, pages, row)
+    content[:] = np.random.default_rng(1).integers(0, 256, content.shape, np.uint8)
     layouts = [
         GroupLayout(
             each.index,
@@ -61,20 +63,19 @@ def host_memory(groups: Groups, row: int, pages: int) -> tuple[RankMemory, Any]:
         )
         for each in groups.all
     ]
-    return RankMemory(buffer.kv_buffers(), tuple(layouts)), np.frombuffer(buffer.memory, np.uint8).reshape(
-        layers, pages, row
-    )
+    return RankMemory(buffer.kv_buffers(), tuple(layouts)), content
 
 
 def cuda_memory(
     groups: Groups, layers: int, page: int, heads: int, dim: int, pages: int
 ) -> tuple[RankMemory, Any, Any]:
-    """The memory, its content by layer as [2, pages, ...], and what reads its slots behind the current stream."""
+    """The memory, its content by layer as [2, pages, ...], which is random, and what reads its slots behind the current
+    stream."""
     import torch
 
     from kvsidecar.integrations.sglang import pools
 
-    fused = [torch.zeros((2, pages * page, heads, dim), dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+    fused = [torch.randn((2, pages * page, heads, dim), dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
     kvcache = type("MHATokenToKVPool", (), {})()
     kvcache.kv_cache_layout, kvcache.k_scale_buffer, kvcache.v_scale_buffer = "nhd", None, None
     kvcache.layer_num = layers
@@ -99,18 +100,17 @@ class Engine:
         self.bytes = row * options.layers * self.pages
         groups = groups_of([(KV, range(options.layers), False)], options.layers, chunks)
         reader = None
-        # A page has two neighbours that are not used, so that pages which are scattered touch no other one.
-        places = 4 * self.pages if options.scattered else 2 * self.pages
+        places, count = np.arange(2 * self.pages), 2 * self.pages
+        if options.scattered:  # every other page, so that none touches another one
+            places, count = 2 * np.random.default_rng(0).permutation(places), 2 * count
+        self.stored, self.loaded = np.split(places, 2)
+        """Pages of the prompt, and those into which it is loaded."""
         if options.device == "cuda":
             memory, self.content, reader = cuda_memory(
-                groups, options.layers, options.page, options.heads, options.dim, places
+                groups, options.layers, options.page, options.heads, options.dim, count
             )
         else:
-            memory, self.content = host_memory(groups, row, places)
-        self._where = np.arange(places)
-        if options.scattered:
-            self._where = np.random.default_rng(0).permutation(places // 2) * 2
-        self._fill()
+            memory, self.content = host_memory(groups, row, count)
         self.layers = options.layers
         self._indices = on_gpu if options.device == "cuda" else np.asarray
         namespace = Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256")
@@ -142,24 +142,6 @@ class Engine:
         assert self.side.offload([self.transfer(self.stored)])
         eventually(self.side.completed, "an offload")
         self.side.pop()
-
-    @property
-    def stored(self) -> Any:
-        """Pages of the prompt."""
-        return self._where[: self.pages]
-
-    @property
-    def loaded(self) -> Any:
-        """Pages into which it is loaded."""
-        return self._where[self.pages : 2 * self.pages]
-
-    def _fill(self) -> None:
-        numbers = np.random.default_rng(1)
-        for layer in self.content:
-            if isinstance(layer, np.ndarray):
-                layer[:] = numbers.integers(0, 256, layer.shape, np.uint8)
-            else:
-                layer.normal_()
 
     def transfer(self, pages: Any) -> Any:
         keys = [hashlib.sha256(str(page).encode()).hexdigest() for page in range(self.pages)]

@@ -118,8 +118,8 @@ class Asker:
         with self._engine.held(HASHES, 1) as held:
             started = time.perf_counter()
             before = self._used()
-            each_us = []
-            while time.perf_counter() - started < seconds:
+            each_us: list[float] = []
+            while not each_us or time.perf_counter() - started < seconds:
                 each_us.append(time_lookups(self._engine, lambda: held[0].hashes, HASHES, 1)["p50_us"])
                 time.sleep(PAUSE_SECONDS)
             took = time.perf_counter() - started

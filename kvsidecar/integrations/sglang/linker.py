@@ -124,12 +124,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if params.enable_metrics:
             self._metrics = Metrics(self.counters, options.instance, side.gauges)
         atexit.register(self.close)
-        if facts.page_size < SMALL_PAGE_TOKENS:
-            _log.warning(
-                "kvsidecar: the page size is %d, so KV is copied in small pieces, slower than the link: use "
-                "--page-size 64 if the attention backend supports it",
-                facts.page_size,
-            )
+        _warn_of_small_pages(facts.page_size)
         _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
     def _prepared(
@@ -227,6 +222,15 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         atexit.unregister(self.close)
         self._side = None
         self._ends.close()
+
+
+def _warn_of_small_pages(page_size: int) -> None:
+    if page_size < SMALL_PAGE_TOKENS:
+        _log.warning(
+            "kvsidecar: the page size is %d, so KV is copied in small pieces, slower than the link: use "
+            "--page-size 64 if the attention backend supports it",
+            page_size,
+        )
 
 
 class Announcing:
