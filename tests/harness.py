@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvsidecar.bench.machine import children_of
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Namespace, Outcome, Region, State
 from kvsidecar.support import child_process
 from kvsidecar.support.child_process import environment
@@ -231,13 +232,9 @@ class DaemonProcess:
 
     def children(self, module: str) -> list[int]:
         """The same of all that run this module."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        try:
-            # The kernel lists the children of a thread as they were started. Ids begin again at the lowest at times.
-            found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            return []
-        return [pid for pid in found if module in _proc(pid, "cmdline")]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return [pid for pid in children_of(self.process.pid) if module in _proc(pid, "cmdline")]
+        return []
 
     def mapped_buffers(self) -> int:
         """How many engines' buffers its copiers have mapped."""

@@ -71,9 +71,16 @@ def cpu_seconds(pid: int) -> float:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that its threads have started and that still run."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            found += map(int, (task / "children").read_text().split())
-    return found
+    """The processes that its threads have started and that still run: of each thread in the order of their start.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: there is no such process.
+    """
+    tasks = Path(f"/proc/{pid}/task")
+    while True:
+        try:
+            return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            # A thread has ended, and its children are those of another one, which may have been read before.
+            if not tasks.exists():
+                raise
