@@ -330,13 +330,13 @@ def _copies(
     pitched = _records(recipe.pitched, ids, slots)
     if recipe.contiguous or len(recipe.narrow):
         firsts, lengths, step = _runs(ids, slots, boundary)
-        if recipe.contiguous:
-            columns = recipe.wide if len(recipe.wide) else recipe.narrow
-            if step != int(columns.row_bytes[0]):  # slots with gaps between them
-                return pitched, _records(columns, ids, slots)
+        columns = recipe.wide if len(recipe.wide) else recipe.narrow
+        if recipe.contiguous and step == int(columns.row_bytes[0]):  # no gaps between the slots
             joined = _records(columns, ids[firsts], slots[firsts])
             joined["row_bytes"] *= lengths.astype(np.uint64)
             return pitched, joined
+        if not len(recipe.narrow):
+            return pitched, _records(columns, ids, slots)
         long = lengths >= run_pays_from(int(recipe.narrow.row_bytes.max()))
         if long.any():
             runs = _records(recipe.narrow, ids[firsts[long]], slots[firsts[long]])

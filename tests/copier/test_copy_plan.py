@@ -293,6 +293,20 @@ def test_contiguous_blocks_go_as_pieces_joined_where_they_touch() -> None:
     assert sum(len(call.copies) for call in plan(layout, consecutive(512))) < 512 * 2 * MIB / copy_plan.CALL_BYTES + 10
 
 
+@pytest.mark.parametrize(("row_bytes", "is_run"), [(4 * KIB, True), (32 * KIB, True), (2 * MIB, False)])
+def test_contiguous_blocks_in_slots_with_gaps_go_as_runs_if_they_are_small(row_bytes: int, is_run: bool) -> None:
+    """The slots hold other ranks' shards as well, or a load copies one slice of each block."""
+    two = tuple(Region(i, 0, 0, row_bytes, row_bytes, 1) for i in range(2))
+    ids = consecutive(512)
+    slots = np.arange(512, dtype=np.int64) * 2 * row_bytes
+    for number in (1, 2):
+        bound = bind(dataclasses.replace(group(*two, num_blocks=NUM_BLOCKS), slices=(1, 1)), [1 << 40, 1 << 41], number)
+        calls = calls_of(BlockCopies([(bound, ids, slots)], boundary=GIB), None)
+        copies = np.concatenate([call.copies for call in calls])
+        assert bool((copies["num_rows"] > 1).all()) == is_run
+        assert int((copies["num_rows"] * copies["row_bytes"]).sum()) == 512 * row_bytes
+
+
 def test_separate_allocations_of_large_pages_go_as_pieces() -> None:
     for ids in (shuffled(512), consecutive(512)):
         calls = plan(separate(32, 64 * KIB), ids)
