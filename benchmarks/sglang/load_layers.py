@@ -67,13 +67,14 @@ def host_memory(groups: Groups, row: int, pages: int) -> tuple[RankMemory, Any]:
 
 
 def cuda_memory(
-    groups: Groups, layers: int, page: int, heads: int, dim: int, pages: int
-) -> tuple[RankMemory, Any, Any]:
-    """The memory, its content by layer as [2, pages, ...], which is random, and what reads its slots behind the current
-    stream."""
+    groups: Groups, layers: int, page: int, heads: int, dim: int, pages: int, staging: int | None
+) -> tuple[RankMemory, Any, Any, Any]:
+    """The memory, its content by layer as [2, pages, ...], which is random, what reads its slots behind the current
+    stream, and the staging memory."""
     import torch
 
     from kvsidecar.integrations.sglang import pools
+    from kvsidecar.integrations.sglang.staging import staging_for
 
     fused = [torch.randn((2, pages * page, heads, dim), dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
     kvcache = type("MHATokenToKVPool", (), {})()
@@ -83,7 +84,8 @@ def cuda_memory(
     params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
     found, _ = pools.pools_of(kvcache, params, page, set())
     content = [each.view(2, pages, -1) for each in fused]
-    return pools.export(found, groups, 0, 1), content, pools.SlotReader(torch.device("cuda"), None)
+    memory, reader = pools.export(found, groups, 0, 1), pools.SlotReader(torch.device("cuda"), None)
+    return memory, content, reader, staging_for(found, groups, memory.groups, staging)
 
 
 def on_gpu(slots: Any) -> Any:
@@ -93,26 +95,36 @@ def on_gpu(slots: Any) -> Any:
     return torch.from_numpy(slots).cuda()
 
 
+def wait_for_gpu() -> None:
+    """Until what the current stream was given is done: a layer may be there on the stream only."""
+    import torch
+
+    torch.cuda.current_stream().synchronize()
+
+
 class Engine:
     def __init__(self, socket: str, chunks: int, options: argparse.Namespace) -> None:
         self.page, self.pages = options.page, -(-options.tokens // options.page)
         row = 2 * options.page * options.heads * options.dim * 2
         self.bytes = row * options.layers * self.pages
         groups = groups_of([(KV, range(options.layers), False)], options.layers, chunks)
-        reader = None
+        reader = staging = None
         places, count = np.arange(2 * self.pages), 2 * self.pages
         if options.scattered:  # every other page, so that none touches another one
             places, count = 2 * np.random.default_rng(0).permutation(places), 2 * count
         self.stored, self.loaded = np.split(places, 2)
         """Pages of the prompt, and those into which it is loaded."""
         if options.device == "cuda":
-            memory, self.content, reader = cuda_memory(
-                groups, options.layers, options.page, options.heads, options.dim, count
+            memory, self.content, reader, staging = cuda_memory(
+                groups, options.layers, options.page, options.heads, options.dim, count, options.staging
             )
         else:
             memory, self.content = host_memory(groups, row, count)
         self.layers = options.layers
-        self._indices = on_gpu if options.device == "cuda" else np.asarray
+        on_host = options.device == "host"
+        self._indices: Callable[[Any], Any] = np.asarray if on_host else on_gpu
+        self._synchronize: Callable[[], None] = (lambda: None) if on_host else wait_for_gpu
+        self.staged = staging is not None
         namespace = Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256")
         self.side = RankSide(
             Options.parse(
@@ -131,13 +143,15 @@ class Engine:
                 memory,
                 options.page,
                 reader,
+                staging,
             ),
             OneRank(),
             Weights(32, lambda: "default", "bench"),
             Counters(),
         )
-        assert self.side._client.wait_attached(SECONDS)
-        assert self.side._client.wait_ready(SECONDS).ready
+        for client in self.side._clients:
+            assert client.wait_attached(SECONDS)
+            assert client.wait_ready(SECONDS).ready
         self._loads = iter(range(1 << 40))
         assert self.side.offload([self.transfer(self.stored)])
         eventually(self.side.completed, "an offload")
@@ -162,11 +176,13 @@ class Engine:
         index = self.side.loads.start()
         self.side.loads.set_consumer(index)
         self.side.loads.wait_until(0)
+        self._synchronize()
         first = time.perf_counter() - began
         computed(0)
         for layer in range(1, self.layers):
             self.side.loads.wait_until(layer)
             computed(layer)
+        self._synchronize()
         last = time.perf_counter() - began
         assert self.side.loads.finish(index)
         return first, last
@@ -202,7 +218,7 @@ def measure(options: argparse.Namespace, flags: Iterable[str]) -> dict[int, dict
                 engine.compare()
                 first, last = np.array(took[chunks][1:]).T  # the first one warms up
                 results[chunks] = {
-                    "bytes": engine.bytes, "first": first.tolist(), "last": last.tolist(),
+                    "bytes": engine.bytes, "staged": engine.staged, "first": first.tolist(), "last": last.tolist(),
                 }  # fmt: skip
                 engine.side.close()
     return results
@@ -218,6 +234,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128, help="of a head, bfloat16")
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="load_chunks")
     parser.add_argument("--scattered", action="store_true", help="no page lies beside the next one of the prompt")
+    parser.add_argument(
+        "--staging", type=parse_size, help="GPU memory by way of which pages come (the linker's choice)"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pool-size", type=parse_size, default=parse_size("8GiB"))
     parser.add_argument("--json", type=Path)
@@ -226,6 +245,8 @@ def main() -> None:
     results = measure(options, options.flags)
     (size,) = {each["bytes"] for each in results.values()}
     pages = f"{'scattered ' if options.scattered else ''}pages of {options.page} tokens"
+    if next(iter(results.values()))["staged"]:
+        pages += " by way of staging memory"
     table = Table(title=f"{size / 1e6:.0f} MB a load, {pages}: median (p90) of {options.rounds}; all bytes compared")
     for column in ("load_chunks", "first layer, ms", "last layer, ms", "GB/s"):
         table.add_column(column, justify="right")
@@ -233,7 +254,7 @@ def main() -> None:
         cells = [np.percentile(each[name], (50, 90)) * 1e3 for name in ("first", "last")]
         rate = size / np.median(each["last"]) / 1e9
         table.add_row(str(chunks), *(f"{median:.2f} ({high:.2f})" for median, high in cells), f"{rate:.1f}")
-    Console(width=100).print(table)
+    Console(width=120).print(table)
     if options.json is not None:
         options.json.write_text(json.dumps(results))
 

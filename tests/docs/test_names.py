@@ -28,6 +28,8 @@ OF_OTHERS = {
     "--page-size": "SGLang",
     "--weight-version": "SGLang",
     "--at-once": "benchmarks.vllm.throughput",
+    "--scattered": "benchmarks.sglang.load_layers",
+    "--staging": "benchmarks.sglang.load_layers",
     "--agents": "benchmarks.fleet",
     "--blocks": "benchmarks.warm_restart",
     "--compare": "benchmarks.daemon.show",

@@ -27,6 +27,7 @@ from tests.harness import SECONDS, DaemonProcess
 
 torch = pytest.importorskip("torch")
 from kvsidecar.integrations.sglang import pools  # noqa: E402
+from kvsidecar.integrations.sglang.staging import staging_for  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +41,8 @@ PAGES = 64
 ROUNDS = 150
 CYCLES = 2_000_000_000
 """Of a GPU in a second, or a few fewer."""
+STAGING = 3 * 2 * PAGE * HEADS * DIM * 2 * LAYERS
+"""Bytes of three pages: two pieces of one page each are on their way at once."""
 STORES = 10
 """A forward takes as long as so many stores take on this machine."""
 
@@ -86,13 +89,17 @@ class Engine:
 
     Args:
         forward_stream: that stores are ordered behind; None for the current stream alone.
+        staging: bytes of the staging memory; 0: loads are direct.
     """
 
-    def __init__(self, daemon: DaemonProcess, forward_stream: Any) -> None:
+    def __init__(self, daemon: DaemonProcess, forward_stream: Any, staging: int = 0) -> None:
         self.kvcache = pool()
         params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
         found, num_layers = pools.pools_of(self.kvcache, params, PAGE, set())
         groups = groups_of([(each.name, each.layers, each.replicated) for each in found], num_layers, 3)
+        memory = pools.export(found, groups, 0, 1)
+        self.staging = staging_for(found, groups, memory.groups, staging)
+        self.counters = Counters()
         self.side = RankSide(
             Options.parse(
                 {
@@ -106,16 +113,18 @@ class Engine:
                 Identity(Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"), {}),
                 "sglang",
                 groups,
-                pools.export(found, groups, 0, 1),
+                memory,
                 PAGE,
                 pools.SlotReader(torch.device("cuda"), forward_stream),
+                self.staging,
             ),
             OneRank(),
             Weights(32, lambda: "default", "token"),
-            Counters(),
+            self.counters,
         )
-        assert self.side._client.wait_attached(SECONDS)
-        assert self.side._client.wait_ready(SECONDS).ready
+        for client in self.side._clients:
+            assert client.wait_attached(SECONDS)
+            assert client.wait_ready(SECONDS).ready
 
     def rows(self, page: int) -> Iterator[Any]:
         for buffer in (*self.kvcache.k_buffer, *self.kvcache.v_buffer):
@@ -163,8 +172,9 @@ def cuda_daemon(short_dir: Path) -> Iterator[DaemonProcess]:
         yield process.wait_ready()
 
 
-def test_pages_of_every_layer_come_back(cuda_daemon: DaemonProcess) -> None:
-    engine = Engine(cuda_daemon, torch.cuda.Stream())
+@pytest.mark.parametrize("staging", [0, STAGING])
+def test_pages_of_every_layer_come_back(cuda_daemon: DaemonProcess, staging: int) -> None:
+    engine = Engine(cuda_daemon, torch.cuda.Stream(), staging)
     pages, targets = [3, 9, 4, 5], [20, 7, 30, 31]
     for buffer in (*engine.kvcache.k_buffer, *engine.kvcache.v_buffer):
         buffer.normal_()
@@ -176,6 +186,7 @@ def test_pages_of_every_layer_come_back(cuda_daemon: DaemonProcess) -> None:
     torch.cuda.synchronize()
     for page, rows in zip(targets, expected, strict=True):
         assert all(map(torch.equal, engine.rows(page), rows))
+    assert engine.counters.staged_loads == bool(staging)
     engine.side.close()
 
 
@@ -247,10 +258,11 @@ def test_the_scheduler_does_not_wait_for_a_forward_that_runs(cuda_daemon: Daemon
     engine.side.close()
 
 
-def test_a_load_waits_for_a_forward_that_may_still_write_its_pages(cuda_daemon: DaemonProcess) -> None:
+@pytest.mark.parametrize("staging", [0, STAGING])
+def test_a_load_waits_for_a_forward_that_may_still_write_its_pages(cuda_daemon: DaemonProcess, staging: int) -> None:
     """SGLang frees pages while the last forward that writes them still runs."""
     stream = torch.cuda.Stream()
-    engine = Engine(cuda_daemon, stream)
+    engine = Engine(cuda_daemon, stream, staging)
     for row in engine.rows(1):
         row.fill_(7.0)
     torch.cuda.synchronize()
@@ -265,6 +277,40 @@ def test_a_load_waits_for_a_forward_that_may_still_write_its_pages(cuda_daemon: 
         engine.load("a", [2])
         torch.cuda.synchronize()
         assert all(bool((row == 7.0).all()) for row in engine.rows(2)), "the forward wrote after the load"
+        engine.side._lookups.forget_all()
+    engine.side.close()
+
+
+def test_layers_are_computed_behind_the_moves_from_the_staging_memory(cuda_daemon: DaemonProcess) -> None:
+    """`wait_until` returns when they have been started; the stream of the forward waits for them."""
+    engine = Engine(cuda_daemon, None, 6 * STAGING)  # all pages are one piece
+    assert engine.staging is not None
+    pages, targets = list(range(8)), list(range(20, 28))
+    for page in pages:
+        for row in engine.rows(page):
+            row.fill_(float(page + 1))
+    torch.cuda.synchronize()
+    engine.store("a", pages)
+    engine.stored()
+    expected = torch.tensor([float(page + 1) for page in pages], device="cuda")
+    cycles = engine.cycles()
+    for _ in range(ROUNDS // 4):
+        for page in targets:
+            for row in engine.rows(page):
+                row.zero_()
+        assert engine.side.lookup("a", [transfer("a", targets)]) == [len(targets)]
+        assert engine.side.load("a", [transfer("a", targets)])
+        with torch.cuda.stream(engine.staging._stream):
+            torch.cuda._sleep(cycles)
+        index = engine.side.loads.start()
+        engine.side.loads.set_consumer(index)
+        found = []
+        for layer in range(LAYERS):
+            engine.side.loads.wait_until(layer)
+            keys = engine.kvcache.k_buffer[layer].unflatten(0, (-1, PAGE))
+            found.append((keys[targets] == expected[:, None, None, None]).all())
+        assert all(map(bool, found))
+        assert engine.side.loads.finish(index)
         engine.side._lookups.forget_all()
     engine.side.close()
 

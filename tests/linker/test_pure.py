@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from kvsidecar.client import Blocks
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
 from kvsidecar.integrations.sglang.loads import split
-from kvsidecar.integrations.sglang.lookups import restorable
+from kvsidecar.integrations.sglang.lookups import MOST_LENGTHS, restorable, thinned
 from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.transfers import PageIds, hashes_of, name_of
@@ -35,18 +36,28 @@ def test_chunks_hold_every_layer_once_and_in_order(num_layers: int, num_chunks: 
     assert numbers == ([0] if groups.num_chunks == 1 else list(range(1, groups.num_chunks + 1)))
 
 
+@given(st.integers(8, 90), st.integers(4, 8))
+def test_the_first_chunks_are_small_and_so_is_the_last_one(num_layers: int, num_chunks: int) -> None:
+    (group,) = groups_of([(KV, range(num_layers), False)], num_layers, num_chunks).all
+    sizes = [len(layers) for layers in group.slices.values()]
+    assert sizes[0] <= sizes[1] <= max(sizes[2:-1])
+    assert sizes[-1] <= max(sizes[2:-1])
+    for size, after in pairwise(sizes):
+        assert after <= 2 * size + 2, "the forward would wait for a chunk that is much larger than the one before"
+
+
 def test_pools_that_take_turns_share_chunks() -> None:
     """A hybrid model: what the forward needs first comes first, from whichever pool."""
-    groups = groups_of([(KV, [2, 5], True), (SWA, [0, 1, 3, 4], False)], 6, 2)
+    groups = groups_of([(KV, [2, 5, 8], True), (SWA, [0, 1, 3, 4, 6, 7], False)], 9, 2)
     assert [(each.index, each.pool, each.slices, each.replicated) for each in groups.all] == [
-        (0, KV, {0: (2,), 1: (5,)}, True),
-        (1, SWA, {0: (0, 1), 1: (3, 4)}, False),
+        (0, KV, {0: (2,), 1: (5, 8)}, True),
+        (1, SWA, {0: (0, 1), 1: (3, 4, 6, 7)}, False),
     ]
     assert groups.of(MAMBA) is None
 
 
 def test_a_pool_without_layers_in_a_chunk_has_nothing_to_load_there() -> None:
-    groups = groups_of([(KV, [0, 1], False), (MAMBA, [3], False), (SWA, [], False)], 4, 2)
+    groups = groups_of([(KV, [0, 1], False), (MAMBA, [3], False), (SWA, [], False)], 6, 2)
     assert [(each.pool, each.slice_of(0), each.slice_of(1)) for each in groups.all] == [
         (KV, 0, None),
         (MAMBA, None, 0),
@@ -116,6 +127,19 @@ def test_a_window_is_restorable_at_node_ends_only() -> None:
     window = [True, True, False, False, True, True]
     assert restorable(6, 6, {2: [window]}) == [1, 2, 6]
     assert restorable(6, 5, {2: [window]}) == [1, 2]
+
+
+@given(st.integers(0, 1 << 17), st.integers(0, 1 << 17))
+def test_ranks_that_have_found_different_lengths_have_a_long_one_in_common(one: int, other: int) -> None:
+    """They usually find the same. Otherwise one has asked before the last pages of the other were there."""
+    found = [thinned(one), thinned(other)]
+    for lengths, longest in zip(found, (one, other), strict=True):
+        assert lengths[-1:] == ([longest] if longest else [])
+        assert len(lengths) <= MOST_LENGTHS + 1
+    less, more = sorted((one, other))
+    if more < 2 * less:
+        common = max(set(found[0]) & set(found[1]), default=0)
+        assert common > less - less / 8, "nearly all that both have"
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------

@@ -79,8 +79,9 @@ class Tree(UnifiedRadixCacheFixtures):
     def attach(self) -> Tree:
         side = self.linker._side
         assert side is not None, "the linker does not offload"
-        assert side._client.wait_attached(SECONDS)
-        assert side._client.wait_ready(SECONDS).ready
+        for client in side._clients:
+            assert client.wait_attached(SECONDS)
+            assert client.wait_ready(SECONDS).ready
         return self
 
     # -- the pools -----------------------------------------------------------------------------------------------------
@@ -332,3 +333,38 @@ def test_pages_stay_locked_until_they_are_read(short_dir: Path, gate: Gate, stac
     mine.settle()
     mine.evict()
     assert mine.match(tokens)[0].prefix_len == 0
+
+
+@pytest.mark.parametrize("name", ["full, pages of 1", "full, pages of 4", "latent, pages of 4"])
+def test_pages_with_small_pieces_come_by_way_of_the_staging_memory(
+    name: str, daemon: DaemonProcess, stack: ExitStack
+) -> None:
+    cfg = CONFIGS[name]
+    tokens = list(range(1, 7 * cfg.page_size + 1))
+    stored = tree(stack, cfg, daemon)
+    expected = stored.insert(tokens)
+    page_bytes = cfg.page_size * sum(buffer[0].nbytes for buffer in stored.buffers("full_kv_pool"))
+    mine = tree(stack, cfg, daemon, staging=4 * page_bytes)  # two pieces of two pages
+    mine._alloc(mine.allocator, 3 * cfg.page_size)  # other slots than those of the store
+    request, hit = mine.match(tokens)
+    assert hit == len(tokens)
+    landed, slots = mine.load(request)
+    assert landed
+    assert same(mine.content(slots, None), expected)
+    assert mine.linker.counters.staged_loads == 1
+
+
+def test_pages_for_which_there_is_no_room_in_the_staging_memory_are_loaded_directly(
+    daemon: DaemonProcess, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = CONFIGS["full, pages of 1"]
+    mine = tree(stack, cfg, daemon, staging=16)
+    assert "no staging memory: a page has" in caplog.text
+    tokens = mine._make_seq(1, 3)
+    expected = mine.insert(tokens)
+    mine.evict()
+    request, _ = mine.match(tokens)
+    landed, slots = mine.load(request)
+    assert landed
+    assert same(mine.content(slots, None), expected)
+    assert mine.linker.counters.staged_loads == 0

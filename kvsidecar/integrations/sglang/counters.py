@@ -16,6 +16,7 @@ class Counters(Totals):
     refused_lookups: int = counter("Lookups that failed with an error, which is in the log; they miss.")
     offered_pages: int = counter("Pages of the longest prefixes found by lookups.")
     loads: int = counter("Requests whose load was queued.")
+    staged_loads: int = counter("Batches loaded by way of the staging memory; the others are loaded directly.")
     loaded_pages: int = counter("Pages of loads that succeeded.")
     gone_leases: int = counter("Loads that were not queued because the lease had ended; their requests are computed.")
     failed_loads: int = counter(

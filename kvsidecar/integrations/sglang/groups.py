@@ -6,8 +6,10 @@ first ones while the others are still being copied: of each pool, such a job cop
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 KV, SWA, MAMBA = "kv", "swa", "mamba"
 """The values of SGLang's ``PoolName`` that its linker contract moves."""
@@ -41,18 +43,35 @@ class Groups:
     """All groups of one rank."""
 
     all: tuple[Group, ...]
-    num_layers: int
-    num_chunks: int
+    ends: tuple[int, ...]
+    """The layer after the last one of each chunk."""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.ends)
 
     def of(self, pool: str) -> Group | None:
         return next((group for group in self.all if group.pool == pool), None)
 
     def chunk_of(self, layer: int) -> int:
-        return _chunk_of(layer, self.num_layers, self.num_chunks)
+        return _chunk_of(layer, self.ends)
 
 
-def _chunk_of(layer: int, num_layers: int, num_chunks: int) -> int:
-    return min(layer, num_layers - 1) * num_chunks // num_layers
+def _chunk_of(layer: int, ends: Sequence[int]) -> int:
+    return bisect_right(ends, min(layer, ends[-1] - 1))
+
+
+def _ends(num_layers: int, num_chunks: int) -> tuple[int, ...]:
+    """Chunks of at least one layer each. The first one is a quarter of those in the middle, and the second one and the
+    last one are half: the forward begins when the first chunk is there, and ends when it has computed the last one. A
+    layer is computed more slowly than it is loaded, so it does not wait for chunks that are twice as large as the one
+    before."""
+    sizes = [*(min(1 << i, 4) for i in range(num_chunks - 1)), 2]
+    ends: list[int] = []
+    for chunk, before in enumerate(accumulate(sizes), 1):
+        end = max((2 * num_layers * before + sum(sizes)) // (2 * sum(sizes)), ends[-1] + 1 if ends else 1)
+        ends.append(min(end, num_layers - num_chunks + chunk))
+    return tuple(ends)
 
 
 def groups_of(pools: Sequence[tuple[str, Iterable[int], bool]], num_layers: int, num_chunks: int) -> Groups:
@@ -61,13 +80,13 @@ def groups_of(pools: Sequence[tuple[str, Iterable[int], bool]], num_layers: int,
         pools: name, layers, and whether tensor-parallel ranks hold the same KV.
         num_layers: of this pipeline stage.
     """
-    num_chunks = max(1, min(num_chunks, num_layers))
+    ends = _ends(num_layers, max(1, min(num_chunks, num_layers)))
     found: list[Group] = []
     for pool, layers, replicated in pools:
         slices: dict[int, tuple[int, ...]] = {}
         for layer in sorted(set(layers)):
-            chunk = _chunk_of(layer, num_layers, num_chunks)
+            chunk = _chunk_of(layer, ends)
             slices[chunk] = (*slices.get(chunk, ()), layer)
         if slices:
             found.append(Group(len(found), pool, slices, replicated))
-    return Groups(tuple(found), num_layers, num_chunks)
+    return Groups(tuple(found), ends)

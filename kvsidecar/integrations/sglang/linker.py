@@ -35,6 +35,7 @@ from kvsidecar.integrations.sglang.metrics import Metrics
 from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide, no_notes
+from kvsidecar.integrations.sglang.staging import staging_for
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 from kvsidecar.integrations.sglang.weights import Weights, holds_no_kv, watch
 
@@ -124,7 +125,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if params.enable_metrics:
             self._metrics = Metrics(self.counters, options.instance, side.gauges)
         atexit.register(self.close)
-        _warn_of_small_pages(facts.page_size)
+        _warn_of_small_pages(facts)
         _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
     def _prepared(
@@ -162,7 +163,8 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         instance = f"{options.instance} {token[:8]}"
         window = -(-(params.swa_retain_window or 0) // params.page_size)
         trailing = {SWA: window, MAMBA: 1}
-        return RankFacts(identity, instance, groups, memory, params.page_size, reader, trailing), found
+        staging = staging_for(found, groups, memory.groups, options.staging)
+        return RankFacts(identity, instance, groups, memory, params.page_size, reader, staging, trailing), found
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         return [] if self._side is None else self._side.lookup(rid, transfers)
@@ -224,12 +226,12 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._ends.close()
 
 
-def _warn_of_small_pages(page_size: int) -> None:
-    if page_size < SMALL_PAGE_TOKENS:
+def _warn_of_small_pages(facts: RankFacts) -> None:
+    if facts.staging is None and facts.page_size < SMALL_PAGE_TOKENS:
         _log.warning(
             "kvsidecar: the page size is %d, so KV is copied in small pieces, slower than the link: use "
             "--page-size 64 if the attention backend supports it",
-            page_size,
+            facts.page_size,
         )
 
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.client import Blocks, JobDone, LeaseRenewal, Outcome
+from kvsidecar.integrations.sglang.groups import Group
 from kvsidecar.integrations.sglang.shared import Shared
-from kvsidecar.integrations.sglang.transfers import PageIds
+from kvsidecar.integrations.sglang.staged_load import Piece, StagedLoad, Staging
+from kvsidecar.integrations.sglang.transfers import Ids, PageIds
 from kvsidecar.integrations.stored_filter import tags_of
+from kvsidecar.integrations.waited_jobs import WaitedJobs
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -50,11 +53,21 @@ class _Batch:
     deadline: float = 0.0
     jobs: list[list[int]] | None = None
     """By chunk; None: they have not been sent."""
+    staged: StagedLoad | None = None
+    """What has the jobs, if the load goes by way of the staging memory."""
     failed: bool = False
 
     @property
     def all_jobs(self) -> list[int]:
-        return [job for jobs in self.jobs or () for job in jobs]
+        return [job for jobs in self.jobs or () for job in jobs] if self.staged is None else self.staged.jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """The staging memory, and the jobs of the client that has registered it."""
+
+    staging: Staging
+    jobs: WaitedJobs
 
 
 class Loads:
@@ -62,9 +75,11 @@ class Loads:
 
     Args:
         timeout: seconds from the start of a batch to its deadline.
+        detour: for loads, if pieces of a page are too small to be loaded directly.
     """
 
-    def __init__(self, shared: Shared, timeout: float) -> None:
+    def __init__(self, shared: Shared, timeout: float, detour: Detour | None = None) -> None:
+        self._detour = detour
         self._jobs, self._groups, self._timeout = shared.jobs, shared.groups, timeout
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._queued: dict[str, _Queued] = {}
@@ -80,6 +95,11 @@ class Loads:
     def may_fail(self) -> bool:
         """Whether loads should not be offered: the last one has failed just now."""
         return self._clock() < self._resume_at
+
+    @property
+    def num_staged(self) -> int:
+        """Running jobs into the staging memory."""
+        return 0 if self._detour is None else self._detour.jobs.num_running
 
     def queue(self, rid: str, pages: Mapping[str, Pages], lease: LeaseRenewal) -> None:
         self.cancel(rid)  # an earlier one
@@ -117,22 +137,47 @@ class Loads:
             return
         batch.jobs = []
         try:
-            blocks = self._blocks(batch.requests)
+            parts = self._parts(batch.requests)
         except ValueError as error:
             batch.failed = True
             _log.error("kvsidecar: a load was not sent: %s", error)
             return
         batch.deadline = self._clock() + self._timeout
-        batch.jobs = [[self._submit(batch, job) for job in jobs] for jobs in blocks]
+        if self._detour is not None and parts and self._can_stage(self._detour):
+            batch.staged = self._staged(batch, self._detour, *parts[0][1:])
+            batch.staged.send()
+            self._counters.staged_loads += 1
+        else:
+            batch.jobs = [[self._submit(self._jobs, batch, job) for job in jobs] for jobs in self._blocks(parts)]
 
-    def _blocks(self, requests: Mapping[str, _Queued]) -> list[list[list[Blocks]]]:
-        """By chunk: the blocks of each of its jobs. Raises ValueError as `PageIds.take` does."""
+    def _can_stage(self, detour: Detour) -> bool:
+        """Whether the daemon run that has granted the leases has the staging memory, which no other load uses."""
+        same = detour.jobs.client.attached_epoch == self._jobs.client.attached_epoch
+        return same and detour.jobs.client.attached and all(each.staged is None for each in self._batches.values())
+
+    def _staged(self, batch: _Batch, detour: Detour, keys: bytes, ids: Ids) -> StagedLoad:
+        (group,), width = detour.staging.groups.all, len(keys) // len(ids)
+
+        def send(piece: Piece) -> int:
+            slots = np.arange(piece.slot, piece.slot + piece.end - piece.first)
+            mine, number = keys[piece.first * width : piece.end * width], group.slice_of(piece.chunk)
+            assert number is not None
+            return self._submit(detour.jobs, batch, [Blocks(group.index, mine, slots, slice=number)])
+
+        return StagedLoad(detour.staging, detour.staging.on_device(ids), send)
+
+    def _parts(self, requests: Mapping[str, _Queued]) -> list[tuple[Group, bytes, Ids]]:
+        """The keys and the pages of each group that has some. Raises ValueError as `PageIds.take` does."""
         parts = []
         for group in self._groups.all:
             mine = [found for each in requests.values() if (found := each.pages.get(group.pool)) is not None]
             if sum(map(len, mine)):
                 keys, ids = b"".join(each.keys for each in mine), np.concatenate([each.ids.take() for each in mine])
                 parts.append((group, keys, ids))
+        return parts
+
+    def _blocks(self, parts: Sequence[tuple[Group, bytes, Ids]]) -> list[list[list[Blocks]]]:
+        """By chunk: the blocks of each of its jobs."""
         chunks = [
             [
                 Blocks(group.index, keys, ids, slice=number)
@@ -143,9 +188,12 @@ class Loads:
         ]
         return [split(blocks, MAX_JOB_BLOCKS) for blocks in chunks]
 
-    def _submit(self, batch: _Batch, blocks: Sequence[Blocks]) -> int:
-        job = self._jobs.client.load(blocks, timeout=self._timeout)
-        return self._jobs.add(job, lambda done: self._ended(batch, done))
+    def _jobs_of(self, batch: _Batch) -> WaitedJobs:
+        return self._jobs if batch.staged is None or self._detour is None else self._detour.jobs
+
+    def _submit(self, jobs: WaitedJobs, batch: _Batch, blocks: Sequence[Blocks]) -> int:
+        job = jobs.client.load(blocks, timeout=self._timeout)
+        return jobs.add(job, lambda done: self._ended(batch, done))
 
     def _ended(self, batch: _Batch, done: JobDone) -> None:
         if done.outcome is not Outcome.DONE:
@@ -158,13 +206,20 @@ class Loads:
         if batch is None:
             return True
         self._send(batch, wait=True)
+        jobs = self._jobs_of(batch)
+        if batch.staged is not None:
+            self._move(batch, batch.staged, None)
         self._wait(batch, batch.all_jobs)
-        if left := self._jobs.outstanding(batch.all_jobs):
+        if left := jobs.outstanding(batch.all_jobs):
             self._counters.overdue_loads += 1
             batch.failed = True
-            self._jobs.end(
-                left, STOP_SECONDS, f"a load has not ended {self._timeout + STOP_SECONDS:g} s after its start"
-            )
+            reason = f"a load has not ended {self._timeout + STOP_SECONDS:g} s after its start"
+            if stuck := jobs.stop(left, STOP_SECONDS, cancel=True):
+                if jobs is not self._jobs:
+                    self._jobs.client.give_up(reason)
+                jobs.give_up(stuck, reason)
+        if batch.staged is not None:
+            batch.staged.wait()
         for each in batch.requests.values():
             each.lease.release()
         if batch.failed:
@@ -202,11 +257,33 @@ class Loads:
         if batch is None:
             return
         self._send(batch, wait=True)
-        if batch.jobs and not batch.failed:
+        if batch.staged is not None:
+            self._move(batch, batch.staged, layer)
+            batch.staged.keep_order()
+        elif batch.jobs and not batch.failed:
             self._wait(batch, batch.jobs[self._groups.chunk_of(layer)])
 
-    def _wait(self, batch: _Batch, jobs: Sequence[int]) -> None:
-        if self._jobs.outstanding(jobs) and self._jobs.wait(jobs, batch.deadline - self._clock()):
+    def _move(self, batch: _Batch, staged: StagedLoad, layer: int | None) -> None:
+        """Return when all pieces up to this layer's are being moved from the staging memory to their pages, and as many
+        of the others as have come meanwhile; or when the load has failed.
+
+        Args:
+            layer: None for the last one.
+        """
+        jobs = self._jobs_of(batch)
+        jobs.poll()
+        while not batch.failed and (job := staged.next_job()) is not None:
+            if jobs.outstanding((job,)):
+                if layer is not None and staged.is_beyond(layer):
+                    break
+                self._wait(batch, (job,))
+            if not batch.failed:
+                staged.move()
+                staged.send()
+
+    def _wait(self, batch: _Batch, ids: Sequence[int]) -> None:
+        jobs = self._jobs_of(batch)
+        if jobs.outstanding(ids) and jobs.wait(ids, batch.deadline - self._clock()):
             batch.failed = True
 
 

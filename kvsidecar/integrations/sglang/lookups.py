@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ FRESH_HIT_SECONDS = 1.0
 """How long a hit is reused: SGLang repeats the lookups of all waiting requests in each step. The lease lasts longer."""
 FRESH_MISS_SECONDS = 0.25
 """How long a miss is reused: another engine may store the pages meanwhile."""
+MOST_LENGTHS = 64
+"""Of an offer that several ranks have to agree on: SGLang sets an element of a tensor for each, which takes 3 us, again
+in each scheduling step."""
 
 
 @dataclass(slots=True)
@@ -36,7 +40,8 @@ class Offer:
 
     keys: Sequence[str]
     """That were looked up. They are chained: with the same key at one place, all before it are the same."""
-    lengths: list[int]
+    lengths: Sequence[int]
+    """Every prefix length, in pages, that can be loaded, ascending; a `range` if each up to the longest one can."""
     answered: float
     epoch: int
     """Of the daemon run that has answered."""
@@ -55,9 +60,11 @@ class Lookups:
     Args:
         budget: longest time in seconds that a lookup may wait; `in_proportion`, since with pages of one token a prompt
             has tens of thousands.
+        alone: there are no other ranks.
     """
 
-    def __init__(self, shared: Shared, budget: float) -> None:
+    def __init__(self, shared: Shared, budget: float, *, alone: bool) -> None:
+        self._alone = alone
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._budget = shared.groups, budget
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
@@ -66,7 +73,8 @@ class Lookups:
         """By request; the oldest first."""
 
     def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """Every prefix length, in pages, that can be loaded. Waits no longer than its budget.
+        """Prefix lengths, in pages, that can be loaded; SGLang takes the longest that all ranks have found. Waits no
+        longer than its budget.
 
         Raises:
             ClientError: the daemon refuses the lookup.
@@ -80,9 +88,7 @@ class Lookups:
             return []
         offer = self._offers.get(rid)
         if offer is not None and offer.epoch == self._client.attached_epoch and offer.answers(full.keys, now):
-            if len(full.keys) == len(offer.keys):
-                return offer.lengths
-            return [length for length in offer.lengths if length <= len(full.keys)]
+            return self._told(offer.lengths, len(full.keys))
         pages = len(full.keys)
         keys = self._keys(hashes_of(full.keys))
         epoch = self._client.attached_epoch
@@ -97,7 +103,7 @@ class Lookups:
         self._counters.unanswered_lookups += bool(result.reason)
         # After the lookup, whose lease protects the same blocks.
         self.forget(rid)
-        lengths: list[int] = []
+        lengths: Sequence[int] = ()
         if not result.reason and result.ready:
             windows = {name: len(each.keys) for name, each in by_pool.items() if name != KV}
             lengths = self._lengths(result, pages, windows, keys)
@@ -106,9 +112,16 @@ class Lookups:
         self._offers[rid] = offer
         if not lengths:
             self._release(offer)
-        return lengths
+        return self._told(lengths, pages)
 
-    def _lengths(self, result: LookupResult, pages: int, windows: dict[str, int], keys: bytes) -> list[int]:
+    def _told(self, lengths: Sequence[int], pages: int) -> list[int]:
+        """Those of at most so many pages that SGLang needs to know."""
+        lengths = lengths[: bisect_right(lengths, pages)]
+        if self._alone:
+            return list(lengths[-1:])
+        return thinned(len(lengths)) if isinstance(lengths, range) else list(lengths)
+
+    def _lengths(self, result: LookupResult, pages: int, windows: dict[str, int], keys: bytes) -> Sequence[int]:
         prefix = 0
         if (group := self._groups.of(KV)) is not None:
             answer = result.groups[group.index]
@@ -118,7 +131,7 @@ class Lookups:
                 prefix = answer.hits
             self._forget_pages(group, keys[prefix * HASH_BYTES :])
         if not windows:
-            return list(range(1, prefix + 1))
+            return range(1, prefix + 1)
         needed: dict[int, list[npt.NDArray[np.bool_]]] = {}
         for pool, window in windows.items():
             if (group := self._groups.of(pool)) is not None:
@@ -165,6 +178,13 @@ class Lookups:
         lease, offer.lease = offer.lease, None
         if lease is not None:
             self._client.release_nowait(lease)
+
+
+def thinned(longest: int) -> list[int]:
+    """Of all lengths up to the longest: this one, and at most `MOST_LENGTHS` others, at multiples of a power of two: so
+    ranks of which one has found a little more than another have a length in common."""
+    step = 1 << (longest // MOST_LENGTHS).bit_length()
+    return [*range(step, longest, step), longest] if longest else []
 
 
 def restorable(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvsidecar.integrations.options import CommonOptions, option, read_count, read_flag, read_seconds, read_text
+from kvsidecar.support.units import parse_size
 
 
 def _load_chunks(value: Any) -> int:
@@ -22,9 +23,16 @@ class Options(CommonOptions):
 
     instance: str = option("sglang", read_text, "name of this engine deployment in the daemon's log and status")
     load_chunks: int = option(
-        4,
+        6,
         _load_chunks,
-        "number of jobs, by layers, in which KV is loaded: the forward begins when the first part is there",
+        "number of jobs, by layers, in which KV is loaded: the forward begins when the first part is there, which is "
+        "the smallest",
+    )
+    staging: int | None = option(
+        None,
+        parse_size,
+        "GPU memory, such as 512MiB, by way of which pages are loaded whose pieces are small, with pages of one token "
+        "for example; 0: none, they are loaded directly, which is slower. By default, 512MiB where it helps",
     )
     lookup_budget: float = option(
         0.005,

@@ -19,11 +19,12 @@ from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.refused_jobs import UnfitJobs
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
-from kvsidecar.integrations.sglang.loads import Loads, Pages
+from kvsidecar.integrations.sglang.loads import Detour, Loads, Pages
 from kvsidecar.integrations.sglang.lookups import Lookups
 from kvsidecar.integrations.sglang.offloads import Offloads
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.staged_load import Staging
 from kvsidecar.integrations.sglang.touches import Touches
 from kvsidecar.integrations.sglang.transfers import PageIds, hashes_of, name_of, read_now
 from kvsidecar.integrations.sglang.weights import Weights
@@ -56,6 +57,8 @@ class RankFacts:
     """Tokens in a page."""
     reader: SlotReader | None = None
     """None if kernels are synchronous."""
+    staging: Staging | None = None
+    """None: the daemon loads directly into the pages."""
     trailing: Mapping[str, int] = field(default_factory=dict)
     """By pool: how many pages at the end of a request a hit needs. Of other pools it needs all."""
 
@@ -89,29 +92,46 @@ class RankSide:
             step_budget=options.lookup_budget,
             local_protocol=options.local_protocol,
         )
-        self._layouts, self._epoch = facts.memory.groups, 0
+        self._clients = [self._client]
+        self._identity, self._layouts, self._epoch = facts.identity, facts.memory.groups, 0
         self._unfit_jobs = UnfitJobs(_log)
         self._jobs = WaitedJobs(self._client, self._note_unfit)
         shared = Shared(self._jobs, facts.groups, namespace, weights.keys, counters, clock)
         self._known = shared.known
-        self._lookups = Lookups(shared, options.lookup_budget)
-        self.loads = Loads(shared, options.load_timeout)
+        self._lookups = Lookups(shared, options.lookup_budget, alone=ranks.size == 1)
+        detour = None if facts.staging is None else Detour(facts.staging, self._jobs_of_staging(facts, facts.staging))
+        self.loads = Loads(shared, options.load_timeout, detour)
         self._touches = Touches(shared, facts.trailing)
         self._tool_tokens = frozenset(options.tool_tokens)
         num_pages = max(layout.num_blocks for layout in self._layouts)
         self._offloads = Offloads(shared, notes, num_pages, is_first_rank=ranks.rank == 0)
         self._failures: set[str] = set()
         """Those that the log has already."""
-        self._client.attach(
-            instance=facts.instance,
-            namespace=namespace,
-            buffers=facts.memory.buffers,
-            groups=self._layouts,
+        self._attach(self._client, facts.instance, facts.memory)
+
+    def _attach(self, client: Client, instance: str, memory: RankMemory) -> None:
+        identity, ranks = self._identity, self._ranks
+        client.attach(
+            instance=instance,
+            namespace=identity.namespace,
+            buffers=memory.buffers,
+            groups=memory.groups,
             rank=ranks.rank,
             world_size=ranks.size,
-            options=facts.identity.options,
+            options=identity.options,
             retry=True,
         )
+
+    def _jobs_of_staging(self, facts: RankFacts, staging: Staging) -> WaitedJobs:
+        """Of a client of its own: to the daemon, the staging memory is the KV cache of another engine that only loads
+        what this one has stored."""
+        name = f"{facts.instance} staging"
+        client = Client(
+            self._options.socket, name=f"{name} rank {self._ranks.rank}", local_protocol=self._options.local_protocol
+        )
+        self._clients.append(client)
+        self._attach(client, name, staging.memory)
+        return WaitedJobs(client, self._note_unfit)
 
     def _note_unfit(self, done: JobDone) -> None:
         self._counters.refused_jobs += self._unfit_jobs.note(done)
@@ -234,12 +254,13 @@ class RankSide:
         return {
             ATTACHED: int(self._client.attached),
             BREAKER_OPEN: int(self._client.breaker_state is not BreakerState.CLOSED),
-            PENDING_JOBS: self._jobs.num_running,
+            PENDING_JOBS: self._jobs.num_running + self.loads.num_staged,
             **reason_gauges(why_not),
         }
 
     def close(self) -> None:
         self.loads.reset()
         self._lookups.forget_all()
-        if not self._client.close(CLOSE_SECONDS):
-            _log.error("kvsidecar: the daemon has not unmapped the KV cache within %g s", CLOSE_SECONDS)
+        for client in self._clients:
+            if not client.close(CLOSE_SECONDS):
+                _log.error("kvsidecar: the daemon has not unmapped the KV cache within %g s", CLOSE_SECONDS)

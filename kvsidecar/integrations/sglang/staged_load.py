@@ -1,0 +1,96 @@
+"""A load by way of the staging memory, piece by piece. Pure; see `kvsidecar.integrations.sglang.staging`.
+
+The pieces are loaded in the order of the layers, and moved on in the same order. A chunk has two places for pieces, the
+halves of its slots: while one is loaded, the other one is moved on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsidecar.integrations.rank_memory import RankMemory
+from kvsidecar.integrations.sglang.groups import Groups
+
+
+class Staging(Protocol):
+    """See `kvsidecar.integrations.sglang.staging.Staging`."""
+
+    slots: int
+    groups: Groups
+    memory: RankMemory
+
+    def on_device(self, ids: npt.NDArray[np.int64]) -> Any: ...
+    def move(self, chunk: int, first: int, pages: Any) -> None: ...
+    def wait_free(self, chunk: int, first: int) -> None: ...
+    def keep_order(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+MOST_PIECES = 4
+"""That are on their way at once: of small chunks two are copied before the daemon has answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Layers of a chunk, for pages ``[first, end)`` of the load, on their way through slots from ``slot`` on."""
+
+    chunk: int
+    first: int
+    end: int
+    slot: int
+
+
+def pieces_of(pages: int, slots: int, chunks: Iterable[int]) -> Iterator[Piece]:
+    half = slots // 2
+    for chunk in chunks:
+        for number, first in enumerate(range(0, pages, half)):
+            yield Piece(chunk, first, min(pages, first + half), number % 2 * half)
+
+
+class StagedLoad:
+    """The pieces of one batch.
+
+    Args:
+        pages: the load's pages, in order, on the device.
+        send: starts to load a piece, and returns its job.
+    """
+
+    def __init__(self, staging: Staging, pages: Any, send: Callable[[Piece], int]) -> None:
+        self._staging, self._pages, self._send = staging, pages, send
+        self._waiting = deque(pieces_of(len(pages), staging.slots, staging.groups.all[0].slices))
+        self._sent: deque[tuple[Piece, int]] = deque()
+        """Those that have not been moved on, with their jobs."""
+        self.jobs: list[int] = []
+        """Of all pieces that were sent."""
+        self.keep_order, self.wait = staging.keep_order, staging.wait
+
+    def send(self) -> None:
+        """Start to load all pieces for which there is room."""
+        while self._waiting and len(self._sent) < MOST_PIECES:
+            piece = self._waiting[0]
+            if any((each.chunk, each.slot) == (piece.chunk, piece.slot) for each, _ in self._sent):
+                return
+            self._waiting.popleft()
+            self._staging.wait_free(piece.chunk, piece.slot)
+            job = self._send(piece)
+            self._sent.append((piece, job))
+            self.jobs.append(job)
+
+    def next_job(self) -> int | None:
+        """The job of the piece that is to be moved on next; None if all have been."""
+        return self._sent[0][1] if self._sent else None
+
+    def is_beyond(self, layer: int) -> bool:
+        """Whether that piece's layers come after this one."""
+        return self._sent[0][0].chunk > self._staging.groups.chunk_of(layer)
+
+    def move(self) -> None:
+        """Start to move it on: its job has ended well."""
+        piece, _ = self._sent.popleft()
+        self._staging.move(piece.chunk, piece.slot, self._pages[piece.first : piece.end])

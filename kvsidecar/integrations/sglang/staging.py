@@ -1,0 +1,149 @@
+"""GPU memory through which pages pass whose pieces are too small for the GPU's copy engine.
+
+A piece is what one tensor, K or V of a layer, has of a page: 2 KiB with pages of one token and eight heads. The copy
+engine moves ten million pieces a second, so such pages would come at a third of the link's rate. Here all pieces of a
+page that belong to one part of the layers lie together, as in the daemon's pool, and kernels of this process move them
+on to where SGLang has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvsidecar.client import GroupLayout
+from kvsidecar.client.torch import TorchExporter, shared_empty
+from kvsidecar.integrations.rank_memory import RankMemory
+from kvsidecar.integrations.sglang.groups import Groups, groups_of
+from kvsidecar.integrations.sglang.pools import Pool
+
+_log = logging.getLogger("kvsidecar.sglang")
+
+SMALL_PIECE_BYTES = 8 << 10
+"""Smaller pieces are slower than the link: 4 KiB come at 40 GB/s at most."""
+DEFAULT_BYTES = 512 << 20
+MAX_CHUNKS = 3
+"""Of loads by way of the staging memory. Each job takes the daemon a microsecond per page, and pages are many."""
+WORD_BYTES = 8
+"""Kernels move pieces by words of int64."""
+
+
+class Staging:
+    """Slots for each slice of a page, registered like a KV cache of its own, into which the daemon loads.
+
+    Args:
+        groups: one, whose chunks are those of the loads by way of this memory.
+        layout: of the pages themselves.
+        nbytes: at most so many.
+
+    Raises:
+        ValueError: pages of this kind cannot pass through, or not one fits into ``nbytes``.
+        torch.OutOfMemoryError: the GPU has no room.
+        NotExportable: the memory cannot be shared.
+    """
+
+    def __init__(self, pool: Pool, groups: Groups, layout: GroupLayout, nbytes: int) -> None:
+        (group,), self.groups = groups.all, groups
+        pieces = [
+            [_words(tensor[: pool.num_pages]) for layer in layers for tensor in pool.layers[layer]]
+            for layers in group.slices.values()
+        ]
+        widths = [sum(piece.shape[1] for piece in mine) for mine in pieces]
+        self.slots = nbytes // (WORD_BYTES * sum(widths))
+        if self.slots < 2:
+            raise ValueError(f"a page has {WORD_BYTES * sum(widths)} bytes, and the staging memory {nbytes}")
+        self._device = pieces[0][0].device
+        size = self.slots * sum(widths)
+        if self._device.type == "cuda":
+            memory = torch.empty(size, dtype=torch.int64, device=self._device)
+            # Of high priority: a load waits for these short kernels, which would stand behind a long prefill's.
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
+        else:
+            memory = shared_empty((size,), torch.int64)
+            self._stream = None
+        exporter = TorchExporter()
+        regions, self._moves, first = [], {}, 0
+        for chunk, width, mine in zip(group.slices, widths, pieces, strict=True):
+            slots = memory[first : first + self.slots * width].view(self.slots, width)
+            first += self.slots * width
+            regions.append(exporter.regions([slots]))
+            self._moves[chunk] = list(zip(mine, slots.split([piece.shape[1] for piece in mine], 1), strict=True))
+        cuts = tuple(map(len, regions)) if len(regions) > 1 else ()
+        flat = tuple(region for each in regions for region in each)
+        own = GroupLayout(layout.group, self.slots, layout.shard, layout.num_shards, flat, cuts)
+        self.memory = RankMemory(exporter.kv_buffers(), (own,))
+        self._ended: dict[tuple[int, int], torch.cuda.Event] = {}
+        """By chunk and first slot: when the last move from there has ended."""
+        self._last: torch.cuda.Event | None = None
+
+    def on_device(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Page numbers as `move` wants them."""
+        with self._on_stream():
+            return torch.from_numpy(ids).to(self._device)
+
+    def move(self, chunk: int, first: int, pages: torch.Tensor) -> None:
+        """Start to move this chunk's layers from its slots, from the first one on, to these pages."""
+        with self._on_stream():
+            for pieces, slots in self._moves[chunk]:
+                pieces.index_copy_(0, pages, slots[first : first + len(pages)])
+            if self._stream is not None:
+                self._last = self._ended[chunk, first] = self._stream.record_event()
+
+    def wait_free(self, chunk: int, first: int) -> None:
+        """Return when the last move from these slots has ended: the daemon may load into them again."""
+        if (ended := self._ended.pop((chunk, first), None)) is not None:
+            ended.synchronize()
+
+    def keep_order(self) -> None:
+        """Whatever this thread's current stream is given from now on comes after all moves so far."""
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+
+    def wait(self) -> None:
+        """Return when all moves have ended."""
+        if self._last is not None:
+            self._last.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def staging_for(
+    pools: Sequence[Pool], groups: Groups, layouts: Sequence[GroupLayout], nbytes: int | None
+) -> Staging | None:
+    """None if the daemon loads directly into the pages.
+
+    Args:
+        nbytes: 0 for none; None for `DEFAULT_BYTES` if the pages are on a GPU and have small pieces.
+    """
+    if nbytes == 0 or len(groups.all) != 1:
+        return None
+    pool = next(each for each in pools if each.name == groups.all[0].pool)
+    own = groups_of([(pool.name, pool.layers, pool.replicated)], groups.ends[-1], min(MAX_CHUNKS, groups.num_chunks))
+    tensors = [tensor for each in pool.layers.values() for tensor in each]
+    if nbytes is None:
+        if not tensors[0].is_cuda or min(tensor[0].nbytes for tensor in tensors) >= SMALL_PIECE_BYTES:
+            return None
+        nbytes = DEFAULT_BYTES
+    try:
+        staging = Staging(pool, own, layouts[0], nbytes)
+    except (ValueError, torch.OutOfMemoryError) as error:
+        _log.warning("kvsidecar: no staging memory: %s", error)
+        return None
+    _log.info("kvsidecar: %.0f MiB of staging memory: pages have small pieces", nbytes / (1 << 20))
+    return staging
+
+
+def _words(pages: torch.Tensor) -> torch.Tensor:
+    """``[pages, ...]`` as ``[pages, words]``. Raises ValueError if the bytes of a page do not lie together."""
+    if not pages[0].is_contiguous():
+        raise ValueError(f"pages of shape {tuple(pages.shape)} have strides {pages.stride()}")
+    try:
+        return pages.view(len(pages), -1).view(torch.int64)
+    except RuntimeError as error:
+        raise ValueError(f"pages of {pages[0].nbytes} bytes are no whole words: {error}") from error

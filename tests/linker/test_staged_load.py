@@ -1,0 +1,187 @@
+"""Loads by way of the staging memory, against a real daemon on the host device."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsidecar.integrations.sglang.groups import KV, groups_of
+from kvsidecar.integrations.sglang.staged_load import MOST_PIECES, Piece, StagedLoad, pieces_of
+from tests.harness import SECONDS, DaemonProcess, Gate, eventually
+from tests.linker.rank import LAYERS, Engine, running
+from tests.marks import lent_daemon
+
+SLOTS = 4
+"""Room for two pieces of two pages each, of each chunk."""
+
+
+@given(st.integers(0, 40), st.integers(2, 9), st.sets(st.integers(0, 5), min_size=1))
+def test_pieces_hold_every_page_of_every_chunk_once_and_in_order(pages: int, slots: int, chunks: set[int]) -> None:
+    pieces = list(pieces_of(pages, slots, sorted(chunks)))
+    found = [(piece.chunk, page) for piece in pieces for page in range(piece.first, piece.end)]
+    assert found == [(chunk, page) for chunk in sorted(chunks) for page in range(pages)]
+    assert all(piece.slot >= 0 and piece.slot + piece.end - piece.first <= slots for piece in pieces)
+
+
+class Watched:
+    """Staging memory that knows which of its slots are being loaded."""
+
+    def __init__(self, slots: int, chunks: int) -> None:
+        self.slots, self.groups = slots, groups_of([(KV, range(chunks), False)], chunks, chunks)
+        self.loading: set[tuple[int, int]] = set()
+        self.moves: list[tuple[int, int, list[int]]] = []
+
+    def send(self, piece: Piece) -> int:
+        mine = {(piece.chunk, piece.slot + i) for i in range(piece.end - piece.first)}
+        assert not mine & self.loading, "two loads into one slot"
+        self.loading |= mine
+        return len(self.moves) + len(self.loading)
+
+    def move(self, chunk: int, first: int, pages: list[int]) -> None:
+        self.loading -= {(chunk, first + i) for i in range(len(pages))}
+        self.moves.append((chunk, first, pages))
+
+    def wait_free(self, chunk: int, first: int) -> None: ...
+    def keep_order(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+@given(st.integers(1, 40), st.integers(2, 9), st.integers(1, 5))
+def test_no_slot_is_loaded_while_its_pages_wait_to_be_moved_on(pages: int, slots: int, chunks: int) -> None:
+    staging: Any = Watched(slots, chunks)
+    load = StagedLoad(staging, list(range(100, 100 + pages)), staging.send)
+    load.send()
+    while load.next_job() is not None:
+        assert len(load._sent) <= MOST_PIECES
+        load.move()
+        load.send()
+    assert [page for chunk, _, mine in staging.moves for page in mine] == [*range(100, 100 + pages)] * chunks
+
+
+class TestDaemon:
+    pytestmark = lent_daemon
+
+    @pytest.fixture
+    def engine(self, daemon: DaemonProcess) -> Iterator[Engine]:
+        each = Engine(daemon.socket, staged_pages=SLOTS, chunks=3).attach()
+        yield each
+        each.side.close()
+
+    @pytest.mark.parametrize("pages", [[9], [9, 2, 30, 4], [9, 2, 30, 4, 17, 5, 11, 10, 20]])
+    def test_pages_come_back_byte_for_byte_layer_by_layer(self, engine: Engine, pages: list[int]) -> None:
+        count = len(pages)
+        engine.store(range(count), "a")
+        before = engine.kv.copy()
+        assert engine.lookup("a", count) == [count]
+        assert engine.load(pages, "a")
+        index = engine.start()
+        for layer in range(LAYERS):
+            engine.side.loads.wait_until(layer)
+            assert engine.holds(pages, "a", slice(layer, layer + 1))
+        assert engine.side.loads.finish(index)
+        others = [page for page in range(engine.kv.shape[1]) if page not in pages]
+        assert (engine.kv[:, others] == before[:, others]).all(), "nothing else was written"
+        assert (engine.counters.staged_loads, engine.counters.loaded_pages) == (1, count)
+
+    def test_requests_of_one_batch_come_together(self, engine: Engine) -> None:
+        for name, pages in (("a", [1, 2, 3]), ("b", [4, 5])):
+            engine.store(pages, name)
+            assert engine.lookup(name, len(pages), name)
+            assert engine.load([page + 10 for page in pages], name, name)
+        assert engine.side.loads.finish(engine.start())
+        assert engine.holds([11, 12, 13], "a")
+        assert engine.holds([14, 15], "b")
+        assert engine.counters.staged_loads == 1
+
+    def test_a_batch_beside_another_one_is_loaded_directly(self, engine: Engine) -> None:
+        for name, pages in (("a", [1, 2, 3]), ("b", [4, 5])):
+            engine.store(pages, name)
+        assert engine.lookup("a", 3)
+        assert engine.load([21, 22, 23], "a")
+        first = engine.start()
+        assert engine.lookup("b", 2)
+        assert engine.load([24, 25], "b")
+        assert engine.side.loads.finish(engine.start())
+        assert engine.holds([24, 25], "b")
+        assert engine.side.loads.finish(first)
+        assert engine.holds([21, 22, 23], "a")
+        assert engine.counters.staged_loads == 1
+
+    def test_many_loads_one_after_the_other(self, engine: Engine) -> None:
+        for name in range(8):
+            engine.store([1, 2, 3, 4, 5, 6, 7], name)
+        for name in range(8):
+            assert engine.lookup(name, 7) == [7]
+            assert engine.load([21, 25, 22, 26, 23, 27, 24], name)
+            assert engine.side.loads.finish(engine.start())
+            assert engine.holds([21, 25, 22, 26, 23, 27, 24], name)
+        assert engine.counters.staged_loads == 8
+
+
+def test_a_daemon_that_dies_during_a_load_leaves_the_pages_alone_from_then_on(short_dir: Path, gate: Gate) -> None:
+    with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, chunks=2) as (daemon, engine):
+        engine.store([1, 2, 3, 4, 5], "a")
+        assert engine.lookup("a", 5) == [5]
+        assert engine.load([11, 12, 13, 14, 15], "a")
+        index = engine.start()
+        daemon.wait_log("failpoint")
+        daemon.process.send_signal(signal.SIGKILL)
+        engine.side.loads.wait_until(LAYERS - 1)
+        assert not engine.side.loads.finish(index)
+        assert engine.staging is not None
+        moved = engine.staging.moved
+        engine.side.loads.wait_until(LAYERS - 1)
+        assert engine.staging.moved == moved
+        assert engine.counters.failed_loads == 1
+
+
+def test_until_the_daemon_has_the_staging_memory_loads_go_directly(short_dir: Path) -> None:
+    with running(short_dir, staged_pages=SLOTS) as (_, engine):
+        main, staging = engine.side._clients
+        engine.store([1, 2, 3], "a")
+        assert staging.close(10)
+        eventually(lambda: not staging.attached, "the end of its session")
+        assert main.attached
+        assert engine.lookup("a", 3) == [3]
+        assert engine.load([11, 12, 13], "a")
+        assert engine.side.loads.finish(engine.start())
+        assert engine.holds([11, 12, 13], "a")
+        assert engine.counters.staged_loads == 0
+
+
+def test_a_daemon_that_hangs_in_a_load_is_given_up(short_dir: Path, gate: Gate) -> None:
+    with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=0.5) as (daemon, engine):
+        engine.store([1, 2, 3], "a")
+        assert engine.lookup("a", 3) == [3]
+        assert engine.load([11, 12, 13], "a")
+        index = engine.start()
+        daemon.wait_log("failpoint")
+        finished: list[bool] = []
+        finishing = threading.Thread(target=lambda: finished.append(engine.side.loads.finish(index)))
+        finishing.start()
+        # Both sessions: the daemon would answer neither.
+        eventually(lambda: not any(client.attached for client in engine.side._clients), "the end of the sessions")
+        gate.let_pass()
+        finishing.join(SECONDS)
+        assert finished == [False]
+        assert engine.counters.overdue_loads == 1
+
+
+def test_a_load_that_misses_its_deadline_fails(short_dir: Path, gate: Gate) -> None:
+    with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=0.5) as (daemon, engine):
+        engine.store([1, 2, 3], "a")
+        assert engine.lookup("a", 3) == [3]
+        assert engine.load([11, 12, 13], "a")
+        index = engine.start()
+        engine.side.loads.wait_until(LAYERS - 1)
+        daemon.wait_log("failpoint")
+        gate.let_pass()
+        assert not engine.side.loads.finish(index)
+        assert not engine.holds([11, 12, 13], "a")
