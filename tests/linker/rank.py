@@ -81,7 +81,7 @@ class HostStaging:
     def __init__(self, kv: Any, slots: int) -> None:
         self.groups = groups_of([(KV, range(len(kv)), False)], len(kv), 2)
         (group,) = self.groups.all
-        self._kv, self._layers, self.slots, self.moved = kv, group.slices, slots, 0
+        self._kv, self._layers, self.slots = kv, group.slices, slots
         width = kv.shape[2]
         buffer = HostBuffer(kv.shape[0] * slots * width)
         self._places, regions, first = {}, [], 0
@@ -98,7 +98,6 @@ class HostStaging:
         return ids
 
     def move(self, chunk: int, first: int, pages: Any) -> None:
-        self.moved += len(pages)
         for i, layer in enumerate(self._layers[chunk]):
             self._kv[layer, pages] = self._places[chunk][first : first + len(pages), i]
 

@@ -152,8 +152,9 @@ class Loads:
 
     def _can_stage(self, detour: Detour) -> bool:
         """Whether the daemon run that has granted the leases has the staging memory, which no other load uses."""
-        same = detour.jobs.client.attached_epoch == self._jobs.client.attached_epoch
-        return same and detour.jobs.client.attached and all(each.staged is None for each in self._batches.values())
+        client = detour.jobs.client
+        used = any(each.staged is not None and each.staged.uses_slots for each in self._batches.values())
+        return client.attached and client.attached_epoch == self._jobs.client.attached_epoch and not used
 
     def _staged(self, batch: _Batch, detour: Detour, keys: bytes, ids: Ids) -> StagedLoad:
         (group,), width = detour.staging.groups.all, len(keys) // len(ids)

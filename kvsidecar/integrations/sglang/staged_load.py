@@ -33,7 +33,7 @@ class Staging(Protocol):
 
 
 MOST_PIECES = 4
-"""That are on their way at once: of small chunks two are copied before the daemon has answered."""
+"""On their way at once. More than one chunk's two, so that the link has work while the last ones are moved on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,11 @@ class StagedLoad:
             job = self._send(piece)
             self._sent.append((piece, job))
             self.jobs.append(job)
+
+    @property
+    def uses_slots(self) -> bool:
+        """Whether there are pieces that have not been moved on."""
+        return bool(self._sent or self._waiting)
 
     def next_job(self) -> int | None:
         """The job of the piece that is to be moved on next; None if all have been."""

@@ -18,6 +18,7 @@ import torch
 
 from kvsidecar.client import GroupLayout
 from kvsidecar.client.torch import TorchExporter, shared_empty
+from kvsidecar.errors import NotExportable
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import Groups, groups_of
 from kvsidecar.integrations.sglang.pools import Pool
@@ -25,7 +26,7 @@ from kvsidecar.integrations.sglang.pools import Pool
 _log = logging.getLogger("kvsidecar.sglang")
 
 SMALL_PIECE_BYTES = 8 << 10
-"""Smaller pieces are slower than the link: 4 KiB come at 40 GB/s at most."""
+"""Smaller pieces are slower than the link."""
 DEFAULT_BYTES = 512 << 20
 MAX_CHUNKS = 3
 """Of loads by way of the staging memory. Each job takes the daemon a microsecond per page, and pages are many."""
@@ -61,10 +62,13 @@ class Staging:
         size = self.slots * sum(widths)
         if self._device.type == "cuda":
             memory = torch.empty(size, dtype=torch.int64, device=self._device)
+            # Not allocated by each load, which must not fail for want of memory.
+            self._ids = torch.empty(pool.num_pages, dtype=torch.int64, device=self._device)
             # Of high priority: a load waits for these short kernels, which would stand behind a long prefill's.
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         else:
             memory = shared_empty((size,), torch.int64)
+            self._ids = torch.empty(pool.num_pages, dtype=torch.int64)
             self._stream = None
         exporter = TorchExporter()
         regions, self._moves, first = [], {}, 0
@@ -82,9 +86,9 @@ class Staging:
         self._last: torch.cuda.Event | None = None
 
     def on_device(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Page numbers as `move` wants them."""
+        """Page numbers as `move` wants them, until the next call."""
         with self._on_stream():
-            return torch.from_numpy(ids).to(self._device)
+            return self._ids[: len(ids)].copy_(torch.from_numpy(ids))
 
     def move(self, chunk: int, first: int, pages: torch.Tensor) -> None:
         """Start to move this chunk's layers from its slots, from the first one on, to these pages."""
@@ -132,7 +136,7 @@ def staging_for(
         nbytes = DEFAULT_BYTES
     try:
         staging = Staging(pool, own, layouts[0], nbytes)
-    except (ValueError, torch.OutOfMemoryError) as error:
+    except (ValueError, NotExportable, torch.OutOfMemoryError) as error:
         _log.warning("kvsidecar: no staging memory: %s", error)
         return None
     _log.info("kvsidecar: %.0f MiB of staging memory: pages have small pieces", nbytes / (1 << 20))
