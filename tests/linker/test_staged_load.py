@@ -190,6 +190,12 @@ def test_a_daemon_that_hangs_in_a_load_is_given_up(short_dir: Path, gate: Gate) 
         finishing.join(SECONDS)
         assert finished == [False]
         assert engine.counters.overdue_loads == 1
+        engine.attach()
+        engine.clock.ahead += 10
+        eventually(lambda: engine.lookup("a", 3) == [3], "the daemon is used again")
+        assert engine.load([11, 12, 13], "a")
+        assert engine.side.loads.finish(engine.start())
+        assert engine.holds([11, 12, 13], "a")
 
 
 def test_a_load_that_misses_its_deadline_fails(short_dir: Path, gate: Gate) -> None:
