@@ -32,7 +32,8 @@ class Options(CommonOptions):
         None,
         parse_size,
         "GPU memory, such as 512MiB, by way of which pages are loaded whose pieces are small, with pages of one token "
-        "for example; 0: none, they are loaded directly, which is slower. By default, 512MiB where it helps",
+        "for example; 0: none, they are loaded directly, which is slower. By default, room for 8,192 pages where it "
+        "helps, and at most a 64th of the GPU's memory",
     )
     lookup_budget: float = option(
         0.005,

@@ -27,7 +27,10 @@ _log = logging.getLogger("kvsidecar.sglang")
 
 SMALL_PIECE_BYTES = 8 << 10
 """Smaller pieces are slower than the link."""
-DEFAULT_BYTES = 512 << 20
+DEFAULT_SLOTS = 8192
+"""Half of them are a piece. Each piece takes the scheduler's thread half a millisecond."""
+DEFAULT_SHARE = 64
+"""Staging memory by default is at most this part of the GPU's: 1.3 GB of 80."""
 MAX_CHUNKS = 3
 """Of loads by way of the staging memory. Each job takes the daemon a microsecond per page, and pages are many."""
 WORD_BYTES = 8
@@ -123,7 +126,7 @@ def staging_for(
     """None if the daemon loads directly into the pages.
 
     Args:
-        nbytes: 0 for none; None for `DEFAULT_BYTES` if the pages are on a GPU and have small pieces.
+        nbytes: 0 for none; None for the default if the pages are on a GPU and have small pieces.
     """
     if nbytes == 0 or len(groups.all) != 1:
         return None
@@ -133,7 +136,9 @@ def staging_for(
     if nbytes is None:
         if not tensors[0].is_cuda or min(tensor[0].nbytes for tensor in tensors) >= SMALL_PIECE_BYTES:
             return None
-        nbytes = DEFAULT_BYTES
+        page_bytes = sum(tensor[0].nbytes for tensor in tensors)
+        total = torch.cuda.get_device_properties(tensors[0].device).total_memory
+        nbytes = min(DEFAULT_SLOTS * page_bytes, total // DEFAULT_SHARE)
     try:
         staging = Staging(pool, own, layouts[0], nbytes)
     except (ValueError, NotExportable, torch.OutOfMemoryError) as error:
