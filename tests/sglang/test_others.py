@@ -59,17 +59,21 @@ def test_a_daemon_that_hangs_delays_requests_within_limits(
 def test_two_ranks_store_their_shards_and_hit_together(
     model: str, home: Path, tmp_path: Path, daemon: DaemonProcess
 ) -> None:
+    """By way of staging memory, which each of them has."""
     needs_gpus(2)
-    options = linker(str(home / "kvs.sock"))
+    options = linker(str(home / "kvs.sock"), staging="256KiB")
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangProcess(model, options, tmp_path / "log", variables=cores, tp_size=2).wait_started() as engine:
         assert isinstance(engine, SGLangProcess)
         join(engine, daemon)
+        eventually(lambda: len(daemon.get("/status")[1]["ranks"]) == 4, "the staging memory is registered")
         ranks = daemon.get("/status")[1]["ranks"]
         assert {(each["rank"], each["world_size"]) for each in ranks} == {(0, 2), (1, 2)}
         cold = stored(engine, daemon, LONG)
+        before = engine.counters()["staged_loads"]
         hit = engine.ask(LONG)
         assert (hit.host, hit.tokens) == (WHOLE, cold.tokens)
+        eventually(lambda: engine.counters()["staged_loads"] > before, "its load is counted")
         daemon.process.kill()
         alone = engine.ask(prompt("alone", 100))
         assert (alone.status, alone.host) == (200, 0)

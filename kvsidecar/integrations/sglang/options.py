@@ -33,7 +33,7 @@ class Options(CommonOptions):
         parse_size,
         "GPU memory, such as 512MiB, by way of which pages are loaded whose pieces are small, with pages of one token "
         "for example; 0: none, they are loaded directly, which is slower. By default, room for 8,192 pages where it "
-        "helps, and at most a 64th of the GPU's memory",
+        "helps, and at most an eighth of the GPU's free memory",
     )
     lookup_budget: float = option(
         0.005,

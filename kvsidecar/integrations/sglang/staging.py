@@ -29,8 +29,8 @@ SMALL_PIECE_BYTES = 8 << 10
 """Smaller pieces are slower than the link."""
 DEFAULT_SLOTS = 8192
 """Half of them are a piece. Each piece takes the scheduler's thread half a millisecond."""
-DEFAULT_SHARE = 64
-"""Staging memory by default is at most this part of the GPU's: 1.3 GB of 80."""
+DEFAULT_SHARE = 8
+"""By default at most this part of what SGLang has left free, which its forward needs as well."""
 MAX_CHUNKS = 3
 """Of loads by way of the staging memory. Each job takes the daemon a microsecond per page, and pages are many."""
 WORD_BYTES = 8
@@ -137,8 +137,8 @@ def staging_for(
         if not tensors[0].is_cuda or min(tensor[0].nbytes for tensor in tensors) >= SMALL_PIECE_BYTES:
             return None
         page_bytes = sum(tensor[0].nbytes for tensor in tensors)
-        total = torch.cuda.get_device_properties(tensors[0].device).total_memory
-        nbytes = min(DEFAULT_SLOTS * page_bytes, total // DEFAULT_SHARE)
+        free, _ = torch.cuda.mem_get_info(tensors[0].device)
+        nbytes = min(DEFAULT_SLOTS * page_bytes, free // DEFAULT_SHARE)
     try:
         staging = Staging(pool, own, layouts[0], nbytes)
     except (ValueError, NotExportable, torch.OutOfMemoryError) as error:
