@@ -85,3 +85,14 @@ def test_forks_end_with_the_tests_however_those_end(short_dir: Path) -> None:
     pids = said.stdout.split()
     assert len(pids) == 2
     eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
+def test_a_signal_to_a_fork_whose_end_is_not_known_yet_is_lost() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(SECONDS)
+    ended, write = os.pipe()
+    fork = Forked([], gone.pid, ended)
+    fork.kill()
+    os.write(write, b"0")
+    assert fork.wait(SECONDS) == 0
+    os.close(write)
