@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -131,6 +133,17 @@ class TestDaemon:
         assert engine.holds([21, 22, 23], "a")
         assert engine.holds([24, 25], "b")
         assert engine.counters.staged_loads == 2
+
+    def test_an_engine_that_offloads_no_more_gives_the_staging_memory_back(self, engine: Engine) -> None:
+        """SGLang keeps the linker, for example while it sleeps."""
+        engine.store([1, 2, 3], "a")
+        assert engine.lookup("a", 3)
+        assert engine.load([21, 22, 23], "a")
+        assert engine.side.loads.finish(engine.start())
+        staging, engine.staging = weakref.ref(engine.staging), None
+        engine.side.close()
+        gc.collect()
+        assert staging() is None
 
     def test_many_loads_one_after_the_other(self, engine: Engine) -> None:
         for name in range(8):

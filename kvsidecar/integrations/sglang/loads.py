@@ -244,6 +244,10 @@ class Loads:
             self.finish(number)
         self.consumer_index = -1
 
+    def end_staging(self) -> None:
+        """Give the staging memory back, which the daemon has unmapped. SGLang refers to this counter until it ends."""
+        self._detour = None
+
     # -- of SGLang's pools -------------------------------------------------------------------------------------------
 
     def set_consumer(self, index: int) -> None:

@@ -261,6 +261,9 @@ class RankSide:
     def close(self) -> None:
         self.loads.reset()
         self._lookups.forget_all()
-        for client in self._clients:
-            if not client.close(CLOSE_SECONDS):
-                _log.error("kvsidecar: the daemon has not unmapped the KV cache within %g s", CLOSE_SECONDS)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        unmapped = [client.close(max(0.0, deadline - time.monotonic())) for client in self._clients]
+        if all(unmapped):
+            self.loads.end_staging()
+        else:
+            _log.error("kvsidecar: the daemon has not unmapped the KV cache within %g s", CLOSE_SECONDS)
