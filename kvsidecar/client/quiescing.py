@@ -41,16 +41,17 @@ def quiesce(transport: Transport, session: Session, end: Supervisor, *, given_up
     """
     process, fence = transport.connection.process, transport.connection.fence
     delays = Backoff(0.02, 1.0)
-    is_enough: bool | None = None
-    """Whether the third proof is; None: there is none yet."""
+    is_fenced = False
+    """Whether there is the third proof, which does not suffice for a client that is being closed."""
 
     def is_over() -> bool:
-        nonlocal is_enough
+        nonlocal is_fenced
         if transport.going_down():
             end.going_down()
-        if is_enough is None and fence is not None and fence.is_quiet():
-            is_enough = not end.fenced()
-        return bool(is_enough) or process.gone() or end.is_too_late()
+        if not is_fenced and fence is not None and fence.is_quiet():
+            is_fenced = True
+            end.fenced()
+        return (is_fenced and not end.is_closing) or process.gone() or end.is_too_late()
 
     if given_up and fence is not None:
         fence.shut()

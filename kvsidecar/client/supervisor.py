@@ -407,9 +407,13 @@ class Supervisor:
         """The daemon announces that it goes down with its pool, which is never served again. Called again and again."""
         self._report(self._ledger.end_stores)
 
-    def fenced(self) -> bool:
-        """Nothing is copied behind the fence. Called once. Returns whether to wait for unmapped memory, too."""
+    def fenced(self) -> None:
+        """Nothing is copied behind the fence. Called once."""
         self._report(self._ledger.end_all)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether to wait for unmapped memory, too."""
         return self._state in CLOSING
 
     def is_too_late(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +31,36 @@ def asked(
     link_ended: bool = False,
     given_up: bool = False,
     fence: Fence | None = None,
-    fenced: Callable[[], bool] = lambda: False,
+    fenced: Callable[[], object] = lambda: None,
+    when_waiting: Callable[[], object] = lambda: None,
+    closing_from: int | None = None,
 ) -> tuple[bool, int]:
     """Whether there was a proof of unmapped memory, and how many questions it took; gives up when there is no answer
-    left."""
+    left.
+
+    Args:
+        when_waiting: called at each wait.
+        closing_from: how often to ask whether the client is being closed until it is.
+    """
+    looks = count()
+
+    class End:
+        """What `quiesce` needs of a supervisor."""
+
+        wake = going_down = staticmethod(lambda: None)
+        is_too_late = staticmethod(lambda: not left)
+
+        def wait_until(self, is_done: Callable[[], bool], _: float) -> bool:
+            when_waiting()
+            return is_done()
+
+        def fenced(self) -> None:
+            fenced()
+
+        @property
+        def is_closing(self) -> bool:
+            return closing_from is not None and next(looks) >= closing_from
+
     left = list(answers)
     questions = 0
 
@@ -49,10 +76,7 @@ def asked(
         connection=SimpleNamespace(process=process, fence=fence), going_down=lambda: link_ended, query=query
     )  # fmt: skip
     session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
-    end: Any = SimpleNamespace(
-        wait_until=lambda is_done, _: is_done(), wake=lambda: None, is_too_late=lambda: not left,
-        going_down=lambda: None, fenced=fenced,
-    )  # fmt: skip
+    end: Any = End()
     return quiesce(transport, session, end, given_up=given_up), questions
 
 
@@ -97,7 +121,7 @@ def test_another_epoch_proves_nothing() -> None:
 def test_a_daemon_that_was_given_up_is_fenced_off_without_a_question() -> None:
     fd = fences.create()
     lanes, said = fences.lanes(fd), list[str]()
-    assert asked(given_up=True, fence=Fence(fd), fenced=lambda: said.append("quiet") or False) == (False, 0)
+    assert asked(given_up=True, fence=Fence(fd), fenced=lambda: said.append("quiet")) == (False, 0)
     assert said == ["quiet"]
     assert not lanes[Direction.STORE].enter(), "it is shut for the copier, too"
 
@@ -106,7 +130,7 @@ def test_a_fence_is_shut_when_a_question_is_not_answered_and_not_before() -> Non
     fence = Fence(fences.create())
     hidden = status(EPOCH, SESSION)
     seen: list[int] = []
-    assert asked(hidden, None, fence=fence, fenced=lambda: seen.append(1) or False) == (False, 1)
+    assert asked(hidden, None, fence=fence, fenced=lambda: seen.append(1)) == (False, 1)
     assert seen == [1], "after an answer that is none"
     fence = Fence(fences.create())
     assert asked(status(EPOCH), fence=fence) == (True, 1)
@@ -117,23 +141,35 @@ def test_a_call_under_way_behind_the_fence_is_waited_for() -> None:
     fd = fences.create()
     lane, fence, said = fences.lanes(fd)[Direction.LOAD], Fence(fd), list[int]()
     assert lane.enter()
-    assert asked(None, None, given_up=True, fence=fence, fenced=lambda: said.append(1) or False) == (False, 2)
+    assert asked(None, None, given_up=True, fence=fence, fenced=lambda: said.append(1)) == (False, 2)
     assert not said
     lane.leave()
-    assert asked(None, given_up=True, fence=fence, fenced=lambda: said.append(1) or False) == (False, 0)
+    assert asked(None, given_up=True, fence=fence, fenced=lambda: said.append(1)) == (False, 0)
     assert said == [1]
 
 
 def test_who_needs_the_memory_unmapped_waits_on_behind_the_fence() -> None:
     said: list[str] = []
-
-    def fenced() -> bool:
-        said.append("quiet")
-        return True
-
     answers = (None, status(EPOCH, SESSION), status(EPOCH), None)
-    assert asked(*answers, given_up=True, fence=Fence(fences.create()), fenced=fenced) == (True, 3)
+    fence = Fence(fences.create())
+    found = asked(*answers, given_up=True, fence=fence, fenced=lambda: said.append("quiet"), closing_from=0)
+    assert found == (True, 3)
     assert said == ["quiet"]
+
+
+def test_who_is_closed_when_the_fence_has_just_become_quiet_waits_on_as_well() -> None:
+    fd = fences.create()
+    lane = fences.lanes(fd)[Direction.LOAD]
+    assert lane.enter()
+    ends = [lane.leave]
+
+    def end_the_call() -> None:
+        while ends:
+            ends.pop()()
+
+    answers = (None, status(EPOCH), None)
+    found = asked(*answers, given_up=True, fence=Fence(fd), when_waiting=end_the_call, closing_from=1)
+    assert found == (True, 2)
 
 
 def test_a_fence_is_looked_at_again_and_again_during_a_question() -> None:
@@ -153,7 +189,7 @@ def test_a_fence_is_looked_at_again_and_again_during_a_question() -> None:
     session: Any = SimpleNamespace(id=SESSION, epoch=EPOCH)
     end: Any = SimpleNamespace(
         wait_until=wait_until, wake=lambda: None, is_too_late=lambda: looks > 2 * LOOKS, going_down=lambda: None,
-        fenced=lambda: False,
+        fenced=lambda: None, is_closing=False,
     )  # fmt: skip
     quiesce(silent, session, end, given_up=True)
     assert looks <= LOOKS
