@@ -57,6 +57,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -243,29 +244,35 @@ class Supervisor:
                 with self._changed:
                     self._enter(Event.ENDED)
             transport.close()
+        if self.lost_daemon is not None and not self.is_too_late():  # closed before it was asked
+            with suppress(ClientError):
+                transport = self._open([], fenced=False)
+                self._wait_until_unmapped(transport, self.is_too_late)
+                transport.close()
 
-    def _connect(self, registration: Registration | Watching | None) -> tuple[Transport, Session | None]:
+    def _open(self, fds: Sequence[Descriptor], *, fenced: bool, cancel: int | None = None) -> Transport:
+        to, left = self._dialling, max(0.0, self._close_at - time.monotonic())
+        timeout = min(to.timeout, left)
         transport = open_transport(
-            self._dialling.socket,
-            fds=registration.fds if registration else [],
-            name=self._dialling.name,
-            timeout=self._dialling.timeout,
-            cancel=self._cancel.fd,
-            local=self._dialling.local,
-            fenced=isinstance(registration, Registration),
+            to.socket, fds=fds, name=to.name, timeout=timeout, cancel=cancel, local=to.local, fenced=fenced
         )
         self._poller = DaemonPoller(self._wake, transport.connection)
-        self._wait_until_unmapped(transport)
+        return transport
+
+    def _connect(self, registration: Registration | Watching | None) -> tuple[Transport, Session | None]:
+        fds, fenced = registration.fds if registration else [], isinstance(registration, Registration)
+        transport = self._open(fds, fenced=fenced, cancel=self._cancel.fd)
+        self._wait_until_unmapped(transport, lambda: self._state is State.CLOSED)
         return transport, None if registration is None else self._attach(transport, registration)
 
-    def _wait_until_unmapped(self, transport: Transport) -> None:
+    def _wait_until_unmapped(self, transport: Transport, is_late: Callable[[], bool]) -> None:
         """Before this run of the daemon maps the memory again. On DaemonUnreachable the transport is closed."""
         session = None if self.lost_daemon is None else self.lost_daemon.session
         if session is None or session.epoch != transport.connection.epoch:
             return
 
         def is_over() -> bool:
-            return self._state is State.CLOSED or bool(_how_lost(transport, None))
+            return is_late() or bool(_how_lost(transport, None))
 
         delays = Backoff(0.02, 1.0)
         while not has_ended(transport, session, self, is_over):

@@ -16,7 +16,7 @@ from kvsidecar.client import supervisor as module
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.ledger import Job, Ledger
 from kvsidecar.client.messages import Registration, TransportError
-from kvsidecar.client.states import CLOSING
+from kvsidecar.client.states import CLOSING, State
 from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
@@ -50,7 +50,10 @@ class Node:
         if socket != "kvs.sock":  # a client of an earlier test that still looks for its daemon
             raise NOBODY
         self.options.append(options)
-        daemon = self.daemons.get(timeout=SECONDS)
+        try:
+            daemon = self.daemons.get(timeout=options["timeout"])
+        except queue.Empty:
+            raise NOBODY from None
         if isinstance(daemon, ClientError):
             raise daemon
         return daemon
@@ -257,6 +260,27 @@ def test_another_run_of_the_daemon_is_not_asked_about_the_fenced_session(node: N
     assert not node.supervisor.lost_daemon.gone()
     lost.gone.set()
     assert node.supervisor.lost_daemon.gone()
+
+
+def test_a_client_that_leaves_before_it_has_asked_a_daemon_that_was_given_up_asks_it(node: Node) -> None:
+    node.attached(Fence(fences.create()))
+    node.supervisor.give_up("it is silent")
+    eventually(lambda: len(node.options) == 2, "it connects again")
+    closing = threading.Thread(target=node.supervisor.close, args=(SECONDS,))
+    closing.start()
+    eventually(lambda: node.supervisor._state is State.CLOSED, "it closes")
+    node.daemons.put(NOBODY)
+    again = FakeTransport(session=12)
+    node.daemons.put(again)
+    _, answer = again.asked()
+    answer(pb.StatusReply(epoch=7, session_ended=False))
+    question, answer = again.asked()
+    assert question == pb.StatusRequest(session=11)
+    assert closing.is_alive()
+    answer(pb.StatusReply(epoch=7, session_ended=True))
+    closing.join(SECONDS)
+    assert (closing.is_alive(), node.supervisor.lost_daemon, again.streams) == (False, None, [])
+    assert again.closed.is_set()
 
 
 def test_a_client_that_leaves_while_the_memory_is_mapped_behind_a_fence_knows_it(node: Node) -> None:
