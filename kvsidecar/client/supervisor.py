@@ -266,7 +266,11 @@ class Supervisor:
         return transport, None if registration is None else self._attach(transport, registration)
 
     def _wait_until_unmapped(self, transport: Transport, is_late: Callable[[], bool]) -> None:
-        """Before this run of the daemon maps the memory again. On DaemonUnreachable the transport is closed."""
+        """Before this run of the daemon maps the memory again. On DaemonUnreachable the transport is closed.
+
+        Args:
+            is_late: whether to wait no longer.
+        """
         session = None if self.lost_daemon is None else self.lost_daemon.session
         if session is None or session.epoch != transport.connection.epoch:
             return

@@ -157,7 +157,7 @@ class TestDaemon:
 
 
 def test_a_daemon_that_dies_during_a_load_leaves_the_other_layers_alone(short_dir: Path, gate: Gate) -> None:
-    with running(short_dir, f"load.in_flight@3={gate}", staged_pages=SLOTS, chunks=2) as (daemon, engine):
+    with running(short_dir, f"load.in_flight@3={gate}", staged_pages=SLOTS, load_timeout=SECONDS) as (daemon, engine):
         engine.store([1, 2], "a")
         before = engine.kv.copy()
         assert engine.lookup("a", 2) == [2]
@@ -187,13 +187,20 @@ def test_until_the_daemon_has_the_staging_memory_loads_go_directly(short_dir: Pa
         assert engine.counters.staged_loads == 0
 
 
+def late(engine: Engine, daemon: DaemonProcess) -> int:
+    """A load of three pages whose first piece the daemon holds until its deadline has passed."""
+    engine.store([1, 2, 3], "a")
+    assert engine.lookup("a", 3) == [3]
+    assert engine.load([11, 12, 13], "a")
+    index = engine.start()
+    daemon.wait_log("failpoint")
+    engine.clock.ahead += SECONDS
+    return index
+
+
 def test_a_daemon_that_hangs_in_a_load_is_given_up(short_dir: Path, gate: Gate) -> None:
-    with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=0.5) as (daemon, engine):
-        engine.store([1, 2, 3], "a")
-        assert engine.lookup("a", 3) == [3]
-        assert engine.load([11, 12, 13], "a")
-        index = engine.start()
-        daemon.wait_log("failpoint")
+    with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=SECONDS) as (daemon, engine):
+        index = late(engine, daemon)
         finished: list[bool] = []
         finishing = threading.Thread(target=lambda: finished.append(engine.side.loads.finish(index)))
         finishing.start()
@@ -212,13 +219,9 @@ def test_a_daemon_that_hangs_in_a_load_is_given_up(short_dir: Path, gate: Gate) 
 
 
 def test_a_load_that_misses_its_deadline_fails(short_dir: Path, gate: Gate) -> None:
-    with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=0.5) as (daemon, engine):
-        engine.store([1, 2, 3], "a")
-        assert engine.lookup("a", 3) == [3]
-        assert engine.load([11, 12, 13], "a")
-        index = engine.start()
+    with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=SECONDS) as (daemon, engine):
+        index = late(engine, daemon)
         engine.side.loads.wait_until(LAYERS - 1)
-        daemon.wait_log("failpoint")
         gate.let_pass()
         assert not engine.side.loads.finish(index)
         assert not engine.holds([11, 12, 13], "a")

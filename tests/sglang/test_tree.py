@@ -20,8 +20,10 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
+from kvsidecar.client import Client
 from kvsidecar.integrations.sglang import KVSidecarLinker
 from kvsidecar.integrations.sglang import linker as linker_module
+from kvsidecar.integrations.sglang import staging as staging_module
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
@@ -352,6 +354,23 @@ def test_pages_with_small_pieces_come_by_way_of_the_staging_memory(
     assert landed
     assert same(mine.content(slots, None), expected)
     assert mine.linker.counters.staged_loads == 1
+
+
+def test_pieces_are_no_larger_than_a_job_however_large_the_staging_memory_may_be(
+    daemon: DaemonProcess, stack: ExitStack
+) -> None:
+    cfg = CONFIGS["full, pages of 1"]
+    with mock.patch.object(staging_module, "MAX_JOB_BLOCKS", 2):
+        mine = tree(stack, cfg, daemon, staging="16MiB")
+    tokens = mine._make_seq(1, 7)
+    expected = mine.insert(tokens)
+    mine.evict()
+    request, _ = mine.match(tokens)
+    with mock.patch.object(Client, "load", autospec=True, side_effect=Client.load) as load:
+        landed, slots = mine.load(request)
+    assert landed
+    assert same(mine.content(slots, None), expected)
+    assert {len(blocks.block_ids) for call in load.call_args_list for blocks in call.args[1]} == {1, 2}
 
 
 def test_pages_for_which_there_is_no_room_in_the_staging_memory_are_loaded_directly(

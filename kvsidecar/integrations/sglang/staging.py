@@ -21,6 +21,7 @@ from kvsidecar.client.torch import TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import Groups, groups_of
+from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS
 from kvsidecar.integrations.sglang.pools import Pool
 
 _log = logging.getLogger("kvsidecar.sglang")
@@ -58,7 +59,7 @@ class Staging:
             for layers in group.slices.values()
         ]
         widths = [sum(piece.shape[1] for piece in mine) for mine in pieces]
-        self.slots = nbytes // (WORD_BYTES * sum(widths))
+        self.slots = min(nbytes // (WORD_BYTES * sum(widths)), 2 * MAX_JOB_BLOCKS)  # half of them are a job
         if self.slots < 2:
             raise ValueError(f"a page has {WORD_BYTES * sum(widths)} bytes, and the staging memory {nbytes}")
         self._device = pieces[0][0].device
