@@ -237,6 +237,7 @@ def test_host_memory_and_garbage_handles_are_refused_and_the_daemon_goes_on(
     rank.close()
 
 
+@pytest.mark.alone  # others free the memory of the GPU that it counts
 def test_gpu_memory_of_a_killed_engine_is_free_at_once(cuda_daemon: DaemonProcess, context: CudaContext) -> None:
     before, _ = context.memory_info()
     engine = subprocess.Popen(

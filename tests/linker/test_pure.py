@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.client import Blocks
+from kvsidecar.integrations.sglang import transfers
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
 from kvsidecar.integrations.sglang.loads import split
 from kvsidecar.integrations.sglang.lookups import MOST_LENGTHS, restorable, thinned
 from kvsidecar.integrations.sglang.namespace import identity_of
 from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.transfers import PageIds, hashes_of, name_of
+from kvsidecar.integrations.sglang.transfers import PageIds, RecentHashes, hashes_of, name_of
 from tests.linker.transfers import PoolName, Transfer, keys
 
 # -- groups ----------------------------------------------------------------------------------------------------------
@@ -73,6 +75,35 @@ def test_keys_become_joined_hashes() -> None:
     for bad in ("ab", keys(1)[0] + "00", "not hexadecimal" * 4):
         with pytest.raises(ValueError):
             hashes_of([*keys(2), bad])
+
+
+def test_hashes_that_were_joined_just_now_are_joined_again_however_they_are_named() -> None:
+    hashes = RecentHashes()
+    a, b = keys(6, "a"), keys(6, "b")
+    for each in (a, a[:4], a, b[:5], b, [], a[2:], a[2:5], [*a[2:4], *b[:1]], a[3:5]):
+        assert hashes(each) == hashes_of(each)
+    hashes(a[:4])
+    with mock.patch.object(transfers, "hashes_of", wraps=hashes_of) as converted:
+        hashes(a)
+    converted.assert_called_once_with(a[4:])
+
+
+def test_a_list_that_is_changed_later_is_joined_as_it_is_now() -> None:
+    hashes, mine = RecentHashes(), keys(3)
+    hashes(mine)
+    mine += keys(2, "more")
+    assert hashes(mine) == hashes_of(mine)
+    with pytest.raises(ValueError):
+        hashes([*mine, "no hash"])
+    assert hashes(mine) == hashes_of(mine)
+
+
+def test_pages_from_one_on_are_those_of_the_whole_transfer() -> None:
+    slots = (np.array([3, 9, 4])[:, None] * 16 + np.arange(16)).ravel()
+    ids = PageIds(Transfer(PoolName.KV, keys(3), slots), 16, first=1)
+    assert (len(ids), ids.take().tolist()) == (2, [9, 4])
+    with pytest.raises(ValueError, match="32 slots for 3 keys"):
+        PageIds(Transfer(PoolName.KV, keys(3), slots[:32]), 16, first=1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 64])

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from kvsidecar.client import Outcome
+from kvsidecar.client import Client, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.sglang import loads
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
@@ -262,6 +262,23 @@ def test_known_pages_are_not_asked_for(engine: Engine, daemon: DaemonProcess) ->
     assert engine.counters.offloads == 2, "the lookup has shown that they are gone"
     engine.clock.ahead += 1
     assert engine.lookup("a", 2) == [2]
+
+
+def test_known_pages_before_others_are_not_sent(engine: Engine) -> None:
+    engine.store([1, 2], "a")
+    engine.fill([1, 2, 3, 4], "a")
+    with mock.patch.object(Client, "store", autospec=True, side_effect=Client.store) as store:
+        engine.offload([1, 2, 3, 4], "a")
+        assert engine.ended()
+    (blocks,) = store.call_args.args[1]
+    assert blocks.block_ids.tolist() == [3, 4]
+    engine.offload([1, 2, 3, 4], "a")
+    assert engine.ended()
+    assert (engine.counters.offloads, engine.counters.known_offloads) == (2, 1)
+    assert engine.lookup("a", 4) == [4]
+    assert engine.load([9, 10, 11, 12], "a")
+    assert engine.side.loads.finish(engine.start())
+    assert engine.holds([9, 10, 11, 12], "a")
 
 
 def test_offloads_end_in_the_order_in_which_they_were_offered(short_dir: Path, gate: Gate) -> None:

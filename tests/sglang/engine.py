@@ -62,6 +62,7 @@ DEFAULTS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
+    "disable_custom_all_reduce": True,  # of kernels that the bundle for a GPU leaves out
     "page_size": PAGE,
     "max_total_tokens": 2048,
     "chunked_prefill_size": 256,

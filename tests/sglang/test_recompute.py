@@ -91,9 +91,9 @@ def test_others_of_the_same_batch_are_answered(engine: SGLangProcess, home: Path
 
 
 def test_a_load_before_the_first_of_several_chunks_may_fail(engine: SGLangProcess, home: Path) -> None:
+    alone = engine.ask(CHUNKED).tokens  # without a daemon, which would have it, and fail the load of `LONG`
+    engine.forget()
     with failing(home, FIRST_LOAD) as daemon:
-        alone = engine.ask(CHUNKED).tokens
-        engine.forget()
         warm(engine, daemon, LONG)
         failed = engine.ask(CHUNKED)
         daemon.wait_log("failpoint")

@@ -15,7 +15,7 @@ from kvsidecar.client import LeaseRenewal, LookupMode
 from kvsidecar.client.types import LookupResult
 from kvsidecar.integrations.sglang.groups import KV, Group
 from kvsidecar.integrations.sglang.shared import Shared
-from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of, name_of
+from kvsidecar.integrations.sglang.transfers import HASH_BYTES, name_of
 from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.time_limits import in_proportion
 
@@ -68,6 +68,7 @@ class Lookups:
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._budget = shared.groups, budget
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
+        self._hashes = shared.hashes
         self._trailing = any(group.pool != KV for group in shared.groups.all)
         self._offers: dict[str, Offer] = {}
         """By request; the oldest first."""
@@ -90,7 +91,7 @@ class Lookups:
         if offer is not None and offer.epoch == self._client.attached_epoch and offer.answers(full.keys, now):
             return self._told(offer.lengths, len(full.keys))
         pages = len(full.keys)
-        keys = self._keys(hashes_of(full.keys))
+        keys = self._keys(self._hashes(full.keys))
         epoch = self._client.attached_epoch
         result = self._client.lookup(
             self._namespace,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+
+import numpy as np
 
 from kvsidecar.client import Blocks, JobDone, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, Pages, split
 from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.transfers import PageIds
 from kvsidecar.integrations.stored_filter import Tags, tags_of
 
 _log = logging.getLogger("kvsidecar.sglang")
@@ -23,6 +26,18 @@ FINISH_SECONDS = 1.0
 """How long a reset lets stores run that have not started; then it cancels them."""
 HELD_FRACTION = 0.5
 """Most of a pool's pages that running stores may keep from SGLang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Pages of one pool, at least one."""
+
+    pool: str
+    keys: bytes
+    """Of their blocks, joined."""
+    count: int
+    ids: Callable[[int], PageIds]
+    """Starts to read where the pages are on the GPU, from this one on."""
 
 
 @dataclass(slots=True)
@@ -38,7 +53,7 @@ class _Offload:
     """False: the daemon keeps other blocks instead."""
     jobs: list[int] = field(default_factory=list)
     tags: list[Tags] = field(default_factory=list)
-    """Of its pages in the filter of known ones."""
+    """Of the pages that it sends, in the filter of known ones."""
 
 
 class Offloads:
@@ -60,19 +75,26 @@ class Offloads:
         self._unsent: deque[_Offload] = deque()
         self._held = 0
 
-    def submit(self, pages: Mapping[str, Pages]) -> None:
-        """Store these pages of each pool, as soon as they are known on the host: `completed` sees to it. `pop` will
-        tell, also when they are not stored at all: every rank must count the same offloads."""
-        count = sum(map(len, pages.values()))
-        offload, known = _Offload(), False
-        for pool, found in pages.items():
-            group = self._groups.of(pool)
-            if group is None or (group.replicated and not self._is_first_rank) or not len(found):
+    def submit(self, offered: Iterable[Offered]) -> None:
+        """Store these pages, as soon as they are known on the host: `completed` sees to it. `pop` will tell, also when
+        they are not stored at all: every rank must count the same offloads.
+
+        Those at the beginning that the daemon has are not sent: SGLang offers what it has loaded together with what it
+        has computed behind it.
+        """
+        offload, known, count = _Offload(), False, 0
+        for pages in offered:
+            count += pages.count
+            group = self._groups.of(pages.pool)
+            if group is None or (group.replicated and not self._is_first_rank):
                 continue
-            tags = tags_of(group.index, found.keys, len(found))
-            if not self._known.find(tags).all():
-                offload.unsent.append((group.index, found))
-                offload.tags.append(tags)
+            tags = tags_of(group.index, pages.keys, pages.count)
+            missing = np.flatnonzero(~self._known.find(tags))
+            if len(missing):
+                first = int(missing[0])
+                keys = pages.keys[first * len(pages.keys) // pages.count :]
+                offload.unsent.append((group.index, Pages(keys, pages.ids(first))))
+                offload.tags.append(tags[first:])
             else:
                 known = True
         if not offload.unsent:

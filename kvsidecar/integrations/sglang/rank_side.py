@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvsidecar.client import BreakerState, Client, JobDone
@@ -21,12 +22,12 @@ from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.loads import Detour, Loads, Pages
 from kvsidecar.integrations.sglang.lookups import Lookups
-from kvsidecar.integrations.sglang.offloads import Offloads
+from kvsidecar.integrations.sglang.offloads import Offered, Offloads
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.staged_load import Staging
 from kvsidecar.integrations.sglang.touches import Touches
-from kvsidecar.integrations.sglang.transfers import PageIds, hashes_of, name_of, read_now
+from kvsidecar.integrations.sglang.transfers import PageIds, name_of, read_now
 from kvsidecar.integrations.sglang.weights import Weights
 from kvsidecar.integrations.waited_jobs import WaitedJobs
 
@@ -97,7 +98,7 @@ class RankSide:
         self._unfit_jobs = UnfitJobs(_log)
         self._jobs = WaitedJobs(self._client, self._note_unfit)
         shared = Shared(self._jobs, facts.groups, namespace, weights.keys, counters, clock)
-        self._known = shared.known
+        self._known, self._hashes = shared.known, shared.hashes
         self._lookups = Lookups(shared, options.lookup_budget, alone=ranks.size == 1)
         detour = None if facts.staging is None else Detour(facts.staging, self._jobs_of_staging(facts, facts.staging))
         self.loads = Loads(shared, options.load_timeout, detour)
@@ -178,12 +179,23 @@ class RankSide:
             self._counters.unflushed_offloads += 1
             self._offloads.decline()
         else:
-            self._offloads.submit(self._pages(transfers))
+            self._offloads.submit(
+                Offered(
+                    name_of(each),
+                    self._weights.keys(self._hashes(each.keys)),
+                    len(each.keys),
+                    partial(PageIds, each, self._page_size, self._read),
+                )
+                for each in transfers
+                if each.keys
+            )
         return True
 
     def _pages(self, transfers: Sequence[Any]) -> Mapping[str, Pages]:
         return {
-            name_of(each): Pages(self._weights.keys(hashes_of(each.keys)), PageIds(each, self._page_size, self._read))
+            name_of(each): Pages(
+                self._weights.keys(self._hashes(each.keys)), PageIds(each, self._page_size, self._read)
+            )
             for each in transfers
             if each.keys
         }

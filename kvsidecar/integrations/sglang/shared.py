@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvsidecar.client import Namespace
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
+from kvsidecar.integrations.sglang.transfers import RecentHashes
 from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.waited_jobs import WaitedJobs
 
@@ -26,3 +27,4 @@ class Shared:
     clock: Callable[[], float]
     """Monotonic seconds."""
     known: StoredFilter = field(default_factory=StoredFilter)
+    hashes: RecentHashes = field(default_factory=RecentHashes)

@@ -23,6 +23,7 @@ from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import Groups, groups_of
 from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS
 from kvsidecar.integrations.sglang.pools import Pool
+from kvsidecar.integrations.sglang.scatter import Scatter, scatter_for
 
 _log = logging.getLogger("kvsidecar.sglang")
 
@@ -75,12 +76,14 @@ class Staging:
             self._ids = torch.empty(pool.num_pages, dtype=torch.int64)
             self._stream = None
         exporter = TorchExporter()
-        regions, self._moves, first = [], {}, 0
+        regions, first = [], 0
+        self._scatters: dict[int, Scatter] = {}
         for chunk, width, mine in zip(group.slices, widths, pieces, strict=True):
             slots = memory[first : first + self.slots * width].view(self.slots, width)
             first += self.slots * width
             regions.append(exporter.regions([slots]))
-            self._moves[chunk] = list(zip(mine, slots.split([piece.shape[1] for piece in mine], 1), strict=True))
+            with self._on_stream():
+                self._scatters[chunk] = scatter_for(mine, slots)
         cuts = tuple(map(len, regions)) if len(regions) > 1 else ()
         flat = tuple(region for each in regions for region in each)
         own = GroupLayout(layout.group, self.slots, layout.shard, layout.num_shards, flat, cuts)
@@ -88,6 +91,8 @@ class Staging:
         self._ended: dict[tuple[int, int], torch.cuda.Event] = {}
         """By chunk and first slot: when the last move from there has ended."""
         self._last: torch.cuda.Event | None = None
+        self._behind: set[int] = set()
+        """Streams that wait for the last move already: a forward asks for each layer."""
 
     def on_device(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
         """Page numbers as `move` wants them, until the next call."""
@@ -97,8 +102,8 @@ class Staging:
     def move(self, chunk: int, first: int, pages: torch.Tensor) -> None:
         """Start to move this chunk's layers from its slots, from the first one on, to these pages."""
         with self._on_stream():
-            for pieces, slots in self._moves[chunk]:
-                pieces.index_copy_(0, pages, slots[first : first + len(pages)])
+            self._scatters[chunk](first, pages)
+            self._behind.clear()
             if self._stream is not None:
                 self._last = self._ended[chunk, first] = self._stream.record_event()
 
@@ -109,8 +114,12 @@ class Staging:
 
     def keep_order(self) -> None:
         """Whatever this thread's current stream is given from now on comes after all moves so far."""
-        if self._last is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last)
+        if self._last is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in self._behind:
+            stream.wait_event(self._last)
+            self._behind.add(stream.cuda_stream)
 
     def wait(self) -> None:
         """Return when all moves have ended."""

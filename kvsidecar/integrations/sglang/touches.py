@@ -11,7 +11,7 @@ from math import inf
 
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.sglang.shared import Shared
-from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of
+from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 
 AFTER_SECONDS = 0.5
 """From the end of a request: its last pages should be stored by then."""
@@ -42,7 +42,7 @@ class Touches:
     def __init__(self, shared: Shared, trailing: Mapping[str, int]) -> None:
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._counters, self._clock = shared.groups, shared.counters, shared.clock
-        self._trailing = trailing
+        self._trailing, self._hashes = trailing, shared.hashes
         self._waiting: deque[_Touch] = deque()
         self._waiting_bytes = 0
         self._sessions: dict[str, bytes] = {}
@@ -58,11 +58,11 @@ class Touches:
             pause: seconds until its prompt is expected to be used again; infinity: it will not be; None: not known.
 
         Raises:
-            ValueError: as `hashes_of`.
+            ValueError: as `kvsidecar.integrations.sglang.transfers.hashes_of`.
         """
         if not hashes:
             return
-        keys = self._keys(hashes_of(hashes[:MAX_HASHES]))
+        keys = self._keys(self._hashes(hashes[:MAX_HASHES]))
         self._put(keys, pause)
         if session is not None:
             self._forget_session(session)

@@ -31,6 +31,24 @@ def hashes_of(keys: Sequence[str]) -> bytes:
     return joined
 
 
+class RecentHashes:
+    """`hashes_of`, but those of the last keys are not converted again: SGLang names the pages of a lookup again when it
+    loads them, and when it offers them together with what it has computed."""
+
+    def __init__(self) -> None:
+        self._keys: tuple[str, ...] = ()
+        self._joined = b""
+
+    def __call__(self, keys: Sequence[str]) -> bytes:
+        same = min(len(keys), len(self._keys))
+        # Keys are chained: with the same one at one place, all before it are the same.
+        if not same or keys[same - 1] != self._keys[same - 1]:
+            same = 0
+        self._joined = self._joined[: same * HASH_BYTES] + hashes_of(keys[same:])
+        self._keys = tuple(keys)  # SGLang may change its list
+        return self._joined
+
+
 class Slots(Protocol):
     """The first and the last slot of each page, int64 ``[pages, 2]`` (``[pages, 1]`` for pages of one slot), which may
     still be on their way to the host."""
@@ -63,19 +81,21 @@ class PageIds:
 
     Args:
         read: starts to copy the first and the last index of each page to the host.
+        first: page from which on they are meant.
 
     Raises:
         ValueError: there are more or fewer indices than the keys' pages have.
     """
 
-    def __init__(self, transfer: Any, page_size: int, read: Callable[[Any], Slots] = read_now) -> None:
+    def __init__(self, transfer: Any, page_size: int, read: Callable[[Any], Slots] = read_now, first: int = 0) -> None:
         self._name = name_of(transfer)
         size = self._size = 1 if self._name == MAMBA else page_size
         indices = transfer.device_indices
-        self._count = len(transfer.keys)
-        if len(indices) != size * self._count:
-            raise ValueError(f"{len(indices)} slots for {self._count} keys of pages of {size}")
-        self._slots = read(indices.reshape(-1, size)[:, :: max(1, size - 1)])
+        count = len(transfer.keys)
+        if len(indices) != size * count:
+            raise ValueError(f"{len(indices)} slots for {count} keys of pages of {size}")
+        self._count = count - first
+        self._slots = read(indices.reshape(-1, size)[first:, :: max(1, size - 1)])
 
     def __len__(self) -> int:
         return self._count
