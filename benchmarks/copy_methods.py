@@ -1,4 +1,4 @@
-"""What each kind of copy reaches on this GPU: behind the cost model of ``kvsidecar/copier/copy_plan.py``.
+"""What each kind of copy reaches on this GPU: behind the cost model of ``kvsidecar/copier/recipes.py``.
 
     python benchmarks/copy_methods.py
 

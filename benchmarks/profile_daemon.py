@@ -69,7 +69,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("server/attach_stream.py", "server/handler.py", "kvsidecar/core/sessions.py", "kvsidecar/support/tasks.py"),
     ),
     ("cache", ("kvsidecar/cache/",)),
-    ("plan", ("kvsidecar/copier/copy_plan.py", "kvsidecar/core/layout_checks.py")),
+    ("plan", ("kvsidecar/copier/copy_plan.py", "kvsidecar/copier/recipes.py", "kvsidecar/core/layout_checks.py")),
     ("metrics", ("prometheus_client/", "kvsidecar/core/metrics.py")),
     ("log", ("kvsidecar/support/log.py", "structlog/")),
     ("jobs", ("kvsidecar/core/jobs.py", "kvsidecar/core/job.py", "kvsidecar/core/readiness.py")),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsidecar.copier import copy_plan, recipes
 from kvsidecar.device.base import COPY, CopyCall, CopyPlan
 
 
@@ -21,6 +23,11 @@ def calls_of(plan: CopyPlan, chunk: int | None = None) -> list[CopyCall]:
 def copies_of(plan: CopyPlan, chunk: int | None = None) -> npt.NDArray[np.void]:
     """Every copy of a plan that nobody has taken from."""
     return np.concatenate([np.zeros(0, COPY), *(call.copies for call in calls_of(plan, chunk))])
+
+
+def owner_of(constant: str) -> ModuleType:
+    """The module of the plans' constant of this name, to patch it there."""
+    return recipes if hasattr(recipes, constant) else copy_plan
 
 
 class CopyList:

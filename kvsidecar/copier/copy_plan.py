@@ -1,44 +1,25 @@
-"""Regions, block ids and slots -> the copies that move them. Pure: numpy and arithmetic, no clock, no driver.
+"""Recipes, block ids and slots -> the copies that move them. Pure: numpy and arithmetic, no clock, no driver.
 
-`bind` prepares a checked layout once. `BlockCopies` is the plan of one job: it hands out the driver calls slice by
-slice, so that the first bytes move while the rest is still being planned, without a Python loop per block or per row.
-A slot holds the regions one after another: region ``i`` starts at the sum of ``block_bytes`` of the regions before
-it, its rows without a gap.
+`kvsidecar.copier.recipes.bind` prepares a checked layout once. `BlockCopies` is the plan of one job: it hands out the
+driver calls slice by slice, so that the first bytes move while the rest is still being planned, without a Python loop
+per block or per row. A slot holds the regions one after another: region ``i`` starts at the sum of ``block_bytes`` of
+the regions before it, its rows without a gap.
 
-Three kinds of copies, and what each costs (NVIDIA H200, PCIe 5 x16; docs/benchmarks.md, "Copy methods"):
-
-* a **piece**, a contiguous range, in a batch with hundreds of others: its time on the link, but never less than the
-  host needs to issue it;
-* a **pitched copy**: equally spaced rows in one operation, a few microseconds more than its time on the link. The rows
-  of one block in a layer-stacked region, or one row of many consecutive blocks (a **run**);
-* a piece of a block-contiguous region, joined with its neighbour where both sides go on without a gap.
-
-`pitched_pays` decides between the first two. The first slice of a job prefers few operations whatever they cost: a
-batch of hundreds of pieces moves nothing until it has been issued.
+The first slice of a job and paced stores go in small calls, each of which moves nothing until it has been issued: few
+operations are better there, unless they take longer all the same (`_better_in_small_calls`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvsidecar.copier import recipes
+from kvsidecar.copier.recipes import BoundGroup, Columns, Recipe, run_pays_from
 from kvsidecar.device.base import COPY, CopyCall
-from kvsidecar.types import GroupLayout
-
-LINK_BYTES_PER_US: Final = 55_000.0
-"""PCIe 5 x16, one direction."""
-PIECE_ISSUE_US: Final = 0.7
-"""The host issues one piece of a batch in 0.2 to 0.45 µs if it does nothing else, and in up to 1.6 while it issues
-copies of the other direction, too; smaller pieces than it moves in this time starve the link. With this value, rows of
-32 KiB are pitched copies, which is twice as fast both ways, and rows of 64 KiB are pieces, where both are level."""
-PIECE_GAP_US: Final = 0.03
-"""The link idles between two pieces of a batch."""
-PITCHED_US: Final = 3.0
-"""The link idles between two pitched copies."""
 
 MAX_BATCH: Final = 256
 """Pieces in one call. Larger batches are slower: 45 GB/s with 16,384 pieces of 64 KiB, 54 with 256 (measured)."""
@@ -48,218 +29,16 @@ CALL_BYTES: Final = 32 << 20
 """The most bytes of one call: progress is known at the end of a call, so this bounds how far a worker is behind."""
 LEAD_BYTES: Final = 16 << 20
 """Bytes of the first slice."""
-SLICE_BYTES: Final = 128 << 20
-"""Bytes of the following slices: planning one takes less time than copying the one before."""
 PACED_CALLS: Final = 8
 """Calls in one slice while stores are paced: whether they are is asked once a slice."""
 FEW: Final = 4
-"""Up to this many pieces are faster without a batch, which has a start-up cost of about 10 µs."""
+"""Up to this many pieces are faster without a batch."""
 CUT_BYTES: Final = 4096
 """A piece is cut at multiples of this, from its start."""
 
 
 Copies = npt.NDArray[np.void]
 """dtype `COPY`, one dimension."""
-
-
-def pitched_pays(
-    num_rows: int | npt.NDArray[np.uint64], row_bytes: int | npt.NDArray[np.uint64]
-) -> npt.NDArray[np.bool_]:
-    """Whether one pitched copy of these rows takes less time than a batch with a piece for each."""
-    link = np.asarray(row_bytes) / LINK_BYTES_PER_US
-    pays: npt.NDArray[np.bool_] = PITCHED_US + num_rows * link < num_rows * (
-        np.maximum(PIECE_ISSUE_US, link) + PIECE_GAP_US
-    )
-    return pays
-
-
-def run_pays_from(row_bytes: int) -> int:
-    """The least number of rows from which `pitched_pays`."""
-    link = row_bytes / LINK_BYTES_PER_US
-    return int(PITCHED_US / (max(PIECE_ISSUE_US, link) + PIECE_GAP_US - link)) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The copies that every block needs: one entry per pitched copy or piece, bytes and addresses as uint64."""
-
-    address: npt.NDArray[np.uint64]
-    """Address of the entry's first row in block 0."""
-    block_stride: npt.NDArray[np.uint64]
-    pitch: npt.NDArray[np.uint64]
-    row_bytes: npt.NDArray[np.uint64]
-    num_rows: npt.NDArray[np.uint64]
-    slot_offset: npt.NDArray[np.uint64]
-
-    def __len__(self) -> int:
-        return len(self.address)
-
-    def where(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> Columns:
-        return Columns(*[getattr(self, each.name)[mask] for each in fields(self)])
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """The columns of one group by kind of copy."""
-
-    pitched: Columns
-    """More than one row."""
-    wide: Columns
-    """One row; too large for runs of blocks to pay."""
-    narrow: Columns
-    """One row, so small that a run of blocks is better copied as one pitched copy."""
-    contiguous: bool
-    """There is one column with one row, and blocks follow each other without a gap: neighbours can be joined."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of copies of many blocks, for a trace; "runs" are a batch where no blocks lie side by side."""
-        if self.contiguous:
-            return ("contiguous",)
-        columns = {"pitched": self.pitched, "batch": self.wide, "runs": self.narrow}
-        return tuple(kind for kind, some in columns.items() if len(some))
-
-
-@dataclass(frozen=True, slots=True)
-class BoundGroup:
-    """A layout, or a slice of one, at its addresses; made once per registration."""
-
-    num_blocks: int
-    nbytes: int
-    """Of one block."""
-    few: Recipe
-    """As few copies as possible."""
-    fast: Recipe
-    """The copies that take the least time when there are many."""
-
-
-def bind(
-    layout: GroupLayout, base_addresses: Sequence[int], number: int = 0, reservations: Sequence[int] = ()
-) -> BoundGroup:
-    """Put a checked layout at the addresses of its allocations.
-
-    Args:
-        layout: checked, with all of its regions.
-        base_addresses: where each allocation is mapped in this process, in the registration's order.
-        number: of a slice of the layout, from 1 on; 0: all of it. A slice lies in the slot where it lies in the whole.
-        reservations: of each allocation, see `kvsidecar.device.base.DeviceMemory.reservation`; 0 or missing: of none.
-    """
-    regions = layout.regions
-
-    def of_each(attribute: str) -> npt.NDArray[np.uint64]:
-        return np.array([getattr(region, attribute) for region in regions], np.uint64)
-
-    # The addresses of reservations are larger than any index of an allocation.
-    spaces = [reservation or index for index, reservation in enumerate(reservations)] or range(len(base_addresses))
-    space = np.array([spaces[region.allocation] for region in regions], np.uint64)
-    num_rows, row_bytes = of_each("num_rows"), of_each("row_bytes")
-    stride, nbytes = of_each("row_stride"), num_rows * row_bytes
-    one_row = (num_rows == 1) | (stride == row_bytes)  # rows without a gap are one row
-    columns = Columns(
-        address=np.array([base_addresses[region.allocation] for region in regions], np.uint64) + of_each("offset"),
-        block_stride=of_each("block_stride"),
-        pitch=np.where(one_row, nbytes, stride),
-        row_bytes=np.where(one_row, nbytes, row_bytes),
-        num_rows=np.where(one_row, np.uint64(1), num_rows),
-        slot_offset=np.cumsum(nbytes) - nbytes,
-    )
-    if number:
-        first = sum(layout.slices[: number - 1])
-        mine = slice(first, first + layout.slices[number - 1])
-        columns, space, nbytes = columns.where(mine), space[mine], nbytes[mine]
-    block_bytes = int(nbytes.sum())
-    longest_run = max(1, SLICE_BYTES // block_bytes)
-    columns, space = _stacked(*_joined_where_they_touch(columns, space))
-    few = _recipe(columns, longest_run)
-    split = (columns.num_rows > 1) & ~pitched_pays(columns.num_rows, columns.row_bytes)
-    if not split.any():
-        return BoundGroup(layout.num_blocks, block_bytes, few, few)
-    counts = np.where(split, columns.num_rows, 1).astype(np.int64)
-    rows, _ = _joined_where_they_touch(_one_by_one(columns, split, counts), np.repeat(space, counts))
-    return BoundGroup(layout.num_blocks, block_bytes, few, _recipe(rows, longest_run))
-
-
-def _one_by_one(columns: Columns, split: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> Columns:
-    """Replace each column of ``split`` by one column per row: ``counts`` says how many."""
-    each = columns.where(np.repeat(np.arange(len(columns)), counts))
-    split = np.repeat(split, counts)
-    row = (np.arange(len(split)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.uint64)
-    return Columns(
-        address=each.address + row * np.where(split, each.pitch, 0).astype(np.uint64),
-        block_stride=each.block_stride,
-        pitch=np.where(split, each.row_bytes, each.pitch),
-        row_bytes=each.row_bytes,
-        num_rows=np.where(split, np.uint64(1), each.num_rows),
-        slot_offset=each.slot_offset + row * each.row_bytes,
-    )
-
-
-def _joined_where_they_touch(columns: Columns, space: npt.NDArray[np.uint64]) -> tuple[Columns, npt.NDArray[np.uint64]]:
-    """Join neighbours that have no gap between them on either side, in every block.
-
-    Args:
-        space: of each column, the allocation or reservation that no copy may leave: where two allocations lie side by
-            side by chance, the driver refuses a copy that spans both.
-
-    Returns:
-        The columns, and the space of each.
-    """
-    single = columns.num_rows == 1
-    joins = single[1:] & single[:-1] & (space[1:] == space[:-1])
-    joins &= columns.block_stride[1:] == columns.block_stride[:-1]
-    joins &= columns.address[1:] == columns.address[:-1] + columns.row_bytes[:-1]
-    joins &= columns.slot_offset[1:] == columns.slot_offset[:-1] + columns.row_bytes[:-1]
-    if not joins.any():
-        return columns, space
-    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
-    row_bytes = np.add.reduceat(columns.row_bytes, firsts)
-    kept = columns.where(firsts)
-    alone = np.diff(np.append(firsts, len(columns))) == 1
-    return replace(kept, row_bytes=row_bytes, pitch=np.where(alone, kept.pitch, row_bytes)), space[firsts]
-
-
-def _stacked(columns: Columns, space: npt.NDArray[np.uint64]) -> tuple[Columns, npt.NDArray[np.uint64]]:
-    """Join equal rows at a constant distance, layers for example, to pitched copies. See `_joined_where_they_touch`."""
-    follows = (columns.num_rows[1:] == 1) & (columns.num_rows[:-1] == 1) & (space[1:] == space[:-1])
-    follows &= columns.block_stride[1:] == columns.block_stride[:-1]
-    follows &= columns.row_bytes[1:] == columns.row_bytes[:-1]
-    follows &= columns.slot_offset[1:] == columns.slot_offset[:-1] + columns.row_bytes[:-1]
-    follows &= columns.address[1:] >= columns.address[:-1] + columns.row_bytes[:-1]  # a pitch is not negative
-    if not follows.any():
-        return columns, space
-    firsts, distance = [0], 0
-    for index, (joins, step) in enumerate(zip(follows.tolist(), np.diff(columns.address).tolist(), strict=True), 1):
-        if not joins or distance not in (0, step):
-            firsts.append(index)
-            distance = 0
-        else:
-            distance = step
-    num_rows = np.diff(np.append(firsts, len(columns)))
-    kept, last = columns.where(np.array(firsts)), np.array(firsts) + num_rows - 1
-    reach = columns.address[last] - kept.address
-    stacked = num_rows > 1
-    return (
-        replace(
-            kept,
-            pitch=np.where(stacked, reach // np.maximum(num_rows - 1, 1).astype(np.uint64), kept.pitch),
-            num_rows=np.where(stacked, num_rows.astype(np.uint64), kept.num_rows),
-        ),
-        space[firsts],
-    )
-
-
-def _recipe(columns: Columns, longest_run: int) -> Recipe:
-    pitched = columns.num_rows > 1
-    narrow = ~pitched & pitched_pays(longest_run, columns.row_bytes)
-    contiguous = len(columns) == 1 and bool(
-        columns.num_rows[0] == 1 and columns.block_stride[0] == columns.row_bytes[0]
-    )
-    return Recipe(
-        pitched=columns.where(pitched),
-        wide=columns.where(~pitched & ~narrow),
-        narrow=columns.where(narrow),
-        contiguous=contiguous,
-    )
 
 
 class BlockCopies:
@@ -307,20 +86,39 @@ class BlockCopies:
             if self._next >= len(block_ids):
                 self._part, self._next = self._part + 1, 0
                 continue
-            # Paced, a batch would be cut into small ones, each with its start-up cost: few operations are faster.
-            few = self._lead or chunk is not None
-            nbytes = SLICE_BYTES if not few else LEAD_BYTES if chunk is None else PACED_CALLS * chunk
+            small_calls = self._lead or chunk is not None
+            nbytes = recipes.SLICE_BYTES if not small_calls else LEAD_BYTES if chunk is None else PACED_CALLS * chunk
             size = max(1, nbytes // bound.nbytes)
             first, self._next = self._next, self._next + size
             # Unsigned throughout: numpy makes floats of uint64 with int64, and floats lose the low bits of an address.
             ids = block_ids[first : self._next].astype(np.uint64)
             places = slots[first : self._next].astype(np.uint64)
-            pitched, pieces = _copies(bound.few if few else bound.fast, ids, places, self._boundary)
-            pitched, pieces = _apart(pitched, pieces, np.uint64(self._boundary))
             max_batch = MAX_PITCHED if self._lead else MAX_BATCH
             self._lead = False
+            recipe = bound.fast
+            if small_calls and bound.few is not bound.fast:
+                recipe = _better_in_small_calls(bound, ids, places, self._boundary, max_batch, chunk or CALL_BYTES)
+            pitched, pieces = _copies(recipe, ids, places, self._boundary)
+            pitched, pieces = _apart(pitched, pieces, np.uint64(self._boundary))
             return _calls(pitched, MAX_PITCHED, chunk) + _calls(pieces, max_batch, chunk)
         return []
+
+
+def _better_in_small_calls(
+    bound: BoundGroup,
+    ids: npt.NDArray[np.uint64],
+    slots: npt.NDArray[np.uint64],
+    boundary: int,
+    max_batch: int,
+    call_bytes: int,
+) -> Recipe:
+    """The recipe that takes less time for these blocks, with a start-up cost for each batch."""
+    few, fast, runs = bound.few, bound.fast, None
+    if len(fast.narrow):
+        _, lengths, _ = _runs(ids, slots, boundary)
+        runs = lengths[lengths >= run_pays_from(int(fast.narrow.row_bytes.max()))]
+    least = fast.microseconds(len(ids), runs, max_batch, call_bytes)
+    return fast if least < few.microseconds(len(ids), runs, max_batch, call_bytes) else few
 
 
 def _copies(

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.copier.control import descriptor, layouts_of, source_of
-from kvsidecar.copier.copy_plan import BlockCopies, BoundGroup, bind
+from kvsidecar.copier.copy_plan import BlockCopies
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
 from kvsidecar.copier.messages import (
     Copy,
@@ -34,6 +34,7 @@ from kvsidecar.copier.messages import (
     pack_last_words,
     pack_number,
 )
+from kvsidecar.copier.recipes import BoundGroup, bind
 from kvsidecar.copier.ring import Receiver, Ring, Sender
 from kvsidecar.copier.self_test import self_test
 from kvsidecar.copier.slot_check import SlotCheck

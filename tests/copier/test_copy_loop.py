@@ -14,9 +14,9 @@ import pytest
 import xxhash
 
 from kvsidecar.copier import copy_queue, slot_check
-from kvsidecar.copier.copy_plan import bind
 from kvsidecar.copier.messages import CHECK, Checks, Copy, Done, Ended, Kind, Part, Progress, kind_of, pack_number
 from kvsidecar.copier.process import CopyLoop, Session, Sessions
+from kvsidecar.copier.recipes import bind
 from kvsidecar.copier.ring import Receiver, Ring, Sender
 from kvsidecar.device.base import CopyCall, CopyMark, CopyStream, PreparedCall
 from kvsidecar.device.host import HostDevice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsidecar.copier import copy_plan
-from kvsidecar.copier.copy_plan import BlockCopies, bind, pitched_pays, run_pays_from
+from kvsidecar.copier.copy_plan import BlockCopies
+from kvsidecar.copier.recipes import bind, run_pays_from
 from kvsidecar.core.layout_checks import check_block_ids, checking_regions
 from kvsidecar.device.base import CopyCall
 from kvsidecar.types import GroupLayout, Region
-from tests.plans import calls_of, copies_of
+from tests.plans import calls_of, copies_of, owner_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 NO_BOUNDARY = 1 << 40
@@ -139,7 +141,9 @@ def test_a_plan_moves_what_the_triple_loop_moves(
     boundary = data.draw(st.integers(1, 8 * slot))
     chunk = data.draw(st.sampled_from([None, 1, 5, 50]))
     split = data.draw(st.integers(0, len(ids)))  # two parts of one job
-    with mock.patch.multiple(copy_plan, **constants):
+    with ExitStack() as patches:
+        for name, value in constants.items():
+            patches.enter_context(mock.patch.object(owner_of(name), name, value))
         # All slices, one after the other, are the whole.
         parts = [bind(layout, bases, number) for number in range(1, len(layout.slices) + 1)] or [bind(layout, bases)]
         calls: list[CopyCall] = []
@@ -241,6 +245,12 @@ def separate(num_layers: int, page_bytes: int) -> GroupLayout:
     """An allocation a layer."""
     regions = (Region(i, 0, 0, page_bytes, page_bytes, 1) for i in range(num_layers))
     return group(*regions, num_blocks=NUM_BLOCKS)
+
+
+def halves(num_layers: int, page_bytes: int) -> GroupLayout:
+    """An allocation a layer, K and V its halves."""
+    starts = [(layer, half * NUM_BLOCKS * page_bytes) for layer in range(num_layers) for half in (0, 1)]
+    return group(*(Region(*start, page_bytes, page_bytes, page_bytes, 1) for start in starts), num_blocks=NUM_BLOCKS)
 
 
 def plan(
@@ -351,6 +361,25 @@ def test_one_block_is_one_operation() -> None:
         assert not call.batched
 
 
+@pytest.mark.parametrize("chunk", [None, 4 * MIB])
+def test_pairs_of_small_rows_go_as_runs_from_the_first_call_on_where_blocks_are_consecutive(chunk: int | None) -> None:
+    """As pitched copies of two rows, a paced store of pages of one token took ten times as long."""
+    layout, ids = halves(32, 2 * KIB), consecutive(1024)
+    calls = plan(layout, ids, chunk)
+    assert len(calls) <= len(ids) * layout.shard_bytes // (4 * MIB) + 1
+    assert all((call.copies["num_rows"] >= 64).all() for call in calls)
+
+
+@pytest.mark.parametrize("chunk", [None, 4 * MIB])
+@pytest.mark.parametrize("row_bytes", [2 * KIB, 32 * KIB, 128 * KIB])
+def test_pairs_of_rows_go_as_pieces_from_the_first_call_on_where_blocks_are_scattered(
+    row_bytes: int, chunk: int | None
+) -> None:
+    for call in plan(halves(32, row_bytes), shuffled(64), chunk):
+        assert call.batched
+        assert (call.copies["num_rows"] == 1).all()
+
+
 @pytest.mark.parametrize("layout", [stacked(32, 64 * KIB), stacked(160, 4 * KIB), separate(32, 64 * KIB)])
 def test_paced_calls_are_bounded_and_full(layout: GroupLayout) -> None:
     chunk = 3 * MIB
@@ -359,14 +388,3 @@ def test_paced_calls_are_bounded_and_full(layout: GroupLayout) -> None:
     sizes = [call.nbytes for call in calls]
     assert max(sizes) <= chunk + row
     assert sum(size >= chunk - row for size in sizes) >= len(sizes) - 1 - sum(sizes) // copy_plan.LEAD_BYTES
-
-
-def test_the_cost_model_prefers_what_was_measured_to_be_faster() -> None:
-    """docs/benchmarks.md, "Copy methods"."""
-    assert not pitched_pays(32, 64 * KIB)
-    assert pitched_pays(32, 32 * KIB)
-    assert pitched_pays(61, 18 * KIB)
-    assert pitched_pays(160, 4 * KIB)
-    for row_bytes in (4 * KIB, 8 * KIB, 16 * KIB):
-        assert pitched_pays(run_pays_from(row_bytes), row_bytes)
-        assert not pitched_pays(run_pays_from(row_bytes) - 1, row_bytes)

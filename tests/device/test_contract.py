@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pytest
 
 import kvsidecar
-from kvsidecar.copier import copy_plan
-from kvsidecar.copier.copy_plan import BlockCopies, bind
+from kvsidecar.copier.copy_plan import BlockCopies
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
+from kvsidecar.copier.recipes import bind
 from kvsidecar.core.layout_checks import checking_regions
 from kvsidecar.device.base import (
     CopyCall,
@@ -36,7 +36,7 @@ from kvsidecar.types import Direction, GroupLayout, Region
 from tests.device.device_support import GUARD, Pool, only_cuda, plan_of
 from tests.device.exporter import Exporter, pattern
 from tests.harness import eventually
-from tests.plans import CopyList
+from tests.plans import CopyList, owner_of
 
 Result = TypeVar("Result")
 MIB = 1 << 20
@@ -221,13 +221,13 @@ def test_ranges_are_mapped_at_a_constant_distance(device: Device, kind: str) -> 
 
 def test_one_pitched_copy_crosses_the_ranges_of_an_import(device: Device, kind: str, pool: Pool) -> None:
     """Layers in allocations of their own, several ranges each: a block is one pitched copy, in both directions."""
-    layers, blocks, row = 3, 128, 32 << 10
+    layers, blocks, row = 8, 256, 16 << 10
     regions = tuple(Region(index, 0, row, row, row, 1) for index in range(layers))
     layout = GroupLayout(group=0, num_blocks=blocks, shard=0, num_shards=1, regions=regions)
     with Exporter(kind, *[blocks * row] * layers, ranges=2) as exporter:
         memories = device.import_ranges(exporter.range_sources())
         bound = bind(layout, [each.address for each in memories], reservations=[each.reservation for each in memories])
-        ids = np.array([127, 3, 64, 63], np.int64)  # the second range begins with block 64
+        ids = np.array([255, 3, 128, 127], np.int64)  # the second range begins with block 128
         slots = np.arange(len(ids)) * layout.shard_bytes
         plan = BlockCopies([(bound, ids, slots)], boundary=pool.nbytes)
         assert [each for call in plan.take(None) for each in call.copies["num_rows"].tolist()] == [layers] * len(ids)
@@ -361,7 +361,7 @@ def test_store_and_load_move_the_blocks_and_nothing_else(
 ) -> None:
     constants, chunk = METHODS[method]
     for name, value in constants.items():
-        monkeypatch.setattr(copy_plan, name, value)
+        monkeypatch.setattr(owner_of(name), name, value)
     rng = np.random.default_rng(seed)
     layout = GroupLayout(group=0, num_blocks=shape.num_blocks, shard=0, num_shards=1, regions=shape.regions)
     # Slots apart, so that guard bytes lie between them; for the second seed side by side, so that copies merge.
@@ -416,7 +416,7 @@ def test_fifty_thousand_copies_in_one_job(
 ) -> None:
     """A batch of 51,828 copies in one call hung a peer's driver; the calls of a plan are bounded."""
     for name, value in METHODS[method][0].items():
-        monkeypatch.setattr(copy_plan, name, value)
+        monkeypatch.setattr(owner_of(name), name, value)
     rows, blocks, row = 84, 617, 512
     memory = device.allocate(rows * blocks * row)
     big = Pool(platform, rows * blocks * row)

@@ -37,7 +37,7 @@ SAID = (
     ("docs/wire.md", "this time counts towards the {}.", "server.partial_messages.MESSAGE_SECONDS"),
     ("docs/wire.md", "the daemon buffers {} per user", "server.partial_messages.MAX_PARTIAL_BYTES"),
     ("docs/client.md", "has answered nothing at all for {}:", "support.breaker.SILENT_SECONDS"),
-    ("docs/concepts.md", "by a slice of a copy (at most {})", "copier.copy_plan.SLICE_BYTES"),
+    ("docs/concepts.md", "by a slice of a copy (at most {})", "copier.recipes.SLICE_BYTES"),
     ("docs/concepts.md", "when it has not ended a job {} after", "client.supervisor.HANG_SECONDS"),
     ("docs/design.md", "after a pause that grows to {}.", "support.supervised_child.LONGEST_PAUSE_SECONDS"),
     ("docs/design.md", "/health fails after {}, and the daemon", "daemon.daemon.COPIER_END_SECONDS"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvsidecar.client import Namespace
@@ -313,6 +314,30 @@ def test_layers_are_computed_behind_the_moves_from_the_staging_memory(cuda_daemo
         assert engine.side.loads.finish(index)
         engine.side._lookups.forget_all()
     engine.side.close()
+
+
+def test_the_forward_waits_for_each_move_and_not_only_for_the_first_one() -> None:
+    params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
+    kvcache = pool()
+    found, num_layers = pools.pools_of(kvcache, params, PAGE, set())
+    groups = groups_of([(each.name, each.layers, each.replicated) for each in found], num_layers, 3)
+    staging = staging_for(found, groups, pools.export(found, groups, 0, 1).groups, STAGING)
+    assert staging is not None
+    keys = [buffer[:PAGE].view(torch.int16) for buffer in kvcache.k_buffer]
+    for each in keys:
+        each.random_()
+    before, seen = [each.clone() for each in keys], {}
+    first_page = staging.on_device(np.zeros(1, np.int64))
+    for chunk, layers in staging.groups.all[0].slices.items():
+        with torch.cuda.stream(staging._stream):
+            torch.cuda._sleep(CYCLES // 100)
+        staging.move(chunk, 0, first_page)
+        staging.keep_order()
+        seen |= {layer: keys[layer].clone() for layer in layers}
+    torch.cuda.synchronize()
+    for layer in range(num_layers):
+        assert not torch.equal(keys[layer], before[layer]), "what is in the staging memory is something else"
+        assert torch.equal(keys[layer], seen[layer])
 
 
 def test_memory_that_cannot_be_shared_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
