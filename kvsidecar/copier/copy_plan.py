@@ -28,7 +28,7 @@ MAX_PITCHED: Final = 64
 CALL_BYTES: Final = 32 << 20
 """The most bytes of one call: progress is known at the end of a call, so this bounds how far a worker is behind."""
 LEAD_BYTES: Final = 16 << 20
-"""Bytes of the first slice."""
+"""Bytes of the first slice of a job. The others have `kvsidecar.copier.recipes.SLICE_BYTES`."""
 PACED_CALLS: Final = 8
 """Calls in one slice while stores are paced: whether they are is asked once a slice."""
 FEW: Final = 4
@@ -113,12 +113,15 @@ def _better_in_small_calls(
     call_bytes: int,
 ) -> Recipe:
     """The recipe that takes less time for these blocks, with a start-up cost for each batch."""
-    few, fast, runs = bound.few, bound.fast, None
-    if len(fast.narrow):
+    num_runs = in_runs = 0
+    if len(bound.fast.narrow):
         _, lengths, _ = _runs(ids, slots, boundary)
-        runs = lengths[lengths >= run_pays_from(int(fast.narrow.row_bytes.max()))]
-    least = fast.microseconds(len(ids), runs, max_batch, call_bytes)
-    return fast if least < few.microseconds(len(ids), runs, max_batch, call_bytes) else few
+        long = lengths[lengths >= run_pays_from(int(bound.fast.narrow.row_bytes.max()))]
+        num_runs, in_runs = len(long), int(long.sum())
+    few, fast = (
+        each.microseconds(len(ids), num_runs, in_runs, max_batch, call_bytes) for each in (bound.few, bound.fast)
+    )
+    return bound.fast if fast < few else bound.few
 
 
 def _copies(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,8 @@ BATCH_US: Final = 10.0
 """The start-up cost of a batch."""
 
 SLICE_BYTES: Final = 128 << 20
-"""Bytes of the following slices: planning one takes less time than copying the one before."""
+"""Bytes of a slice of a job, of which each is planned while the one before it is copied, in less time. No run is
+longer."""
 
 
 def pitched_pays(
@@ -47,7 +48,9 @@ def pitched_pays(
     return pays
 
 
-def _pitched_us(num_rows: int | npt.NDArray[Any], row_bytes: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+def _pitched_us(
+    num_rows: int | npt.NDArray[np.uint64], row_bytes: int | npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
     return PITCHED_US + num_rows * (np.asarray(row_bytes) / LINK_BYTES_PER_US)
 
 
@@ -92,27 +95,29 @@ class Recipe:
     """One row, so small that a run of blocks is better copied as one pitched copy."""
     contiguous: bool
     """There is one column with one row, and blocks follow each other without a gap: neighbours can be joined."""
+    wide_us: float
+    """What the pitched copies and the wide pieces of a block take, without the start of their batches."""
+    narrow_us: float
+    """The same of the narrow ones as pieces."""
+    narrow_link_us: float
+    """And of these the time on the link, which is all that they take in a long run."""
+    piece_bytes: int
+    """The most bytes of a piece; 0: there is none."""
 
-    def microseconds(
-        self, num_blocks: int, runs: npt.NDArray[np.intp] | None, max_batch: int, call_bytes: int
-    ) -> float:
-        """About how long copies of these blocks take.
+    def microseconds(self, num_blocks: int, num_runs: int, in_runs: int, max_batch: int, call_bytes: int) -> float:
+        """About how long the copies of these blocks take.
 
         Args:
-            runs: lengths of those that are long enough for a pitched copy; None: that is not known, or none is narrow.
+            num_runs: that are long enough for pitched copies.
+            in_runs: blocks in these.
             max_batch, call_bytes: most pieces, and bytes, of a call.
         """
-        took = num_blocks * float(_pitched_us(self.pitched.num_rows, self.pitched.row_bytes).sum())
-        in_runs = 0
-        if runs is not None and len(runs):
-            in_runs = int(runs.sum())
-            for row_bytes in self.narrow.row_bytes.tolist():
-                took += float(_pitched_us(runs, row_bytes).sum())
-        for columns, blocks in ((self.wide, num_blocks), (self.narrow, num_blocks - in_runs)):
-            if len(columns) and blocks:
-                batch = min(max_batch, max(1, call_bytes // int(columns.row_bytes.max())))
-                batches = max(1.0, blocks * len(columns) / batch)
-                took += blocks * float(_piece_us(columns.row_bytes).sum()) + BATCH_US * batches
+        others = num_blocks - in_runs
+        took = num_blocks * self.wide_us + others * self.narrow_us
+        took += num_runs * len(self.narrow) * PITCHED_US + in_runs * self.narrow_link_us
+        if pieces := num_blocks * len(self.wide) + others * len(self.narrow):
+            batch = min(max_batch, max(1, call_bytes // self.piece_bytes))
+            took += BATCH_US * max(1.0, pieces / batch)
         return took
 
     @property
@@ -258,9 +263,15 @@ def _recipe(columns: Columns, longest_run: int) -> Recipe:
     contiguous = len(columns) == 1 and bool(
         columns.num_rows[0] == 1 and columns.block_stride[0] == columns.row_bytes[0]
     )
+    wide = ~pitched & ~narrow
+    us = np.where(pitched, _pitched_us(columns.num_rows, columns.row_bytes), _piece_us(columns.row_bytes))
     return Recipe(
         pitched=columns.where(pitched),
-        wide=columns.where(~pitched & ~narrow),
+        wide=columns.where(wide),
         narrow=columns.where(narrow),
         contiguous=contiguous,
+        wide_us=float(us[~narrow].sum()),
+        narrow_us=float(us[narrow].sum()),
+        narrow_link_us=float(columns.row_bytes[narrow].sum() / LINK_BYTES_PER_US),
+        piece_bytes=int(columns.row_bytes[~pitched].max(initial=0)),
     )

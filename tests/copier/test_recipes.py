@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvsidecar.copier.recipes import BATCH_US, bind, pitched_pays, run_pays_from
@@ -27,11 +26,11 @@ def test_a_recipe_takes_as_long_as_its_copies_and_the_start_of_its_batches() -> 
     rows = tuple(Region(i // 2, i % 2 * MIB, 2 * KIB, 2 * KIB, 2 * KIB, 1) for i in range(4))
     bound = bind(GroupLayout(0, 512, 0, 1, rows), [1 << 40, 1 << 41])
     link = 2 * KIB / 55_000
-    assert bound.few.microseconds(8, None, 64, MIB) == pytest.approx(8 * 2 * (3 + 2 * link))
-    pieces = bound.fast.microseconds(8, None, 64, MIB)
+    assert bound.few.microseconds(8, 0, 0, 64, MIB) == pytest.approx(8 * 2 * (3 + 2 * link))
+    pieces = bound.fast.microseconds(8, 0, 0, 64, MIB)
     assert pieces == pytest.approx(8 * 4 * 0.73 + BATCH_US)
-    assert bound.fast.microseconds(8, None, 16, MIB) == pytest.approx(pieces + BATCH_US), "two batches"
-    assert bound.fast.microseconds(8, None, 64, 32 * KIB) == pytest.approx(pieces + BATCH_US), "two calls"
-    in_runs = bound.fast.microseconds(300, np.array([100, 200]), 64, MIB)
+    assert bound.fast.microseconds(8, 0, 0, 16, MIB) == pytest.approx(pieces + BATCH_US), "two batches"
+    assert bound.fast.microseconds(8, 0, 0, 64, 32 * KIB) == pytest.approx(pieces + BATCH_US), "two calls"
+    in_runs = bound.fast.microseconds(300, 2, 300, 64, MIB)
     assert in_runs == pytest.approx(4 * (2 * 3 + 300 * link))
-    assert bound.fast.microseconds(308, np.array([100, 200]), 64, MIB) == pytest.approx(in_runs + pieces)
+    assert bound.fast.microseconds(308, 2, 300, 64, MIB) == pytest.approx(in_runs + pieces)
