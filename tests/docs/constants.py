@@ -84,7 +84,7 @@ SAID = (
     ("docs/sglang.md", "a lookup of up to {} may keep", "integrations.time_limits.BUDGETED_HASHES"),
     ("docs/sglang.md", "each further failure, at most {} |", "integrations.sglang.loads.MAX_PAUSE_SECONDS"),
     ("docs/sglang.md", "has answered nothing for {}, a circuit breaker", "support.breaker.SILENT_SECONDS"),
-    ("docs/sglang.md", "of its pool; after {}, or beyond", "integrations.sglang.offloads.HUNG_SECONDS"),
+    ("docs/sglang.md", "and after {} none are sent", "integrations.sglang.offloads.HUNG_SECONDS"),
     ("docs/routers.md", "hear it again: at most every {},", "publisher.publisher.AGAIN_SECONDS"),
     ("docs/routers.md", "5 seconds, {} a message", "publisher.publisher.MESSAGE_BLOCKS"),
     ("docs/routers.md", "The latest {} messages are kept", "publisher.sequence.MAX_KEPT"),

@@ -16,7 +16,7 @@ from kvsidecar.client import Client, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.sglang import loads
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
-from tests.linker.rank import LAYERS, PAGES, Engine, LateReader, running
+from tests.linker.rank import LAYERS, PAGES, Engine, LateReader, running, transfer
 from tests.linker.transfers import PoolName, Transfer
 from tests.marks import lent_daemon
 
@@ -368,13 +368,34 @@ def test_slots_that_are_no_pages_cost_a_store_and_a_load_and_never_an_engine(sho
 def test_stores_of_a_daemon_that_hangs_hold_a_part_of_the_pages(short_dir: Path, gate: Gate) -> None:
     with running(short_dir, f"store.in_flight@2={gate}") as (_, engine):
         engine.offload(range(PAGES // 2), "a")
-        engine.offload([20], "b")
-        assert engine.counters.held_back_offloads == 1
+        assert not engine.side.offload([transfer("b", pages=[20])]), "SGLang would keep it until the others have ended"
+        engine.side.weights_changing(UPDATE)
+        assert not engine.side.offload([transfer("b", pages=[20])]), "and would do so as well if it is not to be stored"
+        engine.side.weights_changed(lambda: True)
+        assert engine.counters.held_back_offloads == 2
         gate.let_pass()
         assert engine.ended()
-        assert not engine.ended(), "it was not stored, and says so"
         engine.offload([20], "b")
         gate.let_pass()
+        assert engine.ended()
+
+
+def test_a_node_of_more_than_half_of_the_pages_is_stored_when_no_other_is_held(engine: Engine) -> None:
+    engine.store(range(PAGES - 1), "a")
+    assert engine.lookup("a", PAGES) == [PAGES - 1]
+
+
+def test_pages_that_are_known_count_as_held_behind_a_store_that_hangs(short_dir: Path, gate: Gate) -> None:
+    """Their end is taken in order."""
+    with running(short_dir, f"store.in_flight@3={gate}") as (daemon, engine):
+        engine.store(range(PAGES // 2), "known")
+        engine.offload([20], "slow")
+        daemon.wait_log("failpoint")
+        engine.offload(range(PAGES // 2 - 1), "known")
+        assert engine.side.completed() == 0
+        assert not engine.side.offload([transfer("known", pages=[0])])
+        gate.let_pass()
+        assert engine.ended()
         assert engine.ended()
 
 

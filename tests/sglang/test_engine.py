@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from kvsidecar.integrations.offload_condition import GAUGES
 from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
 from tests.open_files import open_files
-from tests.sglang.engine import PAGE, SGLangProcess, forgotten, join, stored
+from tests.sglang.engine import PAGE, Answer, SGLangProcess, forgotten, join, stored
 from tests.vllm.engine import blocks, prompt
 
 LONG = prompt("long", 700)
@@ -71,13 +72,18 @@ def test_local_and_external_hits_of_a_batch_add_up(engine: SGLangProcess, daemon
 def test_pages_that_were_evicted_come_back(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     """The engine has room for 2048 tokens."""
     join(engine, daemon)
-    cold = engine.ask(LONG)
-    for i in range(4):
-        engine.ask(prompt(("evict", i), 600))
-    hit = engine.ask(LONG)
-    assert hit.cached == WHOLE
-    assert hit.host > 0, "nothing was evicted"
-    assert hit.tokens == cold.tokens
+    cold, numbers = engine.ask(LONG), itertools.count()
+
+    def back() -> Answer | None:
+        """None: they were not evicted, because they are still being stored."""
+        for _ in range(4):
+            engine.ask(prompt(("evict", next(numbers)), 600))
+        hit = engine.ask(LONG)
+        return hit if hit.host else None
+
+    hit = eventually(back, "an eviction")
+    assert hit is not None
+    assert (hit.cached, hit.tokens) == (WHOLE, cold.tokens)
 
 
 def test_a_conversation_hits_what_the_engine_wrote_itself(engine: SGLangProcess, daemon: DaemonProcess) -> None:

@@ -337,6 +337,31 @@ def test_pages_stay_locked_until_they_are_read(short_dir: Path, gate: Gate, stac
     assert mine.match(tokens)[0].prefix_len == 0
 
 
+def test_while_stores_hang_half_of_the_pages_can_be_evicted_and_what_was_not_stored_is_offered_again(
+    short_dir: Path, gate: Gate, stack: ExitStack
+) -> None:
+    """SGLang takes the ends of stores in order, and keeps the pages of each until then."""
+    daemon = stack.enter_context(DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}"))
+    cfg = CONFIGS["full, pages of 1"]
+    mine = tree(stack, cfg, daemon.wait_ready())
+    length = cfg.kv_size // 8
+    prompts = [list(range(number * length + 1, (number + 1) * length + 1)) for number in range(7)]
+    with mock.patch.object(mine, "settle"):
+        for tokens in prompts:
+            mine.insert(tokens)
+    daemon.wait_log("failpoint")
+    held = mine.linker.counters.held_back_offloads
+    assert held >= len(prompts) // 2
+    mine.evict()
+    kept = [tokens for tokens in prompts if mine.match(tokens)[0].prefix_len]
+    assert kept == prompts[: len(prompts) - held], "these wait for their ends, and no others"
+    gate.let_pass()
+    mine.settle()
+    mine.insert(prompts[-1])
+    mine.evict()
+    assert mine.match(prompts[-1])[1] == len(prompts[-1]), "the daemon has it now"
+
+
 @pytest.mark.parametrize("name", ["full, pages of 1", "full, pages of 4", "latent, pages of 4"])
 def test_pages_with_small_pieces_come_by_way_of_the_staging_memory(
     name: str, daemon: DaemonProcess, stack: ExitStack

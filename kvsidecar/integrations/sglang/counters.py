@@ -32,7 +32,7 @@ class Counters(Totals):
     refused_jobs: int = counter(
         "Loads and stores that the daemon refused as invalid or not permitted; the log says why."
     )
-    held_back_offloads: int = counter("Stores not sent: running ones hold too much of the pool, or run for too long.")
+    held_back_offloads: int = counter("Stores not sent: earlier ones hold half of the pool, or run for too long.")
     pauses: int = counter(
         "Requests whose custom_params say when their prompt will be used next, or that it will not be."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -25,7 +25,7 @@ HUNG_SECONDS = 5.0
 FINISH_SECONDS = 1.0
 """How long a reset lets stores run that have not started; then it cancels them."""
 HELD_FRACTION = 0.5
-"""Most of a pool's pages that running stores may keep from SGLang."""
+"""Most of a pool's pages that offloads may keep from SGLang, which frees none before it has taken the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class _Offload:
     began: float = inf
     """When it was sent."""
     held: int = 0
-    """Pages that it keeps from SGLang."""
+    """Pages that it keeps from SGLang until `pop`."""
+    sent: bool = False
+    """Or to be sent."""
     unsent: list[tuple[int, Pages]] = field(default_factory=list)
     """By group: what is sent when its pages are known."""
     ok: bool = True
@@ -75,16 +77,22 @@ class Offloads:
         self._unsent: deque[_Offload] = deque()
         self._held = 0
 
-    def submit(self, offered: Iterable[Offered]) -> None:
+    def submit(self, offered: Sequence[Offered]) -> bool:
         """Store these pages, as soon as they are known on the host: `completed` sees to it. `pop` will tell, also when
         they are not stored at all: every rank must count the same offloads.
 
         Those at the beginning that the daemon has are not sent: SGLang offers what it has loaded together with what it
         has computed behind it.
+
+        Returns:
+            False: offloads keep too many pages already, whatever becomes of them, because their ends are taken in
+            order; SGLang does not keep these. All ranks say the same: they are offered the same, and SGLang takes the
+            same ends from each.
         """
-        offload, known, count = _Offload(), False, 0
+        offload, known = _Offload(held=sum(pages.count for pages in offered)), False
+        if not self._may_hold(offload.held):
+            return False
         for pages in offered:
-            count += pages.count
             group = self._groups.of(pages.pool)
             if group is None or (group.replicated and not self._is_first_rank):
                 continue
@@ -99,16 +107,26 @@ class Offloads:
                 known = True
         if not offload.unsent:
             self._counters.known_offloads += known
-        elif self._hangs() or self._held + count > self._most_held:
+        elif self._hangs():
             self._counters.held_back_offloads += 1
             offload.unsent, offload.ok = [], False
         else:
             self._counters.offloads += 1
-            offload.held = count
-            self._held += count
+            offload.sent = True
             self._unsent.append(offload)
-        self._pending.append(offload)
+        self._hold(offload)
         self._send_arrived()
+        return True
+
+    def _may_hold(self, pages: int) -> bool:
+        if not self._held or self._held + pages <= self._most_held:
+            return True
+        self._counters.held_back_offloads += 1
+        return False
+
+    def _hold(self, offload: _Offload) -> None:
+        self._held += offload.held
+        self._pending.append(offload)
 
     def _send_arrived(self) -> None:
         """In the order in which they were offered."""
@@ -127,9 +145,12 @@ class Offloads:
         for blocks in split(parts, MAX_JOB_BLOCKS):
             offload.jobs.append(self._jobs.add(self._jobs.client.store(blocks), partial(self._ended, offload)))
 
-    def decline(self) -> None:
-        """Store nothing; `pop` will tell so."""
-        self._pending.append(_Offload(ok=False))
+    def decline(self, pages: int) -> bool:
+        """Store none of so many pages; `pop` will tell so. Returns what `submit` does."""
+        if not self._may_hold(pages):
+            return False
+        self._hold(_Offload(held=pages, ok=False))
+        return True
 
     def _hangs(self) -> bool:
         return bool(self._pending) and self._clock() - self._pending[0].began > HUNG_SECONDS
@@ -155,7 +176,7 @@ class Offloads:
         """Remove the oldest, which has ended. Returns whether all of it was stored."""
         offload = self._pending.popleft()
         self._held -= offload.held
-        if offload.held:
+        if offload.sent:
             self._counters.failed_offloads += not offload.ok and offload.admitted
             self._counters.not_admitted_offloads += not offload.admitted
             for tags in offload.tags if offload.ok else ():

@@ -172,24 +172,23 @@ class RankSide:
         return True
 
     def offload(self, transfers: Sequence[Any]) -> bool:
-        """Store these pages as soon as the kernels that write them are over. Always accepted, so that all ranks count
-        the same; what was not stored is reported as not stored."""
+        """Store these pages as soon as the kernels that write them are over. What was not stored is reported as not
+        stored. Returns what `Offloads.submit` does: on all ranks the same."""
         self._watch_epoch()
         if self._weights.mixed:
             self._counters.unflushed_offloads += 1
-            self._offloads.decline()
-        else:
-            self._offloads.submit(
-                Offered(
-                    name_of(each),
-                    self._weights.keys(self._hashes(each.keys)),
-                    len(each.keys),
-                    partial(PageIds, each, self._page_size, self._read),
-                )
-                for each in transfers
-                if each.keys
+            return self._offloads.decline(sum(len(each.keys) for each in transfers))
+        offered = [
+            Offered(
+                name_of(each),
+                self._weights.keys(self._hashes(each.keys)),
+                len(each.keys),
+                partial(PageIds, each, self._page_size, self._read),
             )
-        return True
+            for each in transfers
+            if each.keys
+        ]
+        return self._offloads.submit(offered)
 
     def _pages(self, transfers: Sequence[Any]) -> Mapping[str, Pages]:
         return {
