@@ -33,6 +33,8 @@ PACED_CALLS: Final = 8
 """Calls in one slice while stores are paced: whether they are is asked once a slice."""
 FEW: Final = 4
 """Up to this many pieces are faster without a batch."""
+LEAST_ROW_BYTES: Final = 5500
+"""The copy engine moves ten million rows a second: smaller ones take as long as rows of this size on the link."""
 CUT_BYTES: Final = 4096
 """A piece is cut at multiples of this, from its start."""
 
@@ -218,12 +220,15 @@ def _runs(
 
 
 def _calls(copies: Copies, max_copies: int, chunk: int | None) -> list[CopyCall]:
-    """Cut a list of copies into calls of a bounded number of copies and bytes."""
+    """Cut a list of copies into calls of a bounded number of copies and bytes, and of a bounded time if they are
+    paced."""
     if not len(copies):
         return []
     nbytes = copies["row_bytes"] * copies["num_rows"]
-    limit = CALL_BYTES if chunk is None else chunk
     total = int(nbytes.sum())
+    limit = CALL_BYTES
+    if chunk is not None:
+        limit = max(1, min(chunk, chunk * total // (int(copies["num_rows"].sum()) * LEAST_ROW_BYTES)))
     if total <= limit and len(copies) <= max_copies:
         return [CopyCall(copies, _batched(copies), total)]
     if chunk is not None or int(nbytes.max()) > limit:
