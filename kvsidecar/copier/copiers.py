@@ -228,8 +228,8 @@ class Copier(Supervised[CopierLink]):
         """Set the most bytes of stores in flight at a time; None for the whole link."""
         if nbytes != self._pace:
             self._pace = nbytes
-            if not self.down:
-                self.live().set_pace(nbytes)
+            if (link := self.at_work) is not None:  # else the next process is told
+                link.set_pace(nbytes)
 
 
 class Copiers:

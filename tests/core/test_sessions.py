@@ -110,6 +110,17 @@ async def test_stores_are_paced_while_an_engine_is_at_work_on_their_device(buffe
     assert chunks() == (None, None)
 
 
+async def test_a_session_ends_right_after_its_copier_has_died(buffer: HostBuffer) -> None:
+    """Before the copier's supervision knows. An error there left the session, and its engine waited for the end."""
+    world = World()
+    one, two = [await world.attach(world.peer(buffer, uid=1000)) for _ in range(2)]
+    world.copier.die(noticed=False)
+    world.instances.set_idle(one, True)
+    await world.instances.end(two, gone=True)  # the last busy one: the pace changes
+    await world.instances.end(one, gone=True)
+    world.nothing_is_left()
+
+
 async def test_memory_of_one_user_is_refused_to_another_while_it_is_attached(buffer: HostBuffer) -> None:
     world = World()
     first = await world.attach(world.peer(buffer, uid=1000))
