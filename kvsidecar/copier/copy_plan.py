@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.copier import recipes
-from kvsidecar.copier.recipes import BoundGroup, Columns, Recipe, run_pays_from
+from kvsidecar.copier.recipes import BoundGroup, Columns, Recipe
 from kvsidecar.device.base import COPY, CopyCall
 
 MAX_BATCH: Final = 256
@@ -118,7 +118,7 @@ def _better_in_small_calls(
     num_runs = in_runs = 0
     if len(bound.fast.narrow):
         _, lengths, _ = _runs(ids, slots, boundary)
-        long = lengths[lengths >= run_pays_from(int(bound.fast.narrow.row_bytes.max()))]
+        long = lengths[lengths >= bound.fast.long_run]
         num_runs, in_runs = len(long), int(long.sum())
     few, fast = (
         each.microseconds(len(ids), num_runs, in_runs, max_batch, call_bytes) for each in (bound.few, bound.fast)
@@ -140,7 +140,7 @@ def _copies(
             return pitched, joined
         if not len(recipe.narrow):
             return pitched, _records(columns, ids, slots)
-        long = lengths >= run_pays_from(int(recipe.narrow.row_bytes.max()))
+        long = lengths >= recipe.long_run
         if long.any():
             runs = _records(recipe.narrow, ids[firsts[long]], slots[firsts[long]])
             runs["num_rows"] = np.repeat(lengths[long], len(recipe.narrow))

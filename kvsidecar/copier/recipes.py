@@ -103,6 +103,8 @@ class Recipe:
     """And of these the time on the link, which is all that they take in a long run."""
     piece_bytes: int
     """The most bytes of a piece; 0: there is none."""
+    long_run: int
+    """The least number of blocks of which the narrow ones are better copied as runs; 0: there is none."""
 
     def microseconds(self, num_blocks: int, num_runs: int, in_runs: int, max_batch: int, call_bytes: int) -> float:
         """About how long the copies of these blocks take.
@@ -274,4 +276,5 @@ def _recipe(columns: Columns, longest_run: int) -> Recipe:
         narrow_us=float(us[narrow].sum()),
         narrow_link_us=float(columns.row_bytes[narrow].sum() / LINK_BYTES_PER_US),
         piece_bytes=int(columns.row_bytes[~pitched].max(initial=0)),
+        long_run=run_pays_from(int(columns.row_bytes[narrow].max())) if narrow.any() else 0,
     )
