@@ -48,7 +48,9 @@ class Ends:
         self.client, self.counters, self.now = Told(), Counters(), 0.0
         jobs: Any = SimpleNamespace(client=self.client)
         groups = groups_of([(pool, range(2), False) for pool in pools], 2, 1)
-        shared = Shared(jobs, groups, NAMESPACE, lambda hashes: hashes[::-1], self.counters, lambda: self.now)
+        shared = Shared(
+            jobs, groups, NAMESPACE, lambda hashes: hashes_of(hashes)[::-1], self.counters, lambda: self.now
+        )
         self.touches = Touches(shared, trailing or {})
 
     def end(self, name: object, session: str | None = None, pause: float | None = None) -> None:

@@ -68,7 +68,6 @@ class Lookups:
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._budget = shared.groups, budget
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
-        self._hashes = shared.hashes
         self._trailing = any(group.pool != KV for group in shared.groups.all)
         self._offers: dict[str, Offer] = {}
         """By request; the oldest first."""
@@ -91,7 +90,7 @@ class Lookups:
         if offer is not None and offer.epoch == self._client.attached_epoch and offer.answers(full.keys, now):
             return self._told(offer.lengths, len(full.keys))
         pages = len(full.keys)
-        keys = self._keys(self._hashes(full.keys))
+        keys = self._keys(full.keys)
         epoch = self._client.attached_epoch
         result = self._client.lookup(
             self._namespace,

@@ -77,21 +77,23 @@ class Offloads:
         self._unsent: deque[_Offload] = deque()
         self._held = 0
 
-    def submit(self, offered: Sequence[Offered]) -> bool:
+    def may_hold(self, pages: int) -> bool:
+        """Whether so many more pages may be kept from SGLang. False: offloads keep too many already, whatever becomes
+        of them, because their ends are taken in order. All ranks say the same: they are offered the same, and SGLang
+        takes the same ends from each."""
+        if not self._held or self._held + pages <= self._most_held:
+            return True
+        self._counters.held_back_offloads += 1
+        return False
+
+    def submit(self, offered: Sequence[Offered]) -> None:
         """Store these pages, as soon as they are known on the host: `completed` sees to it. `pop` will tell, also when
         they are not stored at all: every rank must count the same offloads.
 
         Those at the beginning that the daemon has are not sent: SGLang offers what it has loaded together with what it
         has computed behind it.
-
-        Returns:
-            False: offloads keep too many pages already, whatever becomes of them, because their ends are taken in
-            order; SGLang does not keep these. All ranks say the same: they are offered the same, and SGLang takes the
-            same ends from each.
         """
         offload, known = _Offload(held=sum(pages.count for pages in offered)), False
-        if not self._may_hold(offload.held):
-            return False
         for pages in offered:
             group = self._groups.of(pages.pool)
             if group is None or (group.replicated and not self._is_first_rank):
@@ -116,13 +118,6 @@ class Offloads:
             self._unsent.append(offload)
         self._hold(offload)
         self._send_arrived()
-        return True
-
-    def _may_hold(self, pages: int) -> bool:
-        if not self._held or self._held + pages <= self._most_held:
-            return True
-        self._counters.held_back_offloads += 1
-        return False
 
     def _hold(self, offload: _Offload) -> None:
         self._held += offload.held
@@ -145,12 +140,9 @@ class Offloads:
         for blocks in split(parts, MAX_JOB_BLOCKS):
             offload.jobs.append(self._jobs.add(self._jobs.client.store(blocks), partial(self._ended, offload)))
 
-    def decline(self, pages: int) -> bool:
-        """Store none of so many pages; `pop` will tell so. Returns what `submit` does."""
-        if not self._may_hold(pages):
-            return False
+    def decline(self, pages: int) -> None:
+        """Store none of so many pages; `pop` will tell so."""
         self._hold(_Offload(held=pages, ok=False))
-        return True
 
     def _hangs(self) -> bool:
         return bool(self._pending) and self._clock() - self._pending[0].began > HUNG_SECONDS

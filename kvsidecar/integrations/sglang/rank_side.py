@@ -27,7 +27,7 @@ from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.staged_load import Staging
 from kvsidecar.integrations.sglang.touches import Touches
-from kvsidecar.integrations.sglang.transfers import PageIds, name_of, read_now
+from kvsidecar.integrations.sglang.transfers import PageIds, RecentHashes, name_of, read_now
 from kvsidecar.integrations.sglang.weights import Weights
 from kvsidecar.integrations.waited_jobs import WaitedJobs
 
@@ -97,8 +97,9 @@ class RankSide:
         self._identity, self._layouts, self._epoch = facts.identity, facts.memory.groups, 0
         self._unfit_jobs = UnfitJobs(_log)
         self._jobs = WaitedJobs(self._client, self._note_unfit)
-        shared = Shared(self._jobs, facts.groups, namespace, weights.keys, counters, clock)
-        self._known, self._hashes = shared.known, shared.hashes
+        hashes = RecentHashes()
+        shared = Shared(self._jobs, facts.groups, namespace, lambda pages: weights.keys(hashes(pages)), counters, clock)
+        self._known, self._keys = shared.known, shared.keys
         self._lookups = Lookups(shared, options.lookup_budget, alone=ranks.size == 1)
         detour = None if facts.staging is None else Detour(facts.staging, self._jobs_of_staging(facts, facts.staging))
         self.loads = Loads(shared, options.load_timeout, detour)
@@ -173,28 +174,32 @@ class RankSide:
 
     def offload(self, transfers: Sequence[Any]) -> bool:
         """Store these pages as soon as the kernels that write them are over. What was not stored is reported as not
-        stored. Returns what `Offloads.submit` does: on all ranks the same."""
+        stored. Returns what `Offloads.may_hold` does: on all ranks the same."""
         self._watch_epoch()
+        self._counters.unflushed_offloads += self._weights.mixed
+        count = sum(len(each.keys or ()) for each in transfers)
+        if not self._offloads.may_hold(count):
+            return False
         if self._weights.mixed:
-            self._counters.unflushed_offloads += 1
-            return self._offloads.decline(sum(len(each.keys) for each in transfers))
-        offered = [
-            Offered(
-                name_of(each),
-                self._weights.keys(self._hashes(each.keys)),
-                len(each.keys),
-                partial(PageIds, each, self._page_size, self._read),
-            )
-            for each in transfers
-            if each.keys
-        ]
-        return self._offloads.submit(offered)
+            self._offloads.decline(count)
+            return True
+        self._offloads.submit(
+            [
+                Offered(
+                    name_of(each),
+                    self._keys(each.keys),
+                    len(each.keys),
+                    partial(PageIds, each, self._page_size, self._read),
+                )
+                for each in transfers
+                if each.keys
+            ]
+        )
+        return True
 
     def _pages(self, transfers: Sequence[Any]) -> Mapping[str, Pages]:
         return {
-            name_of(each): Pages(
-                self._weights.keys(self._hashes(each.keys)), PageIds(each, self._page_size, self._read)
-            )
+            name_of(each): Pages(self._keys(each.keys), PageIds(each, self._page_size, self._read))
             for each in transfers
             if each.keys
         }

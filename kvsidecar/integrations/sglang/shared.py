@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvsidecar.client import Namespace
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
-from kvsidecar.integrations.sglang.transfers import RecentHashes
 from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.waited_jobs import WaitedJobs
 
@@ -21,10 +20,10 @@ class Shared:
     """Of the rank's client."""
     groups: Groups
     namespace: Namespace
-    keys: Callable[[bytes], bytes]
-    """Converts joined hashes to keys of the current weights."""
+    keys: Callable[[Sequence[str]], bytes]
+    """The daemon's keys of pages with these hashes, joined, with the current weights. Raises ValueError as
+    `kvsidecar.integrations.sglang.transfers.hashes_of` does."""
     counters: Counters
     clock: Callable[[], float]
     """Monotonic seconds."""
     known: StoredFilter = field(default_factory=StoredFilter)
-    hashes: RecentHashes = field(default_factory=RecentHashes)

@@ -42,7 +42,7 @@ class Touches:
     def __init__(self, shared: Shared, trailing: Mapping[str, int]) -> None:
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._counters, self._clock = shared.groups, shared.counters, shared.clock
-        self._trailing, self._hashes = trailing, shared.hashes
+        self._trailing = trailing
         self._waiting: deque[_Touch] = deque()
         self._waiting_bytes = 0
         self._sessions: dict[str, bytes] = {}
@@ -62,7 +62,7 @@ class Touches:
         """
         if not hashes:
             return
-        keys = self._keys(self._hashes(hashes[:MAX_HASHES]))
+        keys = self._keys(hashes[:MAX_HASHES])
         self._put(keys, pause)
         if session is not None:
             self._forget_session(session)
