@@ -316,6 +316,26 @@ def test_layers_are_computed_behind_the_moves_from_the_staging_memory(cuda_daemo
     engine.side.close()
 
 
+@pytest.mark.parametrize(
+    ("page", "heads", "chunks"),
+    [
+        pytest.param(1, 8, 3, id="pages of one token: three parts"),
+        pytest.param(16, 8, 6, id="16 tokens: as many as load_chunks"),
+        pytest.param(64, 4, 6, id="64, with two ranks"),
+        pytest.param(64, 8, None, id="64: pieces are as fast as the link"),
+    ],
+)
+def test_the_default_staging_memory_is_for_small_pieces(page: int, heads: int, chunks: int | None) -> None:
+    shape = (2, 256, page, heads, DIM)  # K and V
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(LAYERS)]
+    found = [pools.Pool(KV, {layer: tuple(both) for layer, both in enumerate(tensors)}, False)]
+    groups = groups_of([(KV, range(LAYERS), False)], LAYERS, 6)
+    staging = staging_for(found, groups, pools.export(found, groups, 0, 1).groups, None)
+    assert (staging and staging.groups.num_chunks) == chunks
+    free, _ = torch.cuda.mem_get_info()
+    assert staging is None or staging.nbytes < free / 4
+
+
 def test_the_forward_waits_for_each_move_and_not_only_for_the_first_one() -> None:
     params = SimpleNamespace(sidecar_draft_device_pools=(), mtp_draft_device_pools=())
     kvcache = pool()

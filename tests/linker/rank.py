@@ -98,11 +98,12 @@ class HostStaging:
         return ids
 
     def move(self, chunk: int, first: int, pages: Any) -> None:
+        pieces = self._places[chunk][first : first + len(pages)]
         for i, layer in enumerate(self._layers[chunk]):
-            self._kv[layer, pages] = self._places[chunk][first : first + len(pages), i]
+            self._kv[layer, pages] = pieces[:, i]
+        pieces[:] = 0  # nothing is moved twice
 
-    def wait_free(self, chunk: int, first: int) -> None:
-        self._places[chunk][first : first + self.slots // 2] = 0
+    def wait_free(self, chunk: int) -> None: ...
 
     def keep_order(self) -> None: ...
 

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsidecar.integrations.sglang import staged_load
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.staged_load import MOST_PIECES, Piece, StagedLoad, pieces_of
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
@@ -22,12 +24,17 @@ from tests.linker.rank import LAYERS, Engine, running
 from tests.marks import lent_daemon
 
 SLOTS = 4
-"""Room for two pieces of two pages each, of each chunk."""
+"""Room for two pieces of two pages each, of each chunk, or for one of up to four."""
 
 
-@given(st.integers(0, 40), st.integers(2, 9), st.sets(st.integers(0, 5), min_size=1))
-def test_pieces_hold_every_page_of_every_chunk_once_and_in_order(pages: int, slots: int, chunks: set[int]) -> None:
-    pieces = list(pieces_of(pages, slots, sorted(chunks)))
+@given(st.integers(0, 40), st.integers(2, 9), st.integers(1, 12), st.sets(st.integers(0, 5), min_size=1))
+def test_pieces_hold_every_page_of_every_chunk_once_and_in_order(
+    pages: int, slots: int, most: int, chunks: set[int]
+) -> None:
+    with mock.patch.object(staged_load, "MOST_PAGES", most):
+        pieces = list(pieces_of(pages, slots, sorted(chunks)))
+    assert all(piece.end - piece.first <= most for piece in pieces)
+    assert len(pieces) == len(chunks) * bool(pages) or pages > min(slots, most)
     found = [(piece.chunk, page) for piece in pieces for page in range(piece.first, piece.end)]
     assert found == [(chunk, page) for chunk in sorted(chunks) for page in range(pages)]
     assert all(piece.slot >= 0 and piece.slot + piece.end - piece.first <= slots for piece in pieces)
@@ -53,7 +60,7 @@ class Watched:
         self.loading -= {(chunk, first + i) for i in range(len(pages))}
         self.moves.append((chunk, first, pages))
 
-    def wait_free(self, chunk: int, first: int) -> None: ...
+    def wait_free(self, chunk: int) -> None: ...
     def keep_order(self) -> None: ...
     def wait(self) -> None: ...
 

@@ -21,7 +21,7 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
 from kvsidecar.client import Client
-from kvsidecar.integrations.sglang import KVSidecarLinker
+from kvsidecar.integrations.sglang import KVSidecarLinker, staged_load
 from kvsidecar.integrations.sglang import linker as linker_module
 from kvsidecar.integrations.sglang import staging as staging_module
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
@@ -381,12 +381,13 @@ def test_pages_with_small_pieces_come_by_way_of_the_staging_memory(
     assert mine.linker.counters.staged_loads == 1
 
 
-def test_pieces_are_no_larger_than_a_job_however_large_the_staging_memory_may_be(
+def test_many_pages_come_in_pieces_however_large_the_staging_memory_may_be(
     daemon: DaemonProcess, stack: ExitStack
 ) -> None:
     cfg = CONFIGS["full, pages of 1"]
-    with mock.patch.object(staging_module, "MAX_JOB_BLOCKS", 2):
-        mine = tree(stack, cfg, daemon, staging="16MiB")
+    for module in (staging_module, staged_load):
+        stack.enter_context(mock.patch.object(module, "MOST_PAGES", 2))
+    mine = tree(stack, cfg, daemon, staging="16MiB")
     tokens = mine._make_seq(1, 7)
     expected = mine.insert(tokens)
     mine.evict()

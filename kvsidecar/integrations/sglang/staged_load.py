@@ -1,7 +1,8 @@
 """A load by way of the staging memory, piece by piece. Pure; see `kvsidecar.integrations.sglang.staging`.
 
-The pieces are loaded in the order of the layers, and moved on in the same order. A chunk has two places for pieces, the
-halves of its slots: while one is loaded, the other one is moved on.
+The pieces are loaded in the order of the layers, and moved on in the same order. A chunk whose pages find room in its
+slots is one piece, unless they are many. Otherwise it has two places for pieces: while one is loaded, the other one is
+moved on.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class Staging(Protocol):
 
     def on_device(self, ids: npt.NDArray[np.int64]) -> Any: ...
     def move(self, chunk: int, first: int, pages: Any) -> None: ...
-    def wait_free(self, chunk: int, first: int) -> None: ...
+    def wait_free(self, chunk: int) -> None: ...
     def keep_order(self) -> None: ...
     def wait(self) -> None: ...
 
 
+MOST_PAGES = 4096
+"""Of a piece. The daemon takes a microsecond for each before it copies any: the next piece's while it copies this
+one's."""
 MOST_PIECES = 4
 """On their way at once. More than one chunk's two, so that the link has work while the last ones are moved on."""
 
@@ -47,10 +51,12 @@ class Piece:
 
 
 def pieces_of(pages: int, slots: int, chunks: Iterable[int]) -> Iterator[Piece]:
-    half = slots // 2
+    size = min(slots, MOST_PAGES)
+    if pages > size:
+        size = min(slots // 2, MOST_PAGES)
     for chunk in chunks:
-        for number, first in enumerate(range(0, pages, half)):
-            yield Piece(chunk, first, min(pages, first + half), number % 2 * half)
+        for number, first in enumerate(range(0, pages, size)):
+            yield Piece(chunk, first, min(pages, first + size), number % 2 * size)
 
 
 class StagedLoad:
@@ -77,7 +83,7 @@ class StagedLoad:
             if any((each.chunk, each.slot) == (piece.chunk, piece.slot) for each, _ in self._sent):
                 return
             self._waiting.popleft()
-            self._staging.wait_free(piece.chunk, piece.slot)
+            self._staging.wait_free(piece.chunk)
             job = self._send(piece)
             self._sent.append((piece, job))
             self.jobs.append(job)

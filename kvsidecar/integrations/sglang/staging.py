@@ -1,9 +1,9 @@
 """GPU memory through which pages pass whose pieces are too small for the GPU's copy engine.
 
-A piece is what one tensor, K or V of a layer, has of a page: 2 KiB with pages of one token and eight heads. The copy
-engine moves ten million pieces a second, so such pages would come at a third of the link's rate. Here all pieces of a
-page that belong to one part of the layers lie together, as in the daemon's pool, and kernels of this process move them
-on to where SGLang has them.
+A piece is what one tensor, K or V of a layer, has of a page: 2 KiB with pages of one token and eight heads. Each tensor
+is an allocation of its own, so each piece is a copy of its own unless pages lie side by side, and small pieces come at
+half of the link's rate or less. Here all pieces of a page that belong to one part of the layers lie together, as in the
+daemon's pool, and kernels of this process move them on to where SGLang has them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from kvsidecar.client.torch import TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import Groups, groups_of
-from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS
 from kvsidecar.integrations.sglang.pools import Pool
 from kvsidecar.integrations.sglang.scatter import Scatter, scatter_for
+from kvsidecar.integrations.sglang.staged_load import MOST_PAGES
 
 _log = logging.getLogger("kvsidecar.sglang")
 
-SMALL_PIECE_BYTES = 8 << 10
-"""Smaller pieces are slower than the link."""
-DEFAULT_SLOTS = 8192
-"""Half of them are a piece. Each piece takes the scheduler's thread half a millisecond."""
+SMALL_PIECE_BYTES = 128 << 10
+"""Smaller pieces are slower than the link where pages do not lie side by side."""
+DEFAULT_BYTES = 1 << 30
+"""A larger load comes in pieces of half of this, which is 10 ms on the link; each takes the scheduler's thread half a
+millisecond."""
 DEFAULT_SHARE = 8
 """By default at most this part of what SGLang has left free, which its forward needs as well."""
-MAX_CHUNKS = 3
-"""Of loads by way of the staging memory. Each job takes the daemon a microsecond per page, and pages are many."""
+LEAST_CHUNKS = 3
+"""Of loads by way of the staging memory, unless ``load_chunks`` is less."""
+CHUNK_BYTES = 64 << 10
+"""Of a page, for each further chunk: it is a job that takes the daemon a microsecond per page."""
 WORD_BYTES = 8
 """Kernels move pieces by words of int64."""
 
@@ -45,7 +48,7 @@ class Staging:
     Args:
         groups: one, whose chunks are those of the loads by way of this memory.
         layout: of the pages themselves.
-        nbytes: at most so many.
+        nbytes: at most so many; no more than two of the largest pieces are used.
 
     Raises:
         ValueError: pages of this kind cannot pass through, or not one fits into ``nbytes``.
@@ -60,11 +63,12 @@ class Staging:
             for layers in group.slices.values()
         ]
         widths = [sum(piece.shape[1] for piece in mine) for mine in pieces]
-        self.slots = min(nbytes // (WORD_BYTES * sum(widths)), 2 * MAX_JOB_BLOCKS)  # half of them are a job
+        self.slots = min(nbytes // (WORD_BYTES * sum(widths)), 2 * MOST_PAGES)
         if self.slots < 2:
             raise ValueError(f"a page has {WORD_BYTES * sum(widths)} bytes, and the staging memory {nbytes}")
         self._device = pieces[0][0].device
         size = self.slots * sum(widths)
+        self.nbytes = WORD_BYTES * size
         if self._device.type == "cuda":
             memory = torch.empty(size, dtype=torch.int64, device=self._device)
             # Not allocated by each load, which must not fail for want of memory.
@@ -88,8 +92,8 @@ class Staging:
         flat = tuple(region for each in regions for region in each)
         own = GroupLayout(layout.group, self.slots, layout.shard, layout.num_shards, flat, cuts)
         self.memory = RankMemory(exporter.kv_buffers(), (own,))
-        self._ended: dict[tuple[int, int], torch.cuda.Event] = {}
-        """By chunk and first slot: when the last move from there has ended."""
+        self._ended: dict[int, torch.cuda.Event] = {}
+        """By chunk: when the last move from its slots has ended."""
         self._last: torch.cuda.Event | None = None
         self._behind: set[int] = set()
         """Streams that wait for the last move already: a forward asks for each layer."""
@@ -105,11 +109,11 @@ class Staging:
             self._scatters[chunk](first, pages)
             self._behind.clear()
             if self._stream is not None:
-                self._last = self._ended[chunk, first] = self._stream.record_event()
+                self._last = self._ended[chunk] = self._stream.record_event()
 
-    def wait_free(self, chunk: int, first: int) -> None:
-        """Return when the last move from these slots has ended: the daemon may load into them again."""
-        if (ended := self._ended.pop((chunk, first), None)) is not None:
+    def wait_free(self, chunk: int) -> None:
+        """Return when all moves from this chunk's slots have ended: the daemon may load into them again."""
+        if (ended := self._ended.pop(chunk, None)) is not None:
             ended.synchronize()
 
     def keep_order(self) -> None:
@@ -141,20 +145,21 @@ def staging_for(
     if nbytes == 0 or len(groups.all) != 1:
         return None
     pool = next(each for each in pools if each.name == groups.all[0].pool)
-    own = groups_of([(pool.name, pool.layers, pool.replicated)], groups.ends[-1], min(MAX_CHUNKS, groups.num_chunks))
     tensors = [tensor for each in pool.layers.values() for tensor in each]
+    page_bytes = sum(tensor[0].nbytes for tensor in tensors)
     if nbytes is None:
         if not tensors[0].is_cuda or min(tensor[0].nbytes for tensor in tensors) >= SMALL_PIECE_BYTES:
             return None
-        page_bytes = sum(tensor[0].nbytes for tensor in tensors)
         free, _ = torch.cuda.mem_get_info(tensors[0].device)
-        nbytes = min(DEFAULT_SLOTS * page_bytes, free // DEFAULT_SHARE)
+        nbytes = min(DEFAULT_BYTES, free // DEFAULT_SHARE)
+    num_chunks = min(groups.num_chunks, max(LEAST_CHUNKS, page_bytes // CHUNK_BYTES))
+    own = groups_of([(pool.name, pool.layers, pool.replicated)], groups.ends[-1], num_chunks)
     try:
         staging = Staging(pool, own, layouts[0], nbytes)
     except (ValueError, NotExportable, torch.OutOfMemoryError) as error:
         _log.warning("kvsidecar: no staging memory: %s", error)
         return None
-    _log.info("kvsidecar: %.0f MiB of staging memory: pages have small pieces", nbytes / (1 << 20))
+    _log.info("kvsidecar: %.0f MiB of staging memory: pages have small pieces", staging.nbytes / (1 << 20))
     return staging
 
 
