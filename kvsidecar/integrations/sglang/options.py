@@ -31,9 +31,9 @@ class Options(CommonOptions):
     staging: int | None = option(
         None,
         parse_size,
-        "GPU memory, such as 512MiB, by way of which pages are loaded whose pieces are small, with pages of one token "
-        "for example; 0: none, they are loaded directly, which is slower. By default, room for 8,192 pages where it "
-        "helps, and at most an eighth of the GPU's free memory",
+        "GPU memory, such as 512MiB, by way of which pages are loaded whose pieces are small: those of one token, and "
+        "those of 64 with several ranks, for example; 0: none, they are loaded directly, which is slower. By default "
+        "1GiB where it helps, and at most an eighth of the GPU's free memory",
     )
     lookup_budget: float = option(
         0.005,
