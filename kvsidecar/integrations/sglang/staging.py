@@ -1,9 +1,9 @@
-"""GPU memory through which pages pass whose pieces are too small for the GPU's copy engine.
+"""GPU memory through which pages pass whose pieces are too small to be copied one by one.
 
 A piece is what one tensor, K or V of a layer, has of a page: 2 KiB with pages of one token and eight heads. Each tensor
-is an allocation of its own, so each piece is a copy of its own unless pages lie side by side, and small pieces come at
-half of the link's rate or less. Here all pieces of a page that belong to one part of the layers lie together, as in the
-daemon's pool, and kernels of this process move them on to where SGLang has them.
+is an allocation of its own, so each piece is a copy of its own unless pages lie side by side, and small ones are not
+issued as fast as the link moves them. Here all pieces of a page that belong to one part of the layers lie together, as
+in the daemon's pool, and kernels of this process move them on to where SGLang has them.
 """
 
 from __future__ import annotations
