@@ -83,6 +83,8 @@ SAID = (
     ("docs/vllm.md", "An engine announces at most {};", "integrations.residency.announcements.MAX_ANNOUNCED"),
     ("docs/sglang.md", "a lookup of up to {} may keep", "integrations.time_limits.BUDGETED_HASHES"),
     ("docs/sglang.md", "each further failure, at most {} |", "integrations.sglang.loads.MAX_PAUSE_SECONDS"),
+    ("docs/sglang.md", "pages with pieces below {} into slots", "integrations.sglang.staged_load.SMALL_PIECE_BYTES"),
+    ("docs/sglang.md", "when SGLang has its pool: {}, at most an", "integrations.sglang.staged_load.DEFAULT_BYTES"),
     ("docs/sglang.md", "has answered nothing for {}, a circuit breaker", "support.breaker.SILENT_SECONDS"),
     ("docs/sglang.md", "and after {} none are sent", "integrations.sglang.offloads.HUNG_SECONDS"),
     ("docs/routers.md", "hear it again: at most every {},", "publisher.publisher.AGAIN_SECONDS"),

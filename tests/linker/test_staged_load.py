@@ -18,13 +18,38 @@ from hypothesis import strategies as st
 
 from kvsidecar.integrations.sglang import staged_load
 from kvsidecar.integrations.sglang.groups import KV, groups_of
-from kvsidecar.integrations.sglang.staged_load import MOST_PIECES, Piece, StagedLoad, pieces_of
+from kvsidecar.integrations.sglang.staged_load import (
+    MOST_PIECES,
+    Piece,
+    StagedLoad,
+    chunks_of,
+    default_bytes,
+    pieces_of,
+)
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.linker.rank import LAYERS, Engine, running
 from tests.marks import lent_daemon
 
 SLOTS = 4
 """Room for two pieces of two pages each, of each chunk, or for one of up to four."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "chunks"),
+    [
+        pytest.param(1, 8, 3, id="pages of one token: three"),
+        pytest.param(16, 8, 6, id="16 tokens: load_chunks"),
+        pytest.param(64, 4, 6, id="64, with two ranks"),
+        pytest.param(64, 8, 0, id="64: as fast as the link without"),
+    ],
+)
+def test_by_default_small_pieces_come_by_way_of_staging_memory(tokens: int, heads: int, chunks: int) -> None:
+    """Of Llama-3.1-8B: 32 layers, K and V of 128 values of two bytes each."""
+    piece = tokens * heads * 128 * 2
+    assert default_bytes(piece, 80 << 30) == (1 << 30 if chunks else 0)
+    assert default_bytes(piece, 4 << 30) == (512 << 20 if chunks else 0), "the forward needs the rest"
+    assert not chunks or chunks_of(64 * piece, 6) == chunks
+    assert chunks_of(64 * piece, 2) == 2
 
 
 @given(st.integers(0, 40), st.integers(2, 9), st.integers(1, 12), st.sets(st.integers(0, 5), min_size=1))

@@ -33,11 +33,38 @@ class Staging(Protocol):
     def wait(self) -> None: ...
 
 
+SMALL_PIECE_BYTES = 128 << 10
+"""What one tensor has of a page: less is copied more slowly than the link allows where pages do not lie side by
+side."""
+DEFAULT_BYTES = 1 << 30
+"""A larger load comes in pieces of half of this, which is 10 ms on the link; each takes the scheduler's thread half a
+millisecond."""
+DEFAULT_SHARE = 8
+"""By default at most this part of what SGLang has left free, which its forward needs as well."""
+LEAST_CHUNKS = 3
+CHUNK_BYTES = 64 << 10
+"""A load has a chunk for each so many bytes of a page: a chunk is a job that takes the daemon a microsecond per
+page."""
 MOST_PAGES = 4096
-"""Of a piece. The daemon takes a microsecond for each before it copies any: the next piece's while it copies this
-one's."""
+"""Of a piece. The daemon takes a microsecond for each before it copies the first one, so it prepares one piece while
+the one before is copied."""
 MOST_PIECES = 4
-"""On their way at once. More than one chunk's two, so that the link has work while the last ones are moved on."""
+"""On their way at once, so that the link has work while the first ones are moved on."""
+
+
+def default_bytes(piece_bytes: int, free: int) -> int:
+    """Bytes of the staging memory of a GPU; 0: pages are loaded directly.
+
+    Args:
+        piece_bytes: the least that a tensor has of a page.
+        free: bytes that SGLang has left free.
+    """
+    return 0 if piece_bytes >= SMALL_PIECE_BYTES else min(DEFAULT_BYTES, free // DEFAULT_SHARE)
+
+
+def chunks_of(page_bytes: int, most: int) -> int:
+    """Of how many chunks a load by way of the staging memory is, at most ``most``."""
+    return min(most, max(LEAST_CHUNKS, page_bytes // CHUNK_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

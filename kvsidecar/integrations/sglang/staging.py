@@ -23,21 +23,10 @@ from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import Groups, groups_of
 from kvsidecar.integrations.sglang.pools import Pool
 from kvsidecar.integrations.sglang.scatter import Scatter, scatter_for
-from kvsidecar.integrations.sglang.staged_load import MOST_PAGES
+from kvsidecar.integrations.sglang.staged_load import MOST_PAGES, chunks_of, default_bytes
 
 _log = logging.getLogger("kvsidecar.sglang")
 
-SMALL_PIECE_BYTES = 128 << 10
-"""Smaller pieces are slower than the link where pages do not lie side by side."""
-DEFAULT_BYTES = 1 << 30
-"""A larger load comes in pieces of half of this, which is 10 ms on the link; each takes the scheduler's thread half a
-millisecond."""
-DEFAULT_SHARE = 8
-"""By default at most this part of what SGLang has left free, which its forward needs as well."""
-LEAST_CHUNKS = 3
-"""Of loads by way of the staging memory, unless ``load_chunks`` is less."""
-CHUNK_BYTES = 64 << 10
-"""Of a page, for each further chunk: it is a job that takes the daemon a microsecond per page."""
 WORD_BYTES = 8
 """Kernels move pieces by words of int64."""
 
@@ -142,17 +131,17 @@ def staging_for(
     Args:
         nbytes: 0 for none; None for the default if the pages are on a GPU and have small pieces.
     """
-    if nbytes == 0 or len(groups.all) != 1:
+    if len(groups.all) != 1:
         return None
     pool = next(each for each in pools if each.name == groups.all[0].pool)
-    tensors = [tensor for each in pool.layers.values() for tensor in each]
-    page_bytes = sum(tensor[0].nbytes for tensor in tensors)
-    if nbytes is None:
-        if not tensors[0].is_cuda or min(tensor[0].nbytes for tensor in tensors) >= SMALL_PIECE_BYTES:
-            return None
-        free, _ = torch.cuda.mem_get_info(tensors[0].device)
-        nbytes = min(DEFAULT_BYTES, free // DEFAULT_SHARE)
-    num_chunks = min(groups.num_chunks, max(LEAST_CHUNKS, page_bytes // CHUNK_BYTES))
+    pieces = [tensor[0].nbytes for each in pool.layers.values() for tensor in each]
+    device = next(iter(pool.layers.values()))[0].device
+    if nbytes is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        nbytes = default_bytes(min(pieces), free)
+    if not nbytes:
+        return None
+    num_chunks = chunks_of(sum(pieces), groups.num_chunks)
     own = groups_of([(pool.name, pool.layers, pool.replicated)], groups.ends[-1], num_chunks)
     try:
         staging = Staging(pool, own, layouts[0], nbytes)
