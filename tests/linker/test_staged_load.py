@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from kvsidecar.integrations.sglang import staged_load
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.staged_load import (
-    MOST_PIECES,
-    Piece,
+    MOST_TILES,
     StagedLoad,
+    Tile,
     chunks_of,
     default_bytes,
-    pieces_of,
+    tiles_of,
 )
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.linker.rank import LAYERS, Engine, running
 from tests.marks import lent_daemon
 
 SLOTS = 4
-"""Room for two pieces of two pages each, of each chunk, or for one of up to four."""
+"""Room for two tiles of two pages each, of each chunk, or for one of up to four."""
 
 
 @pytest.mark.parametrize(
@@ -53,18 +53,18 @@ def test_by_default_small_pieces_come_by_way_of_staging_memory(tokens: int, head
 
 
 @given(st.integers(0, 40), st.integers(2, 9), st.integers(1, 12), st.sets(st.integers(0, 5), min_size=1))
-def test_pieces_hold_every_page_of_every_chunk_once_and_in_order(
+def test_tiles_hold_every_page_of_every_chunk_once_and_in_order(
     pages: int, slots: int, most: int, chunks: set[int]
 ) -> None:
     with mock.patch.object(staged_load, "MOST_PAGES", most):
-        pieces = list(pieces_of(pages, slots, sorted(chunks)))
-    assert all(piece.end - piece.first <= most for piece in pieces)
-    assert len(pieces) == len(chunks) * bool(pages) or pages > min(slots, most)
-    found = [(piece.chunk, page) for piece in pieces for page in range(piece.first, piece.end)]
+        tiles = list(tiles_of(pages, slots, sorted(chunks)))
+    assert all(tile.end - tile.first <= most for tile in tiles)
+    assert len(tiles) == len(chunks) * bool(pages) or pages > min(slots, most)
+    found = [(tile.chunk, page) for tile in tiles for page in range(tile.first, tile.end)]
     assert found == [(chunk, page) for chunk in sorted(chunks) for page in range(pages)]
-    assert all(piece.slot >= 0 and piece.slot + piece.end - piece.first <= slots for piece in pieces)
-    for piece, after in pairwise(pieces):
-        assert piece.chunk != after.chunk or piece.slot != after.slot, "one is loaded while the other is moved on"
+    assert all(tile.slot >= 0 and tile.slot + tile.end - tile.first <= slots for tile in tiles)
+    for tile, after in pairwise(tiles):
+        assert tile.chunk != after.chunk or tile.slot != after.slot, "one is loaded while the other is moved on"
 
 
 class Watched:
@@ -75,8 +75,8 @@ class Watched:
         self.loading: set[tuple[int, int]] = set()
         self.moves: list[tuple[int, int, list[int]]] = []
 
-    def send(self, piece: Piece) -> int:
-        mine = {(piece.chunk, piece.slot + i) for i in range(piece.end - piece.first)}
+    def send(self, tile: Tile) -> int:
+        mine = {(tile.chunk, tile.slot + i) for i in range(tile.end - tile.first)}
         assert not mine & self.loading, "two loads into one slot"
         self.loading |= mine
         return len(self.moves) + len(self.loading)
@@ -96,7 +96,7 @@ def test_no_slot_is_loaded_while_its_pages_wait_to_be_moved_on(pages: int, slots
     load = StagedLoad(staging, list(range(100, 100 + pages)), staging.send)
     load.send()
     while load.next_job() is not None:
-        assert len(load._sent) <= MOST_PIECES
+        assert len(load._sent) <= MOST_TILES
         load.move()
         load.send()
     assert [page for chunk, _, mine in staging.moves for page in mine] == [*range(100, 100 + pages)] * chunks
@@ -220,7 +220,7 @@ def test_until_the_daemon_has_the_staging_memory_loads_go_directly(short_dir: Pa
 
 
 def late(engine: Engine, daemon: DaemonProcess) -> int:
-    """A load of three pages whose first piece the daemon holds until its deadline has passed."""
+    """A load of three pages whose first tile the daemon holds until its deadline has passed."""
     engine.store([1, 2, 3], "a")
     assert engine.lookup("a", 3) == [3]
     assert engine.load([11, 12, 13], "a")

@@ -11,7 +11,7 @@ import numpy as np
 from kvsidecar.client import Blocks, JobDone, LeaseRenewal, Outcome
 from kvsidecar.integrations.sglang.groups import Group
 from kvsidecar.integrations.sglang.shared import Shared
-from kvsidecar.integrations.sglang.staged_load import Piece, StagedLoad, Staging
+from kvsidecar.integrations.sglang.staged_load import StagedLoad, Staging, Tile
 from kvsidecar.integrations.sglang.transfers import Ids, PageIds
 from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.waited_jobs import WaitedJobs
@@ -159,9 +159,9 @@ class Loads:
     def _staged(self, batch: _Batch, detour: Detour, keys: bytes, ids: Ids) -> StagedLoad:
         (group,), width = detour.staging.groups.all, len(keys) // len(ids)
 
-        def send(piece: Piece) -> int:
-            slots = np.arange(piece.slot, piece.slot + piece.end - piece.first)
-            mine, number = keys[piece.first * width : piece.end * width], group.slice_of(piece.chunk)
+        def send(tile: Tile) -> int:
+            slots = np.arange(tile.slot, tile.slot + tile.end - tile.first)
+            mine, number = keys[tile.first * width : tile.end * width], group.slice_of(tile.chunk)
             assert number is not None
             return self._submit(detour.jobs, batch, [Blocks(group.index, mine, slots, slice=number)])
 
@@ -269,7 +269,7 @@ class Loads:
             self._wait(batch, batch.jobs[self._groups.chunk_of(layer)])
 
     def _move(self, batch: _Batch, staged: StagedLoad, layer: int | None) -> None:
-        """Return when all pieces up to this layer's are being moved from the staging memory to their pages, and as many
+        """Return when all tiles up to this layer's are being moved from the staging memory to their pages, and as many
         of the others as have come meanwhile; or when the load has failed.
 
         Args:
