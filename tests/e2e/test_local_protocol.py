@@ -49,10 +49,14 @@ def lookup(*names: object) -> pb.LookupRequest:
     return pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, groups=groups)
 
 
-def others_go_on(daemon: DaemonProcess) -> None:
-    rank = Rank(daemon)
+def goes_on(rank: Rank) -> None:
     done(rank.store("others"))
     assert rank.hits("others") == 1
+
+
+def others_go_on(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    goes_on(rank)
     rank.close()
 
 
@@ -320,14 +324,13 @@ def _send_until_closed(raw: RawClient) -> None:
 
 
 def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonProcess, buffer: HostBuffer) -> None:
-    other = Rank(daemon)
+    other = Rank(daemon)  # attached before: what the daemon says to the one that it ends, it keeps for seconds only
     with raw_client(daemon, buffer) as raw, ThreadPoolExecutor(1) as threads:
         raw.send(attach=raw.register(buffer))
         raw.attach("registered")
         sending = threads.submit(_send_until_closed, raw)
         daemon.wait_log("rank detached")  # nobody has read anything
-        done(other.store("others"))
-        assert other.hits("others") == 1
+        goes_on(other)
         while (reply := raw.receive()).WhichOneof("message") == "attach":
             pass
         code, text = status(reply.ended.error)

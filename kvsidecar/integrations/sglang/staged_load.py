@@ -43,8 +43,7 @@ DEFAULT_SHARE = 8
 """By default at most this part of what SGLang has left free, which its forward needs as well."""
 LEAST_CHUNKS = 3
 CHUNK_BYTES = 64 << 10
-"""A load has a chunk for each so many bytes of a page: a chunk is a job that takes the daemon a microsecond per
-page."""
+"""A load has one chunk per so many bytes of a page: each is a job that takes the daemon a microsecond per page."""
 MOST_PAGES = 4096
 """Of a tile. The daemon takes a microsecond for each before it copies the first one, so it prepares one tile while
 the one before is copied."""
@@ -63,7 +62,7 @@ def default_bytes(piece_bytes: int, free: int) -> int:
 
 
 def chunks_of(page_bytes: int, most: int) -> int:
-    """Of how many chunks a load by way of the staging memory is, at most ``most``."""
+    """The number of chunks of a load by way of the staging memory: at most ``most``."""
     return min(most, max(LEAST_CHUNKS, page_bytes // CHUNK_BYTES))
 
 

@@ -37,7 +37,7 @@ class Staging:
     Args:
         groups: one, whose chunks are those of the loads by way of this memory.
         layout: of the pages themselves.
-        nbytes: at most so many; no more than two of the largest tiles take are used.
+        nbytes: at most so many, and no more than two of the largest tiles take.
 
     Raises:
         ValueError: pages of this kind cannot pass through, or not one fits into ``nbytes``.
