@@ -23,6 +23,7 @@ SYSTEMD = Path("/usr/lib/systemd/systemd")
 REPOSITORY = Path(__file__).parents[2]
 UNITS = REPOSITORY / "deploy" / "systemd"
 _NAMESPACES = ("--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc", "--cgroup")
+DROP_IN = "kvsidecar.service.d/test.conf"
 TARGETS = ("sysinit", "basic", "shutdown", "multi-user", "network")
 
 # What a distribution's boot would have done, for the few things that the units need.
@@ -112,10 +113,17 @@ class Systemd:
             self._end()
             raise
 
+    def change(self, *settings: str) -> None:
+        """Add lines to ``[Service]``, and have systemd read them: a timeout counts from when its state began."""
+        with (self._directory / "units" / DROP_IN).open("a") as file:
+            file.write("\n".join(settings) + "\n")
+        shutil.copy(file.name, self.path(f"/run/units/{DROP_IN}"))
+        self.systemctl("daemon-reload")
+
     def _write_units(self, settings: tuple[str, ...], flags: tuple[str, ...], variables: dict[str, str]) -> None:
         units = self._directory / "units"
-        drop_ins = units / "kvsidecar.service.d"
-        drop_ins.mkdir(parents=True)
+        drop_in = units / DROP_IN
+        drop_in.parent.mkdir(parents=True)
         for unit in UNITS.glob("*.service"):
             shutil.copy(unit, units)
         for target in TARGETS:
@@ -135,7 +143,7 @@ class Systemd:
             *(f'Environment="{name}={value}"' for name, value in variables.items()),
             *settings,
         ]
-        (drop_ins / "test.conf").write_text("[Service]\n" + "\n".join(lines) + "\n")
+        drop_in.write_text("[Service]\n" + "\n".join(lines) + "\n")
 
     def _inside(self) -> int:
         """PID of systemd, as seen from here."""
