@@ -58,8 +58,15 @@ def _was_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
+ANSWER_SECONDS = 10.0
+"""How long a command waits for an answer. A daemon on a busy node may be slow, and is not down for that; that one does
+not run is known at once."""
+
+
 @contextmanager
-def connected(where: dict[str, str | None], name: str, timeout: float = 5.0) -> Iterator[Client | RemoteClient]:
+def connected(
+    where: dict[str, str | None], name: str, timeout: float = ANSWER_SECONDS
+) -> Iterator[Client | RemoteClient]:
     """A client for the daemon that the options select. Exits if the daemon does not answer or refuses the request."""
     from kvsidecar.client import ClientError, RequestDenied, SocketDenied
 

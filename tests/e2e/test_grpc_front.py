@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import grpc
@@ -20,7 +21,7 @@ from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over
 from tests.e2e.grpc_messages import LOOKUP
 from tests.e2e.memory import rss_mib
 from tests.e2e.policies import daemon_for_others, needs_root
-from tests.e2e.unfinished import refusals
+from tests.e2e.unfinished import before_any_is_ended, refusals
 from tests.e2e.wire import stub
 from tests.harness import SECONDS, DaemonProcess, Rank, eventually
 from tests.marks import lent_daemon
@@ -115,24 +116,30 @@ def test_what_one_user_holds_stays_below_the_stated_bound_and_is_given_back(daem
     with stub(daemon) as sidecar:
         assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
     start = rss_mib(daemon)
-    connections = [Connection(Path(daemon.socket)) for _ in range(grpc_front.MAX_CONNECTIONS + 20)]
 
-    def all_sent() -> bool:
-        return not [each for each in connections if each.send(b"") and each.full]
+    def hold(stack: ExitStack) -> float:
+        """Begin the calls; returns the MiB that they hold."""
+        refused = refusals(daemon, "limit")
+        paths = [Path(daemon.socket)] * (grpc_front.MAX_CONNECTIONS + 20)
+        connections = [stack.enter_context(closing(Connection(path))) for path in paths]
 
-    for number in range(grpc_front.MAX_CALLS + 20):
-        connections[number].send(frame(HEADERS, 1, block, END_HEADERS) + half + most_of_a_frame)
-        all_sent()
-    eventually(all_sent)
-    eventually(lambda: refusals(daemon, "limit") >= 20)
-    held = rss_mib(daemon) - start
+        def all_sent() -> bool:
+            return not [each for each in connections if each.send(b"") and each.full]
+
+        for number in range(grpc_front.MAX_CALLS + 20):
+            connections[number].send(frame(HEADERS, 1, block, END_HEADERS) + half + most_of_a_frame)
+            all_sent()
+        eventually(all_sent)
+        eventually(lambda: refusals(daemon, "limit") >= refused + 20)
+        return rss_mib(daemon) - start
+
+    connections, held = before_any_is_ended(daemon, hold)
     bound = grpc_front.USER_BYTES / 2**20
     print(f"one user holds {held:.0f} MiB of {bound:.0f}")
     assert 16 < held < bound
     assert bound <= 304, "docs/security.md says so"
     assert grpc_front.ALL_BYTES / 2**20 <= 768, "docs/security.md says so"
-    for each in connections:
-        each.close()
+    connections.close()
     eventually(lambda: rss_mib(daemon) - start < 0.4 * held, lambda: f"{rss_mib(daemon) - start:.0f} MiB are kept")
     with stub(daemon) as sidecar:
         assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready

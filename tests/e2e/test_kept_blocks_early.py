@@ -109,7 +109,7 @@ def test_kept_blocks_are_hit_and_loaded_while_the_pool_is_pinned(
     with taken_over(short_dir, pool_dir, f"pool.pin_chunk={gate}", local) as daemon:
         daemon.wait_log("failpoint")
         rank = Rank(daemon, groups=WIDE)
-        nothing = rank.client.lookup(NAMESPACE, {0: hashes(*NAMES)}, lease_seconds=5)
+        nothing = rank.client.lookup(NAMESPACE, {0: hashes(*NAMES)}, lease_seconds=600)
         assert (nothing.ready, nothing.groups[0].hits, nothing.lease) == (False, 0, None), "nothing is pinned"
         assert not daemon.get("/ready")[1]["serves_kept"]
         for more, chunks in ((1, 1), (1, 2), (3, 5)):
@@ -119,7 +119,7 @@ def test_kept_blocks_are_hit_and_loaded_while_the_pool_is_pinned(
                 assert daemon.wait_log("serving kept blocks")["pinned_bytes"] == CHUNK
             assert found(rank) == first_chunks(chunks)
         names = NAMES[: 5 * CHUNK // SHARD_BYTES - 1]
-        answer = rank.client.lookup(NAMESPACE, {0: hashes(*NAMES)}, lease_seconds=5)
+        answer = rank.client.lookup(NAMESPACE, {0: hashes(*NAMES)}, lease_seconds=600)
         assert (answer.ready, answer.groups[0].hits) == (True, len(names))
         assert answer.lease is not None
         done(rank.load(*names, at=list(range(len(names))), lease=answer.lease))

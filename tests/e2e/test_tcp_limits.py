@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import grpc
 import pytest
@@ -23,7 +23,7 @@ from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over
 from tests.e2e.grpc_messages import LOOKUP
 from tests.e2e.memory import rss_mib
 from tests.e2e.remote import Pki, Remote, pki, remote, stub
-from tests.e2e.unfinished import open_fds, refusals
+from tests.e2e.unfinished import before_any_is_ended, open_fds, refusals
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 
 trustme = pytest.importorskip("trustme")
@@ -146,28 +146,34 @@ def test_what_one_certificate_holds_stays_below_the_stated_bound_and_is_given_ba
     calls = -(-(limits.calls + 20) // limits.connections)
     with honest(remote, pki) as client:
         start = rss_mib(daemon)
-        connections = [Connection(shake(remote, context)) for _ in range(limits.connections)]
-        for each in connections:
-            for stream in range(1, 2 * calls, 2):
-                each.send(frame(HEADERS, stream, block, END_HEADERS))
-                each.send(frame(DATA, stream, message(bytes(100), declared=200)))
-            each.send(frame(DATA, 1, bytes(16384))[:-1])
-        eventually(lambda: not [each for each in connections if each.send(b"") and each.full])
-        eventually(lambda: refusals(daemon, "limit") >= 20)
-        held = rss_mib(daemon) - start
+
+        def hold(stack: ExitStack) -> tuple[float, Connection]:
+            """Begin the calls; returns the MiB that they hold, and one of their connections."""
+            refused = refusals(daemon, "limit")
+            shaken = (shake(remote, context) for _ in range(limits.connections))
+            connections = [stack.enter_context(closing(Connection(each))) for each in shaken]
+            for each in connections:
+                for stream in range(1, 2 * calls, 2):
+                    each.send(frame(HEADERS, stream, block, END_HEADERS))
+                    each.send(frame(DATA, stream, message(bytes(100), declared=200)))
+                each.send(frame(DATA, 1, bytes(16384))[:-1])
+            eventually(lambda: not [each for each in connections if each.send(b"") and each.full])
+            eventually(lambda: refusals(daemon, "limit") >= refused + 20)
+            return rss_mib(daemon) - start, connections[-1]
+
+        connections, (held, one) = before_any_is_ended(daemon, hold)
         bound = tls_front.USER_BYTES / 2**20
         print(f"one certificate holds {held:.0f} MiB of {bound:.0f}")
         assert 8 < held < bound
         with stub(remote, pki.client(*LARGE)) as sidecar, pytest.raises(grpc.RpcError) as caught:
             sidecar.Lookup(LOOKUP, timeout=SECONDS)  # one more connection
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        connections.pop().close()
+        one.close()
         with stub(remote, pki.client(*LARGE)) as sidecar:
             served = eventually(lambda: _answer(sidecar))
         assert served in ("ready", f"one user may have {limits.calls} open gRPC calls at once")
         assert hits(client) == 0, "another certificate is locked out"
-        for each in connections:
-            each.close()
+        connections.close()
         eventually(lambda: rss_mib(daemon) - start < 0.4 * held, lambda: f"{rss_mib(daemon) - start:.0f} MiB are kept")
     with stub(remote, pki.client(*LARGE)) as sidecar:
         assert eventually(lambda: _answer(sidecar)) == "ready"
@@ -190,19 +196,25 @@ def test_handshakes_that_never_end_are_bounded_and_ended_and_keep_nobody_out(rem
     each = handshakes.MAX_HANDSHAKES + 8
     with ExitStack() as stack, honest(remote, pki) as client:
         fds, start = open_fds(daemon), rss_mib(daemon)
-        held = []
-        for source in sources:
-            for number in range(each):
-                connection = stack.enter_context(raw(remote, source))
-                if number % 4:  # else it says nothing
-                    begin_handshake(connection, context)
-                held.append(connection)
-        opened = len(held)
-        eventually(lambda: sum(map(is_closed, held)) >= opened - handshakes.MAX_ALL_HANDSHAKES)
-        assert open_fds(daemon) - fds <= handshakes.MAX_ALL_HANDSHAKES + 4
-        print(f"{handshakes.MAX_ALL_HANDSHAKES} handshakes hold {rss_mib(daemon) - start:.0f} MiB")
-        assert (rss_mib(daemon) - start) * 2**20 < handshakes.MAX_ALL_HANDSHAKES * tls_front.HANDSHAKE_BYTES
-        assert refusals(daemon, "limit") == opened - handshakes.MAX_ALL_HANDSHAKES
+
+        def hold(stack: ExitStack) -> tuple[list[socket.socket], float]:
+            """Begin them, from all sources, until those beyond the limit are ended. Returns how many that are, too."""
+            refused, held = refusals(daemon, "limit"), list[socket.socket]()
+            for source in sources:
+                for number in range(each):
+                    held.append(stack.enter_context(raw(remote, source)))
+                    if number % 4:  # else it says nothing
+                        begin_handshake(held[-1], context)
+            beyond = len(held) - handshakes.MAX_ALL_HANDSHAKES
+            eventually(lambda: sum(map(is_closed, held)) >= beyond)
+            assert open_fds(daemon) - fds <= handshakes.MAX_ALL_HANDSHAKES + 4
+            print(f"{handshakes.MAX_ALL_HANDSHAKES} handshakes hold {rss_mib(daemon) - start:.0f} MiB")
+            assert (rss_mib(daemon) - start) * 2**20 < handshakes.MAX_ALL_HANDSHAKES * tls_front.HANDSHAKE_BYTES
+            return held, refusals(daemon, "limit") - refused
+
+        connections, (held, refused) = before_any_is_ended(daemon, hold)
+        stack.push(connections)
+        assert refused == len(held) - handshakes.MAX_ALL_HANDSHAKES
         with honest(remote, pki):
             assert hits(client) == 0
         eventually(lambda: all(map(is_closed, held)))

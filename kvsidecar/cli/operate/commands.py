@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvsidecar.cli.common import connected, daemon_options, fail
+from kvsidecar.cli.common import ANSWER_SECONDS, connected, daemon_options, fail
 
 _Found = TypeVar("_Found")
 
@@ -79,7 +79,7 @@ def top(interval: float, once: bool, prefill_rate: float | None, engine_price: f
     worth = None if prefill_rate is None else Worth(prefill_rate, engine_price)
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
-    with connected(where, "kvsidecar top", top_command.ANSWER_SECONDS) as client:
+    with connected(where, "kvsidecar top", ANSWER_SECONDS if once else top_command.LIVE_ANSWER_SECONDS) as client:
         if once:
             top_command.once(client, interval, Console(), worth)
         else:

@@ -29,8 +29,8 @@ else:
 if TYPE_CHECKING:
     from kvsidecar.client import Client, RemoteClient
 
-ANSWER_SECONDS = 1.0
-"""Timeout of a status request, and so the longest delay of a key press."""
+LIVE_ANSWER_SECONDS = 1.0
+"""Timeout of a status request while keys are read, and so the longest delay of a key press."""
 _HISTORY = 60
 _KEY_SECONDS = 0.05
 """How often Windows is asked for a key."""

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,12 @@ from rich.console import Console
 
 from kvsidecar.cli.operate.drain import cancel_drain, open_jobs, waits_for
 from kvsidecar.cli.operate.targets import find_namespace
+from kvsidecar.cli.operate.top import LIVE_ANSWER_SECONDS
 from kvsidecar.client import Blocks, Namespace
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cli.command import run
+from tests.e2e.endings import pause
 from tests.harness import (
     NAMESPACE,
     SECONDS,
@@ -118,6 +121,16 @@ def test_without_a_daemon_each_command_says_so(short_dir: Path, command: list[st
 
 
 # -- clear -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [("status",), ("top", "--once", "--interval", "0.1")])
+def test_a_command_waits_for_a_daemon_that_is_slow(daemon: DaemonProcess, command: tuple[str, ...]) -> None:
+    pause(daemon)
+    goes_on = threading.Timer(3 * LIVE_ANSWER_SECONDS, daemon.process.send_signal, (signal.SIGCONT,))
+    goes_on.start()
+    shown = run(*command, "--socket", daemon.socket)
+    assert shown.returncode == 0, shown.stderr
+    goes_on.join()
 
 
 def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None:
