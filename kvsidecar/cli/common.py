@@ -59,8 +59,8 @@ def _was_given(option: str) -> bool:
 
 
 ANSWER_SECONDS = 10.0
-"""How long a command waits for an answer. A daemon on a busy node may be slow, and is not down for that; that one does
-not run is known at once."""
+"""How long a command waits for an answer: a daemon on a busy node may be slow without being down. If none runs, the
+command fails at once."""
 
 
 @contextmanager

@@ -115,9 +115,8 @@ class Systemd:
 
     def change(self, *settings: str) -> None:
         """Add lines to ``[Service]``, and have systemd read them: a timeout counts from when its state began."""
-        with (self._directory / "units" / DROP_IN).open("a") as file:
+        with self.path(f"/run/units/{DROP_IN}").open("a") as file:
             file.write("\n".join(settings) + "\n")
-        shutil.copy(file.name, self.path(f"/run/units/{DROP_IN}"))
         self.systemctl("daemon-reload")
 
     def _write_units(self, settings: tuple[str, ...], flags: tuple[str, ...], variables: dict[str, str]) -> None:
