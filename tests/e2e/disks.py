@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvsidecar.client import LookupResult
-from tests.harness import SHARD_BYTES, DaemonProcess, Rank, done, eventually, hashes
+from tests.harness import SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, eventually, hashes
 
 POOL_BLOCKS = 8
-
-
 TIER = "kvsidecar.tiers.process"
+
+
+def patient(tier: str) -> str:
+    """A flag: a machine may stand still for longer than the two seconds after which a read of a tier is late."""
+    return f"--{tier}-deadline={SECONDS}"
 
 
 def disk_daemon(directory: Path, *more: str, under: Sequence[str] = (), **environment: str) -> DaemonProcess:
@@ -19,7 +22,7 @@ def disk_daemon(directory: Path, *more: str, under: Sequence[str] = (), **enviro
     pool = f"{POOL_BLOCKS * SHARD_BYTES >> 10}KiB"
     sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", pool)]
     disk = ("--disk-dir", str(directory / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB")
-    return DaemonProcess(directory, *sizes, *disk, *more, under=under, **environment)
+    return DaemonProcess(directory, *sizes, *disk, patient("disk"), *more, under=under, **environment)
 
 
 def tier_metric(daemon: DaemonProcess, name: str, tier: str = "disk", **labels: str) -> float:

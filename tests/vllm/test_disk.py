@@ -19,7 +19,8 @@ WHOLE = 672
 @contextmanager
 def started(short_dir: Path, *flags: str) -> Iterator[DaemonProcess]:
     disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB", "--disk-admission", "all")
-    with DaemonProcess(short_dir, *SOON_FULL, *disk, *flags) as daemon:
+    patient = f"--disk-deadline={SECONDS}"  # a machine may stand still for longer than the default
+    with DaemonProcess(short_dir, *SOON_FULL, *disk, patient, *flags) as daemon:
         daemon.wait_ready()
         daemon.wait_log("tier on")
         yield daemon
