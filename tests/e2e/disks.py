@@ -9,6 +9,8 @@ from kvsidecar.client import LookupResult
 from tests.harness import SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, eventually, hashes
 
 POOL_BLOCKS = 8
+_POOL = f"{POOL_BLOCKS * SHARD_BYTES >> 10}KiB"
+SIZES = ("--pool-size", _POOL, "--slab-size", _POOL, "--chunk-size", _POOL)
 TIER = "kvsidecar.tiers.process"
 
 
@@ -17,12 +19,14 @@ def patient(tier: str) -> str:
     return f"--{tier}-deadline={SECONDS}"
 
 
+def disk(directory: Path) -> tuple[str, ...]:
+    """The flags of a disk of 256 blocks."""
+    return ("--disk-dir", str(directory / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB", patient("disk"))
+
+
 def disk_daemon(directory: Path, *more: str, under: Sequence[str] = (), **environment: str) -> DaemonProcess:
     """A pool of eight blocks, and a disk of 256."""
-    pool = f"{POOL_BLOCKS * SHARD_BYTES >> 10}KiB"
-    sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", pool)]
-    disk = ("--disk-dir", str(directory / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB")
-    return DaemonProcess(directory, *sizes, *disk, patient("disk"), *more, under=under, **environment)
+    return DaemonProcess(directory, *SIZES, *disk(directory), *more, under=under, **environment)
 
 
 def tier_metric(daemon: DaemonProcess, name: str, tier: str = "disk", **labels: str) -> float:

@@ -114,7 +114,7 @@ class Systemd:
             raise
 
     def change(self, *settings: str) -> None:
-        """Add lines to ``[Service]``, and have systemd read them: a timeout counts from when its state began."""
+        """Add lines to ``[Service]``, and have systemd read them. Timeouts still count from when the state began."""
         with self.path(f"/run/units/{DROP_IN}").open("a") as file:
             file.write("\n".join(settings) + "\n")
         self.systemctl("daemon-reload")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.disks import POOL_BLOCKS, fetched, patient, tier_metric
-from tests.harness import SHARD_BYTES, DaemonProcess, Rank, done, eventually
+from tests.e2e.disks import POOL_BLOCKS, SIZES, disk, fetched, patient, tier_metric
+from tests.harness import DaemonProcess, Rank, done, eventually
 from tests.mooncake_cluster import Cluster, missing
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
@@ -23,9 +23,7 @@ def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def cluster_daemon(directory: Path, cluster: Cluster, *more: str) -> DaemonProcess:
     directory.mkdir()
-    pool = f"{POOL_BLOCKS * SHARD_BYTES >> 10}KiB"
-    sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", pool)]
-    return DaemonProcess(directory, *sizes, "--cluster-master", cluster.address, patient("cluster"), *more)
+    return DaemonProcess(directory, *SIZES, "--cluster-master", cluster.address, patient("cluster"), *more)
 
 
 def is_up(daemon: DaemonProcess) -> bool:
@@ -66,10 +64,11 @@ def test_a_daemon_serves_without_its_cluster_and_takes_it_when_it_is_there(
 
 
 def test_a_prefix_comes_from_the_disk_and_from_the_cluster(short_dir: Path, own_cluster: Cluster) -> None:
-    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB", patient("disk"))
     with (
         cluster_daemon(short_dir / "1", own_cluster, "--cluster-admission=all") as one,
-        cluster_daemon(short_dir / "2", own_cluster, "--cluster-admission=none", "--disk-admission=all", *disk) as two,
+        cluster_daemon(
+            short_dir / "2", own_cluster, "--cluster-admission=none", "--disk-admission=all", *disk(short_dir)
+        ) as two,
     ):
         writer, reader = Rank(one.wait_ready()), Rank(two.wait_ready())
         eventually(lambda: is_up(one) and is_up(two) and tier_metric(two, "up") == 1)

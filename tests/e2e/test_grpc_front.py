@@ -7,7 +7,6 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over
 from tests.e2e.grpc_messages import LOOKUP
 from tests.e2e.memory import rss_mib
 from tests.e2e.policies import daemon_for_others, needs_root
-from tests.e2e.unfinished import before_any_is_ended, refusals
+from tests.e2e.unfinished import before_any_is_ended, ended, refusals
 from tests.e2e.wire import stub
 from tests.harness import SECONDS, DaemonProcess, Rank, eventually
 from tests.marks import lent_daemon
@@ -118,9 +117,9 @@ def test_what_one_user_holds_stays_below_the_stated_bound_and_is_given_back(daem
         assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
     start = rss_mib(daemon)
 
-    def hold(stack: ExitStack, too_late: Callable[[], bool]) -> float:
+    def hold(stack: ExitStack) -> float:
         """Begin the calls; returns the MiB that they hold."""
-        refused = refusals(daemon, "limit")
+        before = ended(daemon)
         paths = [Path(daemon.socket)] * (grpc_front.MAX_CONNECTIONS + 20)
         connections = [stack.enter_context(closing(Connection(path))) for path in paths]
 
@@ -131,7 +130,7 @@ def test_what_one_user_holds_stays_below_the_stated_bound_and_is_given_back(daem
             connections[number].send(frame(HEADERS, 1, block, END_HEADERS) + half + most_of_a_frame)
             all_sent()
         eventually(all_sent)
-        eventually(lambda: refusals(daemon, "limit") >= refused + 20 or too_late())
+        eventually(lambda: ended(daemon) >= before + 20)
         return rss_mib(daemon) - start
 
     connections, held = before_any_is_ended(daemon, hold)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.e2e.disks import POOL_BLOCKS, TIER, evict_all, fetched, patient, tier_metric
-from tests.harness import SHARD_BYTES, DaemonProcess, Rank, done, eventually
+from tests.e2e.disks import POOL_BLOCKS, SIZES, TIER, disk, evict_all, fetched, patient, tier_metric
+from tests.harness import DaemonProcess, Rank, done, eventually
 
 
 def shared_daemon(directory: Path, shared: Path, *more: str, **environment: str) -> DaemonProcess:
     directory.mkdir(exist_ok=True)
-    pool = f"{POOL_BLOCKS * SHARD_BYTES >> 10}KiB"
-    sizes = [text for flag in ("pool", "slab", "chunk") for text in (f"--{flag}-size", pool)]
     flags = ("--shared-dir", str(shared), "--shared-size", "64MiB")
-    return DaemonProcess(directory, *sizes, *flags, patient("shared"), *more, **environment)
+    return DaemonProcess(directory, *SIZES, *flags, patient("shared"), *more, **environment)
 
 
 def is_up(daemon: DaemonProcess, tier: str = "shared") -> bool:
@@ -82,10 +80,11 @@ def test_directories_whose_files_are_gone_go_too(short_dir: Path) -> None:
 
 def test_a_prefix_comes_from_the_disk_and_from_the_shared_directory(short_dir: Path) -> None:
     shared = short_dir / "shared"
-    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB", patient("disk"))
     with (
         shared_daemon(short_dir / "1", shared, "--shared-admission=all") as one,
-        shared_daemon(short_dir / "2", shared, "--shared-admission=none", "--disk-admission=all", *disk) as two,
+        shared_daemon(
+            short_dir / "2", shared, "--shared-admission=none", "--disk-admission=all", *disk(short_dir)
+        ) as two,
     ):
         writer, reader = Rank(one.wait_ready()), Rank(two.wait_ready())
         eventually(lambda: is_up(one) and is_up(two) and is_up(two, "disk"))
@@ -106,9 +105,10 @@ def test_a_prefix_comes_from_the_disk_and_from_the_shared_directory(short_dir: P
 
 def test_what_the_disk_loses_comes_from_the_shared_directory(short_dir: Path) -> None:
     shared = short_dir / "shared"
-    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", f"{256 * SHARD_BYTES >> 10}KiB", patient("disk"))
     fails = {"KVSIDECAR_FAILPOINTS": "tier.read@0=raise(a bad place)"}  # the disk's
-    with shared_daemon(short_dir, shared, *disk, "--disk-admission=all", "--shared-admission=all", **fails) as daemon:
+    with shared_daemon(
+        short_dir, shared, *disk(short_dir), "--disk-admission=all", "--shared-admission=all", **fails
+    ) as daemon:
         rank = Rank(daemon.wait_ready())
         eventually(lambda: is_up(daemon) and is_up(daemon, "disk"))
         done(rank.store("a"))

@@ -7,7 +7,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 import grpc
@@ -23,7 +23,7 @@ from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over
 from tests.e2e.grpc_messages import LOOKUP
 from tests.e2e.memory import rss_mib
 from tests.e2e.remote import Pki, Remote, pki, remote, stub
-from tests.e2e.unfinished import before_any_is_ended, open_fds, refusals
+from tests.e2e.unfinished import before_any_is_ended, ended, open_fds, refusals
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 
 trustme = pytest.importorskip("trustme")
@@ -147,9 +147,9 @@ def test_what_one_certificate_holds_stays_below_the_stated_bound_and_is_given_ba
     with honest(remote, pki) as client:
         start = rss_mib(daemon)
 
-        def hold(stack: ExitStack, too_late: Callable[[], bool]) -> tuple[float, Connection]:
+        def hold(stack: ExitStack) -> tuple[float, Connection]:
             """Begin the calls; returns the MiB that they hold, and one of their connections."""
-            refused = refusals(daemon, "limit")
+            before = ended(daemon)
             shaken = (shake(remote, context) for _ in range(limits.connections))
             connections = [stack.enter_context(closing(Connection(each))) for each in shaken]
             for each in connections:
@@ -158,7 +158,7 @@ def test_what_one_certificate_holds_stays_below_the_stated_bound_and_is_given_ba
                     each.send(frame(DATA, stream, message(bytes(100), declared=200)))
                 each.send(frame(DATA, 1, bytes(16384))[:-1])
             eventually(lambda: not [each for each in connections if each.send(b"") and each.full])
-            eventually(lambda: refusals(daemon, "limit") >= refused + 20 or too_late())
+            eventually(lambda: ended(daemon) >= before + 20)
             return rss_mib(daemon) - start, connections[-1]
 
         connections, (held, one) = before_any_is_ended(daemon, hold)
@@ -197,8 +197,8 @@ def test_handshakes_that_never_end_are_bounded_and_ended_and_keep_nobody_out(rem
     with ExitStack() as stack, honest(remote, pki) as client:
         fds, start = open_fds(daemon), rss_mib(daemon)
 
-        def hold(stack: ExitStack, _: Callable[[], bool]) -> tuple[list[socket.socket], float]:
-            """Begin them, from all sources, until those beyond the limit are ended. Returns how many that are, too."""
+        def hold(stack: ExitStack) -> tuple[list[socket.socket], float]:
+            """Begin them, from all sources, until those beyond the limit are ended. Returns how many were, too."""
             refused, held = refusals(daemon, "limit"), list[socket.socket]()
             for source in sources:
                 for number in range(each):
@@ -213,7 +213,7 @@ def test_handshakes_that_never_end_are_bounded_and_ended_and_keep_nobody_out(rem
             return held, refusals(daemon, "limit") - refused
 
         connections, (held, refused) = before_any_is_ended(daemon, hold)
-        stack.push(connections)
+        stack.enter_context(connections)
         assert refused == len(held) - handshakes.MAX_ALL_HANDSHAKES
         with honest(remote, pki):
             assert hits(client) == 0

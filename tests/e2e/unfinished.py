@@ -17,14 +17,17 @@ def refusals(daemon: DaemonProcess, reason: str) -> float:
     return daemon.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}')
 
 
-def before_any_is_ended(
-    daemon: DaemonProcess, attempt: Callable[[ExitStack, Callable[[], bool]], Answer]
-) -> tuple[ExitStack, Answer]:
+def ended(daemon: DaemonProcess) -> float:
+    """How many were ended so far, for a limit or as unfinished."""
+    return refusals(daemon, "limit") + refusals(daemon, "unfinished")
+
+
+def before_any_is_ended(daemon: DaemonProcess, attempt: Callable[[ExitStack], Answer]) -> tuple[ExitStack, Answer]:
     """Call ``attempt`` until it returns before the daemon has ended one of its clients as unfinished. On a slow machine
     it may take longer than the daemon gives them; its clients are closed then, and it is made again.
 
     Args:
-        attempt: called with what closes the clients that it begins, and with what tells whether it is too late.
+        attempt: called with what closes the clients that it begins. Returns also where the daemon has ended them.
 
     Returns:
         What closes the clients of the last attempt, and what that attempt returned.
@@ -32,13 +35,9 @@ def before_any_is_ended(
     fds = open_fds(daemon)
     for _ in range(10):
         before = refusals(daemon, "unfinished")
-
-        def too_late(before: float = before) -> bool:
-            return refusals(daemon, "unfinished") > before
-
         with ExitStack() as stack:
-            answer = attempt(stack, too_late)
-            if not too_late():
+            answer = attempt(stack)
+            if refusals(daemon, "unfinished") == before:
                 return stack.pop_all(), answer
         eventually(lambda: open_fds(daemon) <= fds + 4)  # a client that was just there may still have been connecting
     raise AssertionError("each attempt took too long")

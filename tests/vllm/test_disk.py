@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.disks import tier_metric, written
+from tests.e2e.disks import patient, tier_metric, written
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import SOON_FULL, Truth
 from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, rejoin, running
@@ -19,8 +19,7 @@ WHOLE = 672
 @contextmanager
 def started(short_dir: Path, *flags: str) -> Iterator[DaemonProcess]:
     disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB", "--disk-admission", "all")
-    patient = f"--disk-deadline={SECONDS}"  # a machine may stand still for longer than the default
-    with DaemonProcess(short_dir, *SOON_FULL, *disk, patient, *flags) as daemon:
+    with DaemonProcess(short_dir, *SOON_FULL, *disk, patient("disk"), *flags) as daemon:
         daemon.wait_ready()
         daemon.wait_log("tier on")
         yield daemon

@@ -120,9 +120,6 @@ def test_without_a_daemon_each_command_says_so(short_dir: Path, command: list[st
     assert missing.stderr.count("\n") == 1
 
 
-# -- clear -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", [("status",), ("top", "--once", "--interval", "0.1")])
 def test_a_command_waits_for_a_daemon_that_is_slow(daemon: DaemonProcess, command: tuple[str, ...]) -> None:
     pause(daemon)
@@ -131,6 +128,9 @@ def test_a_command_waits_for_a_daemon_that_is_slow(daemon: DaemonProcess, comman
     shown = run(*command, "--socket", daemon.socket)
     assert shown.returncode == 0, shown.stderr
     goes_on.join()
+
+
+# -- clear -------------------------------------------------------------------------------------------------------
 
 
 def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None:
