@@ -92,7 +92,8 @@ class QueuedCopy:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One call in flight; without a mark, the end of its copy. A call has entered the copy's lane."""
+    """One call in flight; without a mark, the end of its copy, which has not failed. A call has entered the copy's
+    lane."""
 
     copy: QueuedCopy
     mark: CopyMark | None
@@ -330,7 +331,7 @@ class CopyQueue:
                 self._last_call_end = now
                 if flight.timed:
                     flight.copy.timed.append((flight.mark, flight.nbytes))
-            elif not flight.copy.failed:
+            else:
                 self._report(flight.copy, now)
         return some
 

@@ -531,7 +531,20 @@ def test_another_session_s_copy_goes_between_two_slices(unpaced: Bench) -> None:
     small = unpaced.submit(Calls(8), session=2)
     unpaced.run()
     assert unpaced.issued == [1, 8, 2, 4]
-    assert not unpaced.queue.cancel(large), "it has started"
+    unpaced.release(1)
+    assert unpaced.copied == {large: 7, small: 8}
+
+
+def test_a_copy_that_waits_for_its_next_turn_is_not_cancelled_while_a_call_of_it_runs(unpaced: Bench) -> None:
+    """Who cancels a copy frees its slots."""
+    unpaced.stream.held = {1}
+    large = unpaced.submit(Calls(1, 2, 4), session=1)
+    unpaced.queue.step()
+    small = unpaced.submit(Calls(8), session=2)
+    unpaced.queue.step()
+    assert unpaced.issued == [1, 8], "the large one is queued again"
+    assert not unpaced.queue.cancel(large)
+    unpaced.run()
     unpaced.release(1)
     assert unpaced.copied == {large: 7, small: 8}
 

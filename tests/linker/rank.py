@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,44 @@ class LateReader:
         return self.all[-1]
 
 
-class HostStaging:
-    """In place of `staging.Staging`, which needs torch: moves at once."""
+class LateMoves:
+    """A GPU that moves as late as it may: what it is given runs only when somebody has to have seen it. So who forgets
+    to wait finds other bytes: slots are overwritten before they are read, and pages are read before they are written.
+    """
+
+    def __init__(self) -> None:
+        self._moves: deque[tuple[int, Callable[[], object]]] = deque()
+        """By chunk; in the order of the stream."""
+        self._before_forward = 0
+        """How many of them the forward's stream waits for."""
+
+    def add(self, chunk: int, move: Callable[[], object]) -> None:
+        self._moves.append((chunk, move))
+
+    def wait_free(self, chunk: int) -> None:
+        self._run(max((number for number, (each, _) in enumerate(self._moves, 1) if each == chunk), default=0))
+
+    def keep_order(self) -> None:
+        self._before_forward = len(self._moves)
+
+    def forward(self) -> None:
+        """The forward reads now."""
+        self._run(self._before_forward)
+
+    def wait(self) -> None:
+        self._run(len(self._moves))
+
+    def _run(self, count: int) -> None:
+        for _ in range(count):
+            self._moves.popleft()[1]()
+        self._before_forward = max(0, self._before_forward - count)
+
+
+class HostStaging(LateMoves):
+    """In place of `staging.Staging`, which needs torch."""
 
     def __init__(self, kv: Any, slots: int) -> None:
+        super().__init__()
         self.groups = groups_of([(KV, range(len(kv)), False)], len(kv), 2)
         (group,) = self.groups.all
         self._kv, self._layers, self.slots = kv, group.slices, slots
@@ -99,15 +134,14 @@ class HostStaging:
 
     def move(self, chunk: int, first: int, pages: Any) -> None:
         pieces = self._places[chunk][first : first + len(pages)]
-        for i, layer in enumerate(self._layers[chunk]):
-            self._kv[layer, pages] = pieces[:, i]
-        pieces[:] = 0  # nothing is moved twice
+        kv, layers = self._kv, self._layers[chunk]
 
-    def wait_free(self, chunk: int) -> None: ...
+        def run() -> None:
+            for i, layer in enumerate(layers):
+                kv[layer, pages] = pieces[:, i]
+            pieces[:] = 0  # nothing is moved twice
 
-    def keep_order(self) -> None: ...
-
-    def wait(self) -> None: ...
+        self.add(chunk, run)
 
 
 class Engine:
@@ -172,6 +206,13 @@ class Engine:
 
     def holds(self, pages: Sequence[int], name: object, layers: slice = slice(None)) -> bool:
         return all(np.array_equal(self.kv[layers, page], pattern(name, i)[layers]) for i, page in enumerate(pages))
+
+    def forward_sees(self, pages: Sequence[int], name: object, layer: int) -> bool:
+        """Whether a forward that has waited for this layer reads these pages."""
+        self.side.loads.wait_until(layer)
+        if self.staging is not None:
+            self.staging.forward()
+        return self.holds(pages, name, slice(layer, layer + 1))
 
     def offload(self, pages: Sequence[int], name: object) -> None:
         assert self.side.offload([transfer(name, pages=pages)])
