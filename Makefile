@@ -66,7 +66,7 @@ OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
 OF_TEST_SGLANG := tests/sglang
-OF_TEST := $(filter-out tests/__pycache__ tests/attacks $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM) $(OF_TEST_SGLANG),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
+OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM) $(OF_TEST_SGLANG),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
 # Tests with this marker, of the files that have such tests, because pytest takes seconds to collect all.
 marked = -m $(1) $(shell grep -rl --include='test_*.py' 'mark\.$(1)' $(2))
 
@@ -148,7 +148,7 @@ DEVICE ?= host
 DAEMON_KILLS ?= 0
 
 soak: $(VENV)/test.stamp
-	@$(BIN)/python -m tests.soak --seconds $(SECONDS) --device $(DEVICE) --daemon-kills $(DAEMON_KILLS)
+	@$(BIN)/python -m benchmarks.soak --seconds $(SECONDS) --device $(DEVICE) --daemon-kills $(DAEMON_KILLS)
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/kvsidecar/v1/sidecar.proto
 

@@ -25,7 +25,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from tests.attacks.support import behind_all
+from benchmarks.attacks.support import behind_all
 from tests.e2e.lookup_times import OWN_SECONDS, Waits, longest_wait
 
 SLICE_SECONDS: Final = 0.0001

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
+from benchmarks.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, frame, message, request
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, frame, message, request
 from tests.harness import SECONDS
 
 

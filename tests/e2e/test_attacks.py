@@ -1,4 +1,4 @@
-"""Clients that attack: who is honest is served all the same. Each attack is a process, of `tests/attacks`."""
+"""Clients that attack: who is honest is served all the same. Each attack is a process, of `benchmarks/attacks`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks.lookup_flood import HASHES
+from benchmarks.attacks.support import attack
 from kvsidecar.server.arrivals import TABLE_SHARE
-from tests.attacks.lookup_flood import HASHES
-from tests.attacks.support import attack
 from tests.e2e.lookup_times import Asked, Waits
 from tests.e2e.policies import daemon_for_others, needs_root
 from tests.e2e.ports import port_of

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks.support import attack, behind_all
 from kvsidecar.core.block_notes import MAX_NOTES_BYTES
 from kvsidecar.server.grpc_front import USER_BYTES
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from kvsidecar.support import protobuf_trim
-from tests.attacks.support import attack, behind_all
 from tests.e2e.lookup_times import Asked, Waits
 from tests.e2e.memory import rss_mib
 from tests.e2e.ports import port_of

@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.attacks.http2_client import DATA, END_HEADERS, HEADERS, Connection, frame, message, request
 from kvsidecar.server import grpc_front, http2_gate
 from kvsidecar.server.header_block import literal_fields
 from kvsidecar.support.child_process import environment
-from tests.attacks.http2_client import DATA, END_HEADERS, HEADERS, Connection, frame, message, request
 from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
 from tests.e2e.grpc_messages import LOOKUP
 from tests.e2e.memory import rss_mib
@@ -32,7 +32,7 @@ OTHER_UID = 12345
 
 
 def attack(name: str, daemon: DaemonProcess, seconds: float, *uid: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"tests.attacks.{name}", str(Path(daemon.socket).parent), str(seconds)]
+    command = [sys.executable, "-m", f"benchmarks.attacks.{name}", str(Path(daemon.socket).parent), str(seconds)]
     return subprocess.Popen([*command, *map(str, uid)], stdout=subprocess.PIPE, text=True, env=environment())
 
 

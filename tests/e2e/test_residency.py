@@ -8,13 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.attacks.support import attack
 from kvsidecar.client import Blocks, Residency
 from kvsidecar.client import inbox as client_inbox
 from kvsidecar.core.block_notes import MAX_NOTES_BYTES
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import PROTOCOL, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.attacks.support import attack
 from tests.e2e.policies import daemon_for_others
 from tests.e2e.raw_client import RawClient
 from tests.e2e.watcher import Watcher

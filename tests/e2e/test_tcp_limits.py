@@ -13,12 +13,12 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import grpc
 import pytest
 
+from benchmarks.attacks import headers_bomb
+from benchmarks.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, Connection, frame, message, request
 from kvsidecar.client import DaemonUnreachable, RemoteClient, Tls
 from kvsidecar.server import handshakes, http2_gate, tls_front
 from kvsidecar.server.header_block import literal_fields
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.attacks import headers_bomb
-from tests.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, Connection, frame, message, request
 from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
 from tests.e2e.grpc_messages import LOOKUP
 from tests.e2e.memory import rss_mib

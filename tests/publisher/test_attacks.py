@@ -42,7 +42,7 @@ def replay_bytes(publisher: PublisherProcess) -> int:
 
 
 def attack(directory: Path, name: str, *kinds: str, seconds: float = ATTACK_SECONDS) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"tests.attacks.{name}", str(directory), str(seconds), *kinds]
+    command = [sys.executable, "-m", f"benchmarks.attacks.{name}", str(directory), str(seconds), *kinds]
     return child_process.start(command, stdout=subprocess.PIPE, text=True)
 
 

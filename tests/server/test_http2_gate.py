@@ -7,14 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvsidecar.core.quota import Quota
-from kvsidecar.errors import InvalidRequest, LimitExceeded, Unfinished
-from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
-from kvsidecar.server import http2_gate
-from kvsidecar.server.header_block import BadHeaderBlock, count_fields, literal_fields
-from kvsidecar.server.http2_frames import CANCEL, PUSH_PROMISE, WINDOW_UPDATE, reset
-from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
-from tests.attacks.http2_client import (
+from benchmarks.attacks.http2_client import (
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -30,6 +23,13 @@ from tests.attacks.http2_client import (
     message,
     request,
 )
+from kvsidecar.core.quota import Quota
+from kvsidecar.errors import InvalidRequest, LimitExceeded, Unfinished
+from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
+from kvsidecar.server import http2_gate
+from kvsidecar.server.header_block import BadHeaderBlock, count_fields, literal_fields
+from kvsidecar.server.http2_frames import CANCEL, PUSH_PROMISE, WINDOW_UPDATE, reset
+from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
 
 BEGIN = PREFACE + frame(SETTINGS)
 CALL = frame(HEADERS, 1, request(), END_HEADERS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks.http2_client import END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, request
 from kvsidecar.errors import Refusal
 from kvsidecar.server import grpc_front
 from kvsidecar.server.grpc_front import GrpcFront
@@ -20,7 +21,6 @@ from kvsidecar.server.http2_gate import CALLS_AT_ONCE, MESSAGE_SECONDS
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
-from tests.attacks.http2_client import END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, request
 from tests.harness import eventually_in_loop
 
 CLIENTS = 20

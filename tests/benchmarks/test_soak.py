@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.run import Soak
+from benchmarks.soak.run import Soak
 
 WHAT = ("stores", "loads", "hits", "kills", "copier_kills", "tier_kills", "disk_hits")
 

@@ -1,4 +1,4 @@
-"""One engine of the soak, a process of its own: ``python -m tests.soak.engine``. Speaks JSON lines on standard output.
+"""One engine of the soak, a process of its own: ``python -m benchmarks.soak.engine``. Speaks JSON lines.
 
 It does what an engine does with prompts that share prefixes: look up, load what is there and compare every byte,
 compute and store the rest, overwrite blocks as soon as that is allowed. SIGTERM lets it leave in order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.attacks.http2_client import DATA, END_HEADERS, HEADERS, Connection, frame, message, request, run
+from benchmarks.attacks.http2_client import DATA, END_HEADERS, HEADERS, Connection, frame, message, request, run
 
 CONNECTIONS = 120
 STREAMS = 100

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.attacks.support import become
+from benchmarks.attacks.support import become
 
 SOCKET_NAME = "kvs.sock"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import xxhash
 
+from benchmarks.simulation.machine import Machine, Violation
+from benchmarks.simulation.shapes import HASHES, PAGE, content
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.space_blocks import Space
 from tests.cache.cuts import NUM_SPACES, CutMemory, OrderAlone, recorded_cache, words_for
-from tests.simulation.machine import Machine, Violation
-from tests.simulation.shapes import HASHES, PAGE, content
 
 Found = set[tuple[str, int, int]]
 """Model, group and key of blocks."""

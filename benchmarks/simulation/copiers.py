@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.simulation.loop import SimLoop
+from benchmarks.simulation.machine import Copy, Machine, OpenEvent, SimDevice, Violation
 from kvsidecar.copier import messages
 from kvsidecar.copier.copiers import Copier, Copiers, Options
 from kvsidecar.copier.copy_plan import BlockCopies
@@ -26,8 +28,6 @@ from kvsidecar.support.supervised_child import State
 from kvsidecar.types import Direction
 from tests.copiers import NoProcessLink
 from tests.plans import copies_of
-from tests.simulation.loop import SimLoop
-from tests.simulation.machine import Copy, Machine, OpenEvent, SimDevice, Violation
 
 FIRST_PID = 100
 

@@ -6,13 +6,13 @@ import hashlib
 import random
 from dataclasses import dataclass, field
 
+from benchmarks.simulation.copiers import SimWorker
+from benchmarks.simulation.engine import Engine, Rank
+from benchmarks.simulation.loop import SimLoop
+from benchmarks.simulation.machine import Violation
+from benchmarks.simulation.shapes import NUM_KEYS, SHAPES
+from benchmarks.simulation.world import Lease, World, quiet_and_repeatable
 from kvsidecar.core.peer import Peer
-from tests.simulation.copiers import SimWorker
-from tests.simulation.engine import Engine, Rank
-from tests.simulation.loop import SimLoop
-from tests.simulation.machine import Violation
-from tests.simulation.shapes import NUM_KEYS, SHAPES
-from tests.simulation.world import Lease, World, quiet_and_repeatable
 
 STEPS = 500
 """Choices of the scheduler before everything is ended."""
@@ -53,7 +53,7 @@ def simulate(seed: int) -> Report:
                 run.loop.keep()
                 raise Failed(
                     f"seed {seed}: {type(error).__name__}: {error}\n"
-                    f"again: python -m pytest tests/simulation --seed {seed}\nthe last steps:\n  "
+                    f"again: python -m pytest tests/benchmarks/test_simulation.py --seed {seed}\nthe last steps:\n  "
                     + "\n  ".join(report.trace[-SHOWN:])
                 ) from error
     return report

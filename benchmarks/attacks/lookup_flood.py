@@ -9,11 +9,11 @@ import socket
 import sys
 import time
 
+from benchmarks.attacks.support import become
 from kvsidecar.protocol.framing import frame
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.attacks.support import become
 from tests.harness import NAMESPACE, hashes
 
 UID = 65533

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.attacks.http2_client import END_HEADERS, HEADERS, Connection, frame, request, run
+from benchmarks.attacks.http2_client import END_HEADERS, HEADERS, Connection, frame, request, run
 
 FIELDS = 14_000
 CONNECTIONS = 40

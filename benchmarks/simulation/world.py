@@ -17,6 +17,11 @@ from typing import Any
 import grpc
 import structlog
 
+from benchmarks.simulation.copiers import SimCopiers
+from benchmarks.simulation.kills import Kills
+from benchmarks.simulation.loop import SimLoop
+from benchmarks.simulation.machine import Machine, Violation
+from benchmarks.simulation.shapes import PAGE, SHAPES
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
@@ -37,11 +42,6 @@ from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Namespace, Verify
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cache.integrity import check_integrity
-from tests.simulation.copiers import SimCopiers
-from tests.simulation.kills import Kills
-from tests.simulation.loop import SimLoop
-from tests.simulation.machine import Machine, Violation
-from tests.simulation.shapes import PAGE, SHAPES
 
 SLAB = 4 * PAGE
 DEVICES = ("gpu-0", "gpu-1")

@@ -42,7 +42,7 @@ class EngineProcess:
 
     def __init__(self, socket: str, namespace: str, ranks: int, *, seed: int, cuda: bool, rounds: int = 0) -> None:
         self.kind = (namespace, ranks)
-        command = [sys.executable, "-m", "tests.soak.engine", "--socket", socket, "--namespace", namespace]
+        command = [sys.executable, "-m", "benchmarks.soak.engine", "--socket", socket, "--namespace", namespace]
         command += ["--ranks", str(ranks), "--seed", str(seed), "--rounds", str(rounds)]
         self.process = child_process.start([*command, "--cuda"] if cuda else command, stdout=subprocess.PIPE, text=True)
         self.counts: Counter[str] = Counter()

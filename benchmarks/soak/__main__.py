@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: exits non-zero if a byte was wrong, or anything was left behind."""
+"""``python -m benchmarks.soak``: exits non-zero if a byte was wrong, or anything was left behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.soak.run import Result, Soak
+from benchmarks.soak.run import Result, Soak
 
 
 def show(result: Result) -> None:

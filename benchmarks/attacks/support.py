@@ -29,7 +29,7 @@ class Attack:
     """One attack's process. See `attack`."""
 
     def __init__(self, name: str, target: object, seconds: float, *, behind: bool) -> None:
-        command = [sys.executable, "-m", f"tests.attacks.{name}", str(target), str(seconds)]
+        command = [sys.executable, "-m", f"benchmarks.attacks.{name}", str(target), str(seconds)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         if behind:
             behind_all(self.process.pid)

@@ -1,7 +1,7 @@
 """Thousands of interleavings of stores, loads, flushes, deaths, expiries, evictions and faults, each from its seed.
 
-One seed again: ``pytest tests/simulation --seed N``, or ``KVSIDECAR_SIM_SEED=N``. More of them: ``--runs N``, or
-``KVSIDECAR_SIM_RUNS=N``.
+One seed again: ``pytest tests/benchmarks/test_simulation.py --seed N``, or ``KVSIDECAR_SIM_SEED=N``. More of them:
+``--runs N``, or ``KVSIDECAR_SIM_RUNS=N``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.simulation.run import Failed, simulate
+from benchmarks.simulation.run import Failed, simulate
 
 BATCH = 50
 
@@ -45,7 +45,7 @@ def test_no_interleaving_breaks_a_promise(only_seed: int | None, runs: int) -> N
 
 
 def test_the_same_seed_gives_the_same_trace_in_every_process() -> None:
-    script = "from tests.simulation.run import simulate; print([simulate(seed).digest for seed in range(8)])"
+    script = "from benchmarks.simulation.run import simulate; print([simulate(seed).digest for seed in range(8)])"
     # Python's hash seed orders sets of strings and bytes: no choice may come from that.
     outputs = {
         subprocess.run(

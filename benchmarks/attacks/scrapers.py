@@ -1,4 +1,4 @@
-"""``python -m tests.attacks.scrapers PORT SECONDS``: asks for the pages of the HTTP port again and again, on
+"""``python -m benchmarks.attacks.scrapers PORT SECONDS``: asks for the pages of the HTTP port again and again, on
 connections that it keeps and on new ones. Prints a JSON line of what it did."""
 
 from __future__ import annotations

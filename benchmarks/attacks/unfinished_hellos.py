@@ -1,5 +1,5 @@
-"""``python -m tests.attacks.unfinished_hellos DIRECTORY SECONDS``: begins Hellos with as many descriptors as a message
-carries, on as many connections as it gets, and ends none. Prints a JSON line of what it did."""
+"""``python -m benchmarks.attacks.unfinished_hellos DIRECTORY SECONDS``: begins Hellos with as many descriptors as a
+message carries, on as many connections as it gets, and ends none. Prints a JSON line of what it did."""
 
 from __future__ import annotations
 

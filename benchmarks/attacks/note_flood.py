@@ -8,9 +8,9 @@ import json
 import sys
 import time
 
+from benchmarks.attacks.support import become
 from kvsidecar.client import Blocks, Client
 from kvsidecar.core.watches import MAX_NOTE_BYTES
-from tests.attacks.support import become
 from tests.harness import NUM_BLOCKS, Rank
 
 UID = 65533

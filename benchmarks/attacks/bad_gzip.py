@@ -1,6 +1,6 @@
-"""``python -m tests.attacks.bad_gzip DIRECTORY_OR_PORT SECONDS``: sends bodies that claim to be gzip and are not, and
-other requests that do not parse, to the gRPC socket in a directory or to an HTTP port. Prints a JSON line of what it
-did."""
+"""``python -m benchmarks.attacks.bad_gzip DIRECTORY_OR_PORT SECONDS``: sends bodies that claim to be gzip and are not,
+and other requests that do not parse, to the gRPC socket in a directory or to an HTTP port. Prints a JSON line of what
+it did."""
 
 from __future__ import annotations
 

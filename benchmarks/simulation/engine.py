@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import grpc
 
+from benchmarks.simulation.machine import Allocation, Event, Violation
+from benchmarks.simulation.shapes import HASHES, NUM_BLOCKS, NUM_KEYS, Shape, content, make_layout, rows_of
+from benchmarks.simulation.world import DEVICES, Call, Lease, World
 from kvsidecar.core.peer import Peer
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
 from kvsidecar.support.peer import Credentials
 from kvsidecar.types import PROTOCOL, Direction, GroupLayout
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.simulation.machine import Allocation, Event, Violation
-from tests.simulation.shapes import HASHES, NUM_BLOCKS, NUM_KEYS, Shape, content, make_layout, rows_of
-from tests.simulation.world import DEVICES, Call, Lease, World
 
 
 @dataclass(eq=False)

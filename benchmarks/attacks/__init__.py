@@ -1,0 +1,1 @@
+"""Clients that attack a daemon, each a program: ``python -m benchmarks.attacks.NAME TARGET SECONDS``."""

@@ -1,1 +1,0 @@
-"""Clients that attack a daemon, each a program: ``python -m tests.attacks.NAME TARGET SECONDS``."""
