@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +27,47 @@ hypothesis.settings.load_profile("kvsidecar")
 # A shell starts what it puts in the background with Ctrl-C ignored, which is inherited; tests send it to their own.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What the tests start inherits the limit, and not all of it raises its own.
+with contextlib.suppress(OSError, ValueError):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+
+
+class _Descriptors:
+    """How many this process has open: a shell allows 1024, and half of them have to do."""
+
+    most = 512
+
+    def __init__(self) -> None:
+        self.table, self.open = self.look()
+        self.left_open: Counter[str] = Counter()
+
+    @staticmethod
+    def look() -> tuple[int, int]:
+        """The size of the kernel's table, which doubles when it is full and never shrinks, and how many are open."""
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("FDSize:")[2].split()[0]), len(os.listdir("/proc/self/fd"))
+
+    def check(self, test: str) -> None:
+        before = self.table, self.open
+        self.table, self.open = self.look()
+        self.left_open[test] = self.open - before[1]
+        if self.table > max(before[0], self.most):
+            left = ", ".join(f"{count} by {each}" for each, count in self.left_open.most_common(5) if count > 0)
+            pytest.fail(
+                f"this process had more than {self.most} descriptors open at once, for the first time in this test; "
+                f"{self.open} still are. Left open: {left or 'none by a test'}",
+                pytrace=False,
+            )
+
+
+_descriptors = _Descriptors()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    _descriptors.check(item.nodeid)
 
 
 @pytest.fixture

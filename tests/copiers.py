@@ -33,8 +33,10 @@ Answer = Callable[[dict[str, Any], Sequence[int]], dict[str, Any] | None]
 class Records:
     """One way of one direction: what was sent and not taken. For a `Sender` and a `Receiver` both."""
 
-    def __init__(self, bell: int) -> None:
-        self.bell = bell
+    bell = 1 << 30
+    """Nothing rings: a number that no descriptor has."""
+
+    def __init__(self) -> None:
         self.sent: deque[bytes] = deque()
 
     def send(self, record: bytes) -> None:
@@ -78,10 +80,10 @@ class NoProcessLink(CopierLink):
         self._steps = Steps(LoopTime(seconds=math.inf))
         self._records = {direction: deque() for direction in Direction}
         self._mapped = True
-        self.pidfd = os.eventfd(0)
+        self.pidfd = -1
         self._rings = []
-        self.to_process = {direction: Records(self.pidfd) for direction in Direction}
-        self.from_process = {direction: Records(self.pidfd) for direction in Direction}
+        self.to_process = {direction: Records() for direction in Direction}
+        self.from_process = {direction: Records() for direction in Direction}
         self._senders: Any = self.to_process
         self._receivers: Any = self.from_process
         self._taken = dict.fromkeys(Direction, (0, 0.0))
@@ -113,6 +115,7 @@ class NoProcessLink(CopierLink):
 
     def died(self) -> None:
         """The kernel says that the process has ended."""
+        self.pidfd = os.eventfd(0)  # which the real link closes
         self._died()
 
 

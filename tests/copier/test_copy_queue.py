@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +41,13 @@ def unpaced(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(copy_queue_module, "time", time)
     monkeypatch.setattr(quiesce_module, "time", time)
     return Bench(clock)
+
+
+@pytest.fixture
+def fence_fd() -> Iterator[int]:
+    fd = fences.create()
+    yield fd
+    os.close(fd)
 
 
 @pytest.fixture
@@ -481,9 +489,8 @@ def test_how_long_to_sleep_follows_the_best_rate_seen(unpaced: Bench) -> None:
     assert unpaced.queue.wait() == pytest.approx(seconds - SPIN_SECONDS)
 
 
-def test_a_copy_behind_a_shut_fence_fails_and_those_of_other_engines_go_on(unpaced: Bench) -> None:
-    fd = fences.create()
-    fence, lane = Fence(fd), fences.lanes(fd)[Direction.STORE]
+def test_a_copy_behind_a_shut_fence_fails_and_those_of_other_engines_go_on(unpaced: Bench, fence_fd: int) -> None:
+    fence, lane = Fence(fence_fd), fences.lanes(fence_fd)[Direction.STORE]
     fence.shut()
     fenced, other = unpaced.submit(plan(1), lane=lane), unpaced.submit(plan(2))
     unpaced.run()
@@ -493,9 +500,10 @@ def test_a_copy_behind_a_shut_fence_fails_and_those_of_other_engines_go_on(unpac
     assert fence.is_quiet()
 
 
-def test_a_fence_that_is_shut_between_two_calls_of_a_copy_ends_it_when_the_first_is_over(unpaced: Bench) -> None:
-    fd = fences.create()
-    fence, lane = Fence(fd), fences.lanes(fd)[Direction.STORE]
+def test_a_fence_that_is_shut_between_two_calls_of_a_copy_ends_it_when_the_first_is_over(
+    unpaced: Bench, fence_fd: int
+) -> None:
+    fence, lane = Fence(fence_fd), fences.lanes(fence_fd)[Direction.STORE]
     unpaced.stream.held = {1}
     number = unpaced.submit(Calls(1, 2), lane=lane)
     unpaced.queue.step()
@@ -511,9 +519,8 @@ def test_a_fence_that_is_shut_between_two_calls_of_a_copy_ends_it_when_the_first
 
 
 @pytest.mark.parametrize("how", ["over", "refused", "asynchronous"])
-def test_nothing_is_under_way_when_a_copy_has_ended_however(unpaced: Bench, how: str) -> None:
-    fd = fences.create()
-    fence, lane = Fence(fd), fences.lanes(fd)[Direction.STORE]
+def test_nothing_is_under_way_when_a_copy_has_ended_however(unpaced: Bench, fence_fd: int, how: str) -> None:
+    fence, lane = Fence(fence_fd), fences.lanes(fence_fd)[Direction.STORE]
     errors = {"refused": unpaced.stream.issue_errors, "asynchronous": unpaced.stream.mark_errors}
     if how in errors:
         errors[how][2] = CopyFailed("planned")

@@ -83,14 +83,13 @@ class Bench:
 async def started(ring_bytes: int = RING_BYTES) -> AsyncIterator[Bench]:
     fd = host_memory.create_file(POOL, SMALL)
     address = host_memory.map_file(fd, POOL, SMALL)
-    link = CopierLink(launch(PROGRAM))
+    link, buffer = CopierLink(launch(PROGRAM)), HostBuffer(BLOCK * BLOCKS)
     try:
         hello = await link.hello("host", [])
         assert (hello.platform, hello.devices) == ("host", {"host": None})
         await link.start("host", ring_bytes=ring_bytes)
         await link.map(PoolFile(fd, POOL, SMALL, SLAB))
         await link.pin(0, SLAB)
-        buffer = HostBuffer(BLOCK * BLOCKS)
         opened = await link.open(SESSION, [MemfdSource(buffer.fd)], [LAYOUT], [])
         assert [each.nbytes for each in opened.memories] == [BLOCK * BLOCKS]
         assert (opened.num_events, opened.events_refused) == (0, "")
@@ -98,6 +97,7 @@ async def started(ring_bytes: int = RING_BYTES) -> AsyncIterator[Bench]:
     finally:
         link.kill()
         await link.ended
+        buffer.close()
         host_memory.unmap(address, POOL)
         os.close(fd)
 

@@ -94,9 +94,9 @@ def test_the_lock_that_an_attach_needs_is_free_between_small_pieces(
     sizes: list[int] = []
     monkeypatch.setattr(host_memory, "populate", lambda address, nbytes, kind: sizes.append(nbytes) or 0)
     monkeypatch.setattr("kvsidecar.pool.pinning.PREFAULT_BYTES", 2 * MiB)
-    pool = new_pool(spec(nbytes=9 * MiB, chunk_bytes=8 * MiB, prefault_threads=1), MlockPlatform())
+    pool = new_pool(spec(nbytes=5 * MiB, chunk_bytes=4 * MiB, prefault_threads=1), MlockPlatform())
     pool.pin(ignore, never())
-    assert sizes == [2 * MiB] * 4 + [MiB]
+    assert sizes == [2 * MiB] * 2 + [MiB]
 
 
 def test_on_a_kernel_without_populate_the_pages_are_touched_instead(

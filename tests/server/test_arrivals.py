@@ -9,8 +9,19 @@ from collections.abc import Iterator
 import pytest
 
 from kvsidecar.errors import InvalidRequest, LimitExceeded
-from kvsidecar.server.arrivals import CONNECTION_FDS, TABLE_SHARE, Arrival, Arrivals
+from kvsidecar.server import arrivals as arrivals_module
+from kvsidecar.server.arrivals import CONNECTION_FDS, MAX_SHARED_FDS, TABLE_SHARE, Arrival, Arrivals
 from kvsidecar.types import MAX_DESCRIPTORS
+
+MOST = 64
+
+
+@pytest.fixture
+def at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hello has `MOST` descriptors at most, and a user: a process may not have as many open as the real limits."""
+    assert MAX_SHARED_FDS == MAX_DESCRIPTORS
+    monkeypatch.setattr(arrivals_module, "MAX_DESCRIPTORS", MOST)
+    monkeypatch.setattr(arrivals_module, "MAX_SHARED_FDS", MOST)
 
 
 @pytest.fixture
@@ -71,13 +82,14 @@ def test_the_oldest_unfinished_one_makes_room_for_the_same_user_only(connection:
     assert len(fill(arrivals, 1, connection)) == 50, "all was given back, once"
 
 
+@pytest.mark.usefixtures("at_most")
 def test_one_hello_has_no_more_descriptors_than_a_rank_may_share(connection: socket.socket) -> None:
-    arrivals = Arrivals(20_000)
+    arrivals = Arrivals(400)  # 150 for one user
     arrival = arrivals.begin(connection, 1)
     for _ in range(16):
-        arrivals.received(arrival, null(MAX_DESCRIPTORS // 16))
+        arrivals.received(arrival, null(MOST // 16))
     one_more = null(1)
-    with pytest.raises(InvalidRequest, match="more than 4096"):
+    with pytest.raises(InvalidRequest, match=f"more than {MOST}"):
         arrivals.received(arrival, one_more)
     assert not is_open(one_more[0])
     arrivals.complete(arrival)
@@ -88,10 +100,11 @@ def test_one_hello_has_no_more_descriptors_than_a_rank_may_share(connection: soc
         os.close(fd)
 
 
+@pytest.mark.usefixtures("at_most")
 def test_descriptors_that_are_closed_early_make_room_for_the_next(connection: socket.socket) -> None:
-    arrivals = Arrivals(20_000)
+    arrivals = Arrivals(400)  # 150 for one user
     first, second = arrivals.begin(connection, 1), arrivals.begin(connection, 1)
-    arrivals.received(first, null(MAX_DESCRIPTORS - 10))
+    arrivals.received(first, null(MOST - 10))
     arrivals.complete(first)
     fds = first.take_fds()
     with pytest.raises(LimitExceeded):
@@ -104,7 +117,7 @@ def test_descriptors_that_are_closed_early_make_room_for_the_next(connection: so
     arrivals.closed(first, 5)  # after its end nothing is counted for it
     arrivals.end(second)
     third = arrivals.begin(connection, 1)
-    arrivals.received(third, null(MAX_DESCRIPTORS))
+    arrivals.received(third, null(MOST))
     arrivals.end(third)
     for fd in fds[10:]:
         os.close(fd)

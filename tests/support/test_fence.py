@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,8 +15,14 @@ from kvsidecar.support.fence import Fence, create, lanes
 from kvsidecar.types import Direction
 
 
-def test_nothing_begins_behind_a_shut_fence() -> None:
+@pytest.fixture
+def fd() -> Iterator[int]:
     fd = create()
+    yield fd
+    os.close(fd)
+
+
+def test_nothing_begins_behind_a_shut_fence(fd: int) -> None:
     fence, lane = Fence(fd), lanes(fd)[Direction.LOAD]
     assert lane.enter()
     lane.leave()
@@ -27,8 +34,7 @@ def test_nothing_begins_behind_a_shut_fence() -> None:
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_it_is_quiet_when_all_calls_of_both_directions_are_over(direction: Direction) -> None:
-    fd = create()
+def test_it_is_quiet_when_all_calls_of_both_directions_are_over(direction: Direction, fd: int) -> None:
     fence, lane = Fence(fd), lanes(fd)[direction]
     assert lane.enter()
     assert lane.enter()
@@ -40,8 +46,7 @@ def test_it_is_quiet_when_all_calls_of_both_directions_are_over(direction: Direc
     assert fence.is_quiet()
 
 
-def test_what_a_dead_copier_had_under_way_is_over_for_the_next_one() -> None:
-    fd = create()
+def test_what_a_dead_copier_had_under_way_is_over_for_the_next_one(fd: int) -> None:
     assert lanes(fd)[Direction.STORE].enter()
     lanes(fd)
     fence = Fence(fd)
@@ -49,16 +54,14 @@ def test_what_a_dead_copier_had_under_way_is_over_for_the_next_one() -> None:
     assert fence.is_quiet()
 
 
-def test_an_engine_cannot_take_the_memory_away_from_its_copier() -> None:
-    fd = create()
+def test_an_engine_cannot_take_the_memory_away_from_its_copier(fd: int) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
     with pytest.raises(PermissionError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_what_an_engine_writes_over_the_numbers_deceives_nobody_else() -> None:
-    fd = create()
+def test_what_an_engine_writes_over_the_numbers_deceives_nobody_else(fd: int) -> None:
     lane = lanes(fd)[Direction.STORE]
     assert lane.enter()
     with mmap.mmap(fd, 4096) as shared:
@@ -71,11 +74,11 @@ def test_what_an_engine_writes_over_the_numbers_deceives_nobody_else() -> None:
     assert fence.is_quiet()
 
 
-def test_a_machine_without_the_barrier_waits_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_barrier_waits_instead(monkeypatch: pytest.MonkeyPatch, fd: int) -> None:
     slept: list[float] = []
     monkeypatch.setattr(module, "_SYS_MEMBARRIER", None)
     monkeypatch.setattr(time, "sleep", slept.append)
-    fence = Fence(create())
+    fence = Fence(fd)
     fence.shut()
     fence.shut()
     assert len(slept) == 1
