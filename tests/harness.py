@@ -249,7 +249,7 @@ class DaemonProcess:
     def client(self, **options: Any) -> Client:
         # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
         defaults = {"timeout": SECONDS, "step_budget": SECONDS, "local_protocol": self.local}
-        return Client(self.socket, **{**defaults, **options})
+        return closed_after_the_test(Client(self.socket, **{**defaults, **options}))
 
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -295,6 +295,31 @@ def _proc(pid: int, name: str) -> str:
 def _locked_kib(pid: int) -> int:
     status = _proc(pid, "status")
     return int((status.partition("VmLck:")[2].split() or ["0"])[0])  # a process that has ended has no such line
+
+
+Opened = TypeVar("Opened", Client, HostBuffer)
+_opened: list[Client | HostBuffer] = []
+
+
+def closed_after_the_test(opened: Opened) -> Opened:
+    """What the test may leave open."""
+    _opened.append(opened)
+    return opened
+
+
+def close_what_is_open() -> None:
+    """Close what `closed_after_the_test` was told of. Memory of which there are still arrays waits for the next time:
+    a test that has failed keeps them."""
+    opened, _opened[:] = _opened[:], []
+    for each in opened:
+        if isinstance(each, Client):
+            each.close()
+    for each in opened:
+        if isinstance(each, HostBuffer) and not each.memory.closed:
+            try:
+                each.close()
+            except BufferError:
+                _opened.append(each)
 
 
 class Gate:
@@ -422,7 +447,7 @@ class Rank:
         self.layout = groups or layout()
         (region,) = self.layout.regions
         shape = (region.num_rows, self.layout.num_blocks, region.row_bytes)
-        self.buffer = HostBuffer(shape[0] * shape[1] * shape[2])
+        self.buffer = closed_after_the_test(HostBuffer(shape[0] * shape[1] * shape[2]))
         self.kv: npt.NDArray[np.uint8] = np.frombuffer(self.buffer.memory, np.uint8).reshape(shape)
         if client is None:
             assert daemon is not None

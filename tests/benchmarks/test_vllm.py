@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 import sys
 from contextlib import nullcontext
@@ -49,7 +50,9 @@ def install(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> Path
     package.mkdir()
     (package / "__init__.py").touch()
     server = package / "pegaflow-server-py"
-    server.write_text(f"#!{sys.executable}\n{program}")
+    # By a shell: no file can begin with the path of an interpreter that has spaces.
+    server.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$0.py" "$@"\n')
+    (package / f"{server.name}.py").write_text(program)
     server.chmod(0o755)
     monkeypatch.delitem(sys.modules, "pegaflow", raising=False)
     monkeypatch.syspath_prepend(str(folder))

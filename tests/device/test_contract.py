@@ -417,7 +417,7 @@ def test_fifty_thousand_copies_in_one_job(
     """A batch of 51,828 copies in one call hung a peer's driver; the calls of a plan are bounded."""
     for name, value in METHODS[method][0].items():
         monkeypatch.setattr(owner_of(name), name, value)
-    rows, blocks, row = 84, 617, 512
+    rows, blocks, row = 84, 617, 128  # less than the 8 MiB that a user may lock
     memory = device.allocate(rows * blocks * row)
     big = Pool(platform, rows * blocks * row)
     layout = GroupLayout(0, blocks, 0, 1, (Region(0, 0, blocks * row, row, row, rows),))

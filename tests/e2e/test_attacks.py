@@ -18,11 +18,13 @@ from tests.e2e.policies import daemon_for_others, needs_root
 from tests.e2e.ports import port_of
 from tests.e2e.unfinished import open_fds
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
+from tests.marks import daemon_may_open
 
 TABLE = 4096
 """Descriptors that a daemon may have here: few, so that an attack of any user can fill them."""
 
 
+@daemon_may_open(TABLE)
 def test_descriptors_of_unfinished_hellos_leave_room_for_honest_ones(short_dir: Path) -> None:
     few = ("sh", "-c", f'ulimit -n {TABLE}; exec "$@"', "sh")
     with DaemonProcess(short_dir, under=few) as daemon:

@@ -326,7 +326,7 @@ def test_40_silent_connections_do_not_keep_engines_out(daemon: DaemonProcess) ->
     silent = []
     Rank(daemon).close()  # the loop opens a descriptor of its own with its first connection
     before = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-    for _ in range(200):
+    for _ in range(100):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(daemon.socket + ".attach")
         silent.append(connection)

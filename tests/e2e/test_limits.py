@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from statistics import median
 
 import grpc
@@ -22,9 +21,9 @@ from kvsidecar.server.convert import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
-from tests.e2e.wire import framed, hello, register, stub, welcome
+from tests.e2e.wire import crowd, framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes
-from tests.marks import lent_daemon
+from tests.marks import daemon_may_open, lent_daemon
 
 pytestmark = lent_daemon
 
@@ -35,10 +34,11 @@ def limited(daemon: DaemonProcess) -> float:
     return daemon.metric('kvsidecar_refusals_total{reason="limit"}')
 
 
+@daemon_may_open(9000)  # one user's share of them is less than half
 def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
-    held = 0
-    with ExitStack() as stack:
+    held = arrivals.MAX_CONNECTIONS - 8
+    with crowd(daemon, held, HELLO), ExitStack() as stack:
         while held <= arrivals.MAX_CONNECTIONS:
             connection = stack.enter_context(hello(daemon, HELLO, []))
             reply = welcome(connection)
@@ -63,6 +63,7 @@ def _attaches(daemon: DaemonProcess) -> bool:
     return True
 
 
+@daemon_may_open(12_000)
 def test_descriptors_handed_over_by_one_user_are_limited(daemon: DaemonProcess) -> None:
     message = framed(pb.Hello(protocol=PROTOCOL, num_fds=253))
     with ExitStack() as stack:
@@ -76,6 +77,7 @@ def test_descriptors_handed_over_by_one_user_are_limited(daemon: DaemonProcess) 
     assert limited(daemon) == 1
 
 
+@daemon_may_open(3000)
 def test_ranks_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:
     buffer = HostBuffer(1 << 20)
     with stub(daemon) as sidecar, ExitStack() as stack:
@@ -136,22 +138,16 @@ def test_an_attach_stream_that_says_nothing_is_ended(daemon: DaemonProcess) -> N
     assert limited(daemon) == 1
 
 
+@daemon_may_open(9000)
 def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonProcess) -> None:
     def open_fds() -> int:
         return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
     assert limited(daemon) == 0  # libuv opens one, for good, at its first stream
     before = open_fds()
-    connections = []
-    for _ in range(arrivals.MAX_CONNECTIONS + 50):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(daemon.socket + ".attach")
-        connections.append(connection)
-    eventually(lambda: limited(daemon) == 50)
-    assert open_fds() <= before + arrivals.MAX_CONNECTIONS + 5
-    for connection in connections:
-        with suppress(OSError):
-            connection.close()
+    with crowd(daemon, arrivals.MAX_CONNECTIONS + 50):
+        eventually(lambda: limited(daemon) == 50)
+        assert open_fds() <= before + arrivals.MAX_CONNECTIONS + 5
     eventually(lambda: open_fds() <= before)
 
 

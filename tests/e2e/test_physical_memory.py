@@ -20,7 +20,7 @@ from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.types import MAX_DESCRIPTORS
 from tests.e2e.memory_holders import holders
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, daemon_may_open, lent_daemon
 from tests.open_files import open_files
 
 pytestmark = lent_daemon
@@ -101,7 +101,7 @@ def open_descriptors(daemon: DaemonProcess) -> int:
 
 @both_protocols
 def test_hundreds_of_ranges_are_mapped_and_no_descriptor_stays_open(daemon: DaemonProcess) -> None:
-    engine = Engine(daemon, layers=5, ranges=128)
+    engine = Engine(daemon, layers=5, ranges=64)
     assert open_descriptors(daemon) == 0, "a descriptor keeps the memory allocated after the engine has unmapped it"
     want = engine.fill(1)
     ids = [127, 1, 64, 63, 2]
@@ -113,6 +113,7 @@ def test_hundreds_of_ranges_are_mapped_and_no_descriptor_stays_open(daemon: Daem
     assert engine.sleep()
 
 
+@daemon_may_open(12_000)
 def test_as_many_descriptors_as_a_rank_may_share_arrive(daemon: DaemonProcess) -> None:
     fd = host_memory.create_file(mmap.PAGESIZE, SMALL_PAGES, "kvsidecar-kv-range")
     ranges = tuple(PhysicalRange(mmap.PAGESIZE, fd=fd) for _ in range(MAX_DESCRIPTORS))

@@ -9,7 +9,7 @@ import pytest
 
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, Region
 from kvsidecar.errors import ClientError
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, closed_after_the_test, hashes
 from tests.marks import both_protocols, lent_daemon
 
 pytestmark = [both_protocols, lent_daemon]
@@ -29,7 +29,7 @@ def layout(*slices: int) -> GroupLayout:
 
 class Engine:
     def __init__(self, daemon: DaemonProcess, *slices: int) -> None:
-        self.buffer = HostBuffer(LAYERS * BLOCKS * ROW)
+        self.buffer = closed_after_the_test(HostBuffer(LAYERS * BLOCKS * ROW))
         self.kv = np.frombuffer(self.buffer.memory, np.uint8).reshape(LAYERS, BLOCKS, ROW)
         self.client: Client = daemon.client(name="test")
         self.client.attach(

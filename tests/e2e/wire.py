@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -32,6 +34,33 @@ def hello(daemon: DaemonProcess, message: bytes, fds: list[int]) -> Iterator[soc
         with suppress(BrokenPipeError):  # refused before it is heard: the answer is there to be read all the same
             socket.send_fds(connection, [message], fds)
         yield connection
+
+
+_CROWD = """
+import socket, sys
+path, count, message = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
+connections = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+for each in connections:
+    each.connect(path)
+    if message:
+        each.sendall(message)
+        assert each.recv(1 << 16)
+print("all are here", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def crowd(daemon: DaemonProcess, count: int, message: bytes = b"") -> Iterator[None]:
+    """So many connections of another process, which may have more open than the tests should; each has sent the
+    message, if there is one, and been answered."""
+    command = [sys.executable, "-c", _CROWD, daemon.socket + ".attach", str(count), message.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield
+        process.stdin.close()
 
 
 def framed(message: pb.Hello) -> bytes:

@@ -19,7 +19,7 @@ from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.support.breaker import CircuitBreaker
 from tests.e2e.endings import pause
-from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, eventually
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, closed_after_the_test, eventually
 from tests.integrations.engine import Clock, Request, Step, full, group
 
 BLOCK_TOKENS = 16
@@ -84,7 +84,7 @@ class Engine:
     def _store(self, hashes: Sequence[bytes]) -> None:
         count = len(hashes)
         region = Region(0, 0, count * ROW_BYTES, ROW_BYTES, ROW_BYTES, 1)
-        self.buffer = HostBuffer(count * ROW_BYTES)
+        self.buffer = closed_after_the_test(HostBuffer(count * ROW_BYTES))
         self.rank = self.daemon.client()
         layouts = [GroupLayout(each.index, count, 0, 1, (region,)) for each in self.groups]
         self.rank.attach(instance="t", namespace=NAMESPACE, buffers=self.buffer.kv_buffers(), groups=layouts)

@@ -16,7 +16,17 @@ from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankRepor
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.integrations.vllm.step_loads import StepLoads
 from kvsidecar.integrations.vllm.worker import LoadResults, WorkerSide
-from tests.harness import LAYERS, NAMESPACE, NUM_BLOCKS, ROW_BYTES, SECONDS, eventually, hashes, layout
+from tests.harness import (
+    LAYERS,
+    NAMESPACE,
+    NUM_BLOCKS,
+    ROW_BYTES,
+    SECONDS,
+    closed_after_the_test,
+    eventually,
+    hashes,
+    layout,
+)
 
 
 class Worker:
@@ -37,7 +47,7 @@ class Worker:
         step_loads: StepLoads | None = None,
     ) -> None:
         self.place = place or Place()
-        self.buffer = HostBuffer(len(held) * LAYERS * NUM_BLOCKS * ROW_BYTES)
+        self.buffer = closed_after_the_test(HostBuffer(len(held) * LAYERS * NUM_BLOCKS * ROW_BYTES))
         self.kv = np.frombuffer(self.buffer.memory, np.uint8).reshape(len(held), LAYERS, NUM_BLOCKS, ROW_BYTES)
         self.held = held
         self.layouts = []
@@ -51,7 +61,7 @@ class Worker:
             identity,
             name,
             self.place,
-            lambda: Client(socket, timeout=SECONDS),
+            lambda: closed_after_the_test(Client(socket, timeout=SECONDS)),
             adapters=adapters,
             step_loads=step_loads,
         )

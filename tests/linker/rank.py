@@ -20,7 +20,7 @@ from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
-from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.harness import SECONDS, DaemonProcess, closed_after_the_test, eventually
 from tests.linker.transfers import PoolName, Transfer, keys
 
 LAYERS, PAGE, ROW = 4, 16, 512
@@ -118,7 +118,7 @@ class HostStaging(LateMoves):
         (group,) = self.groups.all
         self._kv, self._layers, self.slots = kv, group.slices, slots
         width = kv.shape[2]
-        buffer = HostBuffer(kv.shape[0] * slots * width)
+        buffer = closed_after_the_test(HostBuffer(kv.shape[0] * slots * width))
         self._places, regions, first = {}, [], 0
         for chunk, layers in group.slices.items():
             size = slots * len(layers) * width
@@ -160,7 +160,7 @@ class Engine:
         staged_pages: int = 0,
         **extra: Any,
     ) -> None:
-        self.buffer = HostBuffer(LAYERS * PAGES * ROW)
+        self.buffer = closed_after_the_test(HostBuffer(LAYERS * PAGES * ROW))
         self.kv = np.frombuffer(self.buffer.memory, np.uint8).reshape(LAYERS, PAGES, ROW)
         groups = groups_of([(KV, range(LAYERS), replicated)], LAYERS, chunks)
         layouts = tuple(

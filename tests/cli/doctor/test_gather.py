@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ FLAGS = {"device": "host", "pool_size": "1MiB", "config": None}
 def driver_that(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:
     """Let the probe be this program instead."""
     program = directory / "python"
-    program.write_text(f"#!{sys.executable}\n{script}\n")
+    # By a shell: the path of an interpreter may have spaces, and then no file can begin with it.
+    program.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(script)}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
 
