@@ -12,7 +12,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
-from kvsidecar.types import Eviction, LookupMode
+from kvsidecar.types import Eviction, LookupMode, Residency
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -24,24 +24,20 @@ from tests.cache.support import (
     open_space,
     reserved,
     slot_of,
+    table_of,
 )
 
 Key = tuple[int, str]
 """Index of the space, name of the block."""
 
-
 Token = tuple[object, ...]
-
 
 Parts = list[tuple[int, int, list[str]]]
 """Index of the space, shard, names."""
 
-
 SPACES = ("one", "two")
 
-
 NAMES = ("a", "b", "c", "d")
-
 
 POOLS = [
     # pages of the pool, of a slab, and of each shard in the two spaces
@@ -57,18 +53,13 @@ POOLS = [
     (8, 4, (1,), (2,)),
 ]
 
-
 name_lists = st.lists(st.sampled_from(NAMES), min_size=1, max_size=2) | st.lists(st.sampled_from(NAMES), max_size=5)
-
 
 space_ids = st.sampled_from([0, 1])
 
-
 one_part = st.tuples(space_ids, st.integers(0, 1), name_lists)
 
-
 shard_parts = st.lists(one_part, min_size=1, max_size=1) | st.lists(one_part, max_size=3)
-
 
 modes = st.sampled_from(list(LookupMode))
 
@@ -103,6 +94,31 @@ class LiveLease:
     """Of blocks that were not cleared."""
 
 
+class Told:
+    """An outlet that follows what it is told."""
+
+    def __init__(self, cache: BlockCache, name: str = "model") -> None:
+        self.readable: dict[int, set[bytes]] = {}
+        self.said: list[str] = []
+        cache.watch(namespace(name), self._told)
+
+    def _told(self, kind: Residency, group: int, hashes: bytes) -> None:
+        self.said.append(kind.value)
+        readable = self.readable.setdefault(group, set())
+        match kind:
+            case Residency.STORED:
+                readable |= split(hashes)
+            case Residency.REMOVED:
+                assert split(hashes) <= readable, "it was not told that they were readable"
+                readable -= split(hashes)
+            case Residency.CLEARED:
+                readable.clear()
+
+
+def split(hashes: bytes) -> set[bytes]:
+    return {hashes[i : i + 32] for i in range(0, len(hashes), 32)}
+
+
 class CacheMachine(RuleBasedStateMachine):
     @initialize(
         shape=st.sampled_from(POOLS),
@@ -126,11 +142,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache: BlockCache = new_cache(pool, slab, nodes[: -(-pool // slab)], eviction)
         self.one_class = {pages for shards in self.shards for pages in shards} == {1}
         self.spaces = [open_space(self.cache, name, shards=self.shards[i]) for i, name in enumerate(SPACES)]
+        self.told = [Told(self.cache, name) for name in SPACES]
         self.memory: list[Token | None] = [None] * pool
         self.sealed: dict[Key, dict[int, Token]] = {}
         self.open: list[Reservation] = []
         self.leases: dict[int, LiveLease] = {}
-        self.dead_leases: list[int] = []
+        self.dead_leases: list[int] = [77]
+        """Those that ended, and one that never was."""
         self.released_leases: list[int] = []
         self.loads: list[OpenLoad] = []
         self.corrupt: tuple[int, int] | None = None
@@ -205,7 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert free + sum(victims.values()) < need, "there was room"
             if grant is Refusal.POOL_FRAGMENTED:
                 assert not self.one_class, "there is no slab of another class"
-                slots = self.cache._table.slots  # a gap that fits no size in use may fit this one
+                slots = table_of(self.cache).slots  # a gap that fits no size in use may fit this one
                 free = (self.cache.stats().free_bytes + slots.unfit_bytes) // PAGE
                 assert free + sum(self.evictable_pages(set()).values()) >= need
             return
@@ -463,6 +481,11 @@ class CacheMachine(RuleBasedStateMachine):
         for number, space in enumerate(self.spaces):
             expected = [self.is_readable((number, name)) for name in NAMES]
             assert self.cache.lookup(space, [key(name) for name in NAMES], LookupMode.BITMAP) == expected
+
+    @invariant()
+    def whoever_watches_was_told_of_exactly_these(self) -> None:
+        for number, told in enumerate(getattr(self, "told", [])):
+            assert told.readable.get(0, set()) == {key(name) for name in NAMES if self.is_readable((number, name))}
 
     @invariant()
     def every_readable_block_holds_what_was_sealed(self) -> None:

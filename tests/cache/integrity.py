@@ -15,7 +15,7 @@ from kvsidecar.cache.slabs import LEVELS
 from kvsidecar.cache.slots import NO_OWNER, SlotAllocator, SlotState
 from kvsidecar.cache.space_blocks import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.types import Priority
-from tests.cache.inside import rows_in, state_of
+from tests.cache.support import rows_in, state_of, table_of
 
 Row = tuple[int, int]
 """Number of the table, row in it."""
@@ -23,7 +23,7 @@ Row = tuple[int, int]
 
 def check_integrity(cache: BlockCache) -> None:
     """Raise AssertionError if slots, blocks, references, policies and gauges of the cache do not agree."""
-    table = cache._table
+    table = table_of(cache)
     check_slots(table.slots)
     check_leases(cache._leases)
     leased, filling = _references(cache), _filling(cache)
@@ -270,7 +270,7 @@ def check_leases(table: LeaseTable) -> None:
 
 
 def _check_shares(cache: BlockCache) -> None:
-    table, shares = cache._table, cache._table.shares
+    table, shares = table_of(cache), table_of(cache).shares
     used: Counter[Share] = Counter()
     evictable: Counter[Share] = Counter()
     states: Counter[SlotState] = Counter()
@@ -315,7 +315,7 @@ def _check_shares(cache: BlockCache) -> None:
 
 
 def _check_gauges(cache: BlockCache, leased: Counter[Row]) -> None:
-    table = cache._table
+    table = table_of(cache)
     current = [space.blocks for space in table.spaces.values()]
     found, readable = sum(len(blocks.index) for blocks in current), sum(blocks.readable for blocks in current)
     assert table.num_blocks == found, f"there are {found} blocks, not {table.num_blocks}"

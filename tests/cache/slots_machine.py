@@ -14,7 +14,6 @@ from tests.cache.support import PAGE
 
 NEEDS = st.dictionaries(st.integers(1, 4), st.integers(1, 4), min_size=1, max_size=3)
 
-
 NODES = st.sampled_from([None, 0, 1])
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.block_index import BlockIndex
+from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.grants import StoreGrant
-from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
-from kvsidecar.cache.space_blocks import NO_SLOT, Space
+from kvsidecar.cache.shares import ShareLimits
+from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, SlotState
+from kvsidecar.cache.space_blocks import COLUMNS, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Namespace
-from tests.cache.inside import hashes_of
 
 PAGE = SLOT_ALIGN
 
@@ -41,6 +46,14 @@ def open_space(cache: BlockCache, name: str = "model", *, group: int = 0, shards
         space = cache.open_space(namespace(name), group, len(shards), shard, pages * PAGE)
     assert space is not None
     return space
+
+
+def one_space(
+    pool: int, slab: int | None = None, *, shards: Sequence[int] = (1,), eviction: Eviction = Eviction.LRU
+) -> tuple[BlockCache, Space]:
+    """A cache as of `new_cache`, and the one space in it."""
+    cache = new_cache(pool, slab, eviction=eviction)
+    return cache, open_space(cache, shards=shards)
 
 
 def begin(cache: BlockCache, space: Space, hashes: Sequence[bytes], shard: int = 0) -> StoreGrant:
@@ -99,3 +112,58 @@ def lease(cache: BlockCache, space: Space, *names: int | str, now: float = 0, tt
     granted, _ = cache.lookup_and_lease([(space, keys(*names))], LookupMode.PREFIX, now, ttl, owner)
     assert granted is not None
     return granted.id
+
+
+Limits = tuple[int, int | None]
+"""Pages that are guaranteed, and the most pages."""
+
+
+def limits(**shares: Limits) -> list[ShareLimits]:
+    """One share per model."""
+    return [
+        ShareLimits(
+            name, lambda space, name=name: space.model == name, low * PAGE, None if most is None else most * PAGE
+        )  # type: ignore[misc]
+        for name, (low, most) in shares.items()
+    ]
+
+
+# -- readings of parts, taken from their private columns --------------------------------------------------------------
+
+
+def table_of(cache: BlockCache) -> BlockTable:
+    """What a cache is made of."""
+    return cache._table
+
+
+def state_of(allocator: SlotAllocator, offset: int) -> SlotState:
+    """State of the slot that this byte of the pool belongs to; FREE if it belongs to none."""
+    slabs = allocator.slabs
+    slab = int(slabs.at[offset // allocator.grid.unit])
+    if not slabs.size[slab]:
+        return SlotState.FREE
+    inside = (offset - slabs.start[slab]) // slabs.size[slab]
+    if inside >= slabs.capacity[slab]:
+        return SlotState.FREE
+    return SlotState(allocator._states[slabs.first[slab] + inside])
+
+
+def rows_in(index: BlockIndex) -> Ints:
+    """All rows in the index, in no order."""
+    filed = index._tags[: index._num_buckets] != 0
+    overflowed = [row for rows in index._overflow.values() for row in rows]
+    in_buckets = index._rows[: filed.size][filed.ravel()].astype(np.int64)
+    return np.concatenate((in_buckets, np.array(overflowed, np.int64)))
+
+
+def hashes_of(index: BlockIndex, rows: Ints) -> list[bytes]:
+    """The block hashes of these rows."""
+    return [words.tobytes()[: index._hash_bytes] for words in index._words[rows]]
+
+
+def nbytes_of(blocks: SpaceBlocks) -> int:
+    """Bytes of address space of a table. A page that was never written to costs no memory."""
+    index, queues = blocks.index, blocks.queues
+    segments = [segment for log in queues._queues.values() for segment in log.segments.values()]
+    arrays = [index._words, index._tags, index._rows, index._overflows, queues._place, *segments]
+    return sum(array.nbytes for array in (*arrays, *(getattr(blocks, name) for name in COLUMNS)))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, LANES, BlockIndex
-from tests.cache.inside import hashes_of, rows_in
 from tests.cache.integrity import check_index
+from tests.cache.support import hashes_of, rows_in
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -4,7 +4,6 @@ import itertools
 import random
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,38 +20,6 @@ def order(policy: LRUQueues, queue: int = 0) -> list[int]:
     segments = {segment for log in policy._queues.values() for segment in log.segments}
     assert policy._live.keys() == policy._queue_of.keys() == segments
     return [row for piece in policy.candidates(queue) for row in piece.tolist()]
-
-
-def test_the_oldest_comes_first() -> None:
-    policy = LRUQueues(10)
-    policy.insert(rows(3, 1))
-    policy.insert(rows(2))
-    assert order(policy) == [3, 1, 2]
-
-
-@pytest.mark.parametrize("gone", [0, 1, 2])
-def test_a_removed_block_is_no_candidate_wherever_it_was(gone: int) -> None:
-    policy = LRUQueues(10)
-    policy.insert(rows(0, 1, 2))
-    policy.remove(rows(gone))
-    assert order(policy) == [row for row in range(3) if row != gone]
-
-
-def test_a_block_that_comes_back_is_the_newest() -> None:
-    policy = LRUQueues(10)
-    policy.insert(rows(0, 1))
-    policy.remove(rows(0))
-    policy.insert(rows(0))
-    assert order(policy) == [1, 0]
-
-
-def test_an_emptied_policy_can_be_filled_again() -> None:
-    policy = LRUQueues(10)
-    policy.insert(rows(0))
-    policy.remove(rows(0))
-    assert order(policy) == []
-    policy.insert(rows(0))
-    assert order(policy) == [0]
 
 
 def test_more_rows_than_foreseen_can_be_reserved() -> None:

@@ -35,18 +35,22 @@ from kvsidecar.cache.use_times import UseTimes
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
-from tests.cache.limits import limits
-from tests.cache.support import find, keys, names_readable, new_cache, open_space, store
+from tests.cache.support import find, keys, limits, names_readable, new_cache, one_space, open_space, store, table_of
 
 
 def rhythmic(pool: int, slab: int | None = None) -> BlockCache:
     """The order is never that of LRU, whatever LRU would hit."""
     cache = new_cache(pool, slab, eviction=Eviction.RHYTHM)
-    rhythm = cache._table.rhythm
+    rhythm = table_of(cache).rhythm
     assert rhythm is not None
     rhythm.count(0, 0, 1, LATE_POOLS)
     rhythm.count = lambda *_: None  # type: ignore[method-assign]
     return cache
+
+
+def rhythmic_space(pool: int) -> tuple[BlockCache, Space]:
+    cache = rhythmic(pool)
+    return cache, open_space(cache)
 
 
 def use(cache: BlockCache, space: Space, now: float, *names: int | str) -> int:
@@ -81,8 +85,7 @@ def cache_gaps(space: Space, *names: int | str) -> list[int]:
 
 
 def test_a_gap_moves_towards_the_time_between_uses_by_an_octave_at_most() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
+    cache, space = rhythmic_space(8)
     store_at(cache, space, 0.0, "a")
     assert gap_of(space, "a") == pytest.approx(10, rel=0.1)
     seen = []
@@ -96,8 +99,7 @@ def test_a_gap_moves_towards_the_time_between_uses_by_an_octave_at_most() -> Non
 
 
 def test_uses_within_a_second_are_one() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
+    cache, space = rhythmic_space(8)
     store_at(cache, space, 100.0, "a")
     use(cache, space, 400.0, "a")
     before = gap_of(space, "a")
@@ -107,8 +109,7 @@ def test_uses_within_a_second_are_one() -> None:
 
 
 def test_gaps_have_bounds() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
+    cache, space = rhythmic_space(8)
     store_at(cache, space, 0.0, "a")
     now = 0.0
     for _ in range(40):
@@ -125,8 +126,7 @@ def test_gaps_have_bounds() -> None:
 
 
 def test_without_a_clock_nothing_takes_the_place_of_what_is_there() -> None:
-    cache = rhythmic(2)
-    space = open_space(cache)
+    cache, space = rhythmic_space(2)
     store(cache, space, "a", "b")
     assert not admitted(cache, space, "c")
     assert names_readable(cache, space, *"abc") == ["a", "b"]
@@ -147,16 +147,14 @@ def two_rhythms(cache: BlockCache, space: Space) -> float:
 
 
 def test_what_returns_sooner_stays() -> None:
-    cache = rhythmic(2)
-    space = open_space(cache)
+    cache, space = rhythmic_space(2)
     now = two_rhythms(cache, space)
     store_at(cache, space, now + 5, "new")
     assert names_readable(cache, space, "fast", "slow", "new") == ["fast", "new"]
 
 
 def test_what_does_not_return_as_usual_goes() -> None:
-    cache = rhythmic(2)
-    space = open_space(cache)
+    cache, space = rhythmic_space(2)
     now = two_rhythms(cache, space)
     use(cache, space, now + 160, "slow")
     store_at(cache, space, now + 300, "new")  # 300 seconds without "fast", 140 without "slow"
@@ -164,8 +162,7 @@ def test_what_does_not_return_as_usual_goes() -> None:
 
 
 def test_a_chain_loses_its_tail_first_though_its_head_has_another_rhythm() -> None:
-    cache = rhythmic(3)
-    space = open_space(cache)
+    cache, space = rhythmic_space(3)
     store_at(cache, space, 0.0, "head", "middle", "tail")
     for now in range(5, 200, 5):
         use(cache, space, float(now), "head")
@@ -176,8 +173,7 @@ def test_a_chain_loses_its_tail_first_though_its_head_has_another_rhythm() -> No
 
 
 def test_a_lower_priority_goes_first_whatever_the_rhythm() -> None:
-    cache = rhythmic(2)
-    space = open_space(cache)
+    cache, space = rhythmic_space(2)
     now = two_rhythms(cache, space)
     cache.clear_blocks(space, keys("fast"))
     grant = cache.begin_store([(space, 0, keys("fast"))], priority=Priority.LOW)
@@ -233,8 +229,7 @@ def test_a_share_keeps_its_guarantee_and_gives_by_rhythm() -> None:
 
 
 def test_what_nobody_uses_expires_though_others_go_before_it() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     store_at(cache, space, 0.0, "slow")
     day = 86400.0
     for number in range(1, 15):
@@ -253,8 +248,7 @@ def test_what_nobody_uses_expires_though_others_go_before_it() -> None:
 
 
 def test_a_shrunk_table_keeps_the_gaps() -> None:
-    cache = rhythmic(4000)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4000)
     now = two_rhythms(cache, space)
     store_at(cache, space, now, *range(3000))
     cache.clear_blocks(space, keys(*range(3000)))
@@ -300,8 +294,7 @@ def test_the_classes_are_merged_by_rank_then_use_then_longest_gap(
 
 
 def test_new_blocks_inherit_the_gap_of_the_deepest_hit() -> None:
-    cache = rhythmic(16)
-    space = open_space(cache)
+    cache, space = rhythmic_space(16)
     store_at(cache, space, 0.0, "a", "b")
     for now in range(4, 60, 4):
         use(cache, space, float(now), "a", "b", "c", "d")
@@ -318,8 +311,7 @@ def test_new_blocks_inherit_the_gap_of_the_deepest_hit() -> None:
 
 
 def test_all_blocks_of_a_prompt_inherit_the_same_wherever_it_has_holes() -> None:
-    cache = rhythmic(16)
-    space = open_space(cache)
+    cache, space = rhythmic_space(16)
     store_at(cache, space, 0.0, "a", "c")
     for now in range(4, 60, 4):
         use(cache, space, float(now), "a")
@@ -332,8 +324,7 @@ def test_all_blocks_of_a_prompt_inherit_the_same_wherever_it_has_holes() -> None
 
 
 def test_a_session_that_lost_its_blocks_comes_back_with_its_rhythm() -> None:
-    cache = rhythmic(16)
-    space = open_space(cache)
+    cache, space = rhythmic_space(16)
     store_at(cache, space, 0.0, "a", "b")
     for now in range(160, 1610, 160):
         use(cache, space, float(now), "a", "b")
@@ -346,8 +337,7 @@ def test_a_session_that_lost_its_blocks_comes_back_with_its_rhythm() -> None:
 
 def test_a_session_of_which_nothing_was_ever_stored_has_a_rhythm() -> None:
     """From the end of a request to the next one: how long it takes itself does not count."""
-    cache = rhythmic(16)
-    space = open_space(cache)
+    cache, space = rhythmic_space(16)
     for now in range(0, 1610, 160):
         use(cache, space, float(now), "a", "b")
         cache.expire(now + 40.0)
@@ -358,8 +348,7 @@ def test_a_session_of_which_nothing_was_ever_stored_has_a_rhythm() -> None:
 
 def test_a_session_that_the_engine_itself_had_has_a_rhythm() -> None:
     """It is not looked up, but touched when it has ended."""
-    cache = rhythmic(16)
-    space = open_space(cache)
+    cache, space = rhythmic_space(16)
     for now in range(0, 1610, 160):
         cache.expire(float(now))
         cache.touch([(space, keys("a", "b"))])
@@ -369,8 +358,7 @@ def test_a_session_that_the_engine_itself_had_has_a_rhythm() -> None:
 
 def test_a_touch_in_parts_is_one_use() -> None:
     """The last part comes first: what is touched later is evicted later."""
-    cache = rhythmic(16)
-    space = open_space(cache)
+    cache, space = rhythmic_space(16)
     cache.touch([(space, keys(*"abcd"))])
     for now in range(160, 1610, 160):
         for second, part in enumerate(("cd", "ab")):
@@ -382,8 +370,7 @@ def test_a_touch_in_parts_is_one_use() -> None:
 
 def test_a_prompt_inherits_nothing_from_one_with_the_same_beginning() -> None:
     """Instructions that many prompts share are used often: that says nothing about any of these."""
-    cache = rhythmic(64)
-    space = open_space(cache)
+    cache, space = rhythmic_space(64)
     store_at(cache, space, 0.0, "instructions")
     for now in range(2, 40, 2):
         use(cache, space, float(now), "instructions", f"question {now}")
@@ -393,8 +380,7 @@ def test_a_prompt_inherits_nothing_from_one_with_the_same_beginning() -> None:
 
 
 def test_a_request_that_waits_and_is_looked_up_again_has_no_other_rhythm() -> None:
-    cache = rhythmic(16)
-    space = open_space(cache)
+    cache, space = rhythmic_space(16)
     for now in range(0, 1610, 160):
         use(cache, space, float(now), "a", "b")
         cache.touch([(space, keys("a", "b"))])
@@ -422,29 +408,25 @@ def ended(cache: BlockCache, space: Space, pauses: dict[str, float]) -> None:
 
 
 def test_what_will_not_be_used_again_goes_first_though_it_was_used_last() -> None:
-    cache = rhythmic(3)
-    space = open_space(cache)
+    cache, space = rhythmic_space(3)
     ended(cache, space, {"a": 0.0, "b": 3000.0, "over": inf})
     store_at(cache, space, 101.0, "new")
     assert names_readable(cache, space, "a", "b", "over", "new") == ["a", "b", "new"]
 
 
 def test_what_pauses_for_long_goes_before_what_returns_soon() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     ended(cache, space, {"tool": 5.0, "person": 300.0, "usual": 0.0, "tool 2": 5.0})
     store_at(cache, space, 500.0, "new")
     assert names_readable(cache, space, "tool", "person", "usual", "tool 2") == ["person", "usual", "tool 2"]
-    cache = rhythmic(3)
-    space = open_space(cache)
+    cache, space = rhythmic_space(3)
     ended(cache, space, {"tool": 5.0, "person": 300.0, "tool 2": 5.0})
     store_at(cache, space, 125.0, "new")
     assert names_readable(cache, space, "tool", "person", "tool 2", "new") == ["tool", "tool 2", "new"]
 
 
 def test_what_is_told_holds_until_the_next_use() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
+    cache, space = rhythmic_space(8)
     store_at(cache, space, 0.0, "a", "b")
     for turn in range(1, 9):
         use(cache, space, 40.0 * turn, "a", "b")
@@ -460,8 +442,7 @@ def test_what_is_told_holds_until_the_next_use() -> None:
 
 
 def test_what_is_loaded_without_a_lookup_was_told_nothing() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
+    cache, space = rhythmic_space(8)
     store_at(cache, space, 0.0, "a")
     tell(cache, space, 5.0, inf, "a")
     cache.expire(9.0)
@@ -473,8 +454,7 @@ def test_what_is_loaded_without_a_lookup_was_told_nothing() -> None:
 
 def two_prompts(*times: float) -> tuple[BlockCache, Space]:
     """Prompts "p" and "q" with common instructions, used at these times."""
-    cache = rhythmic(8)
-    space = open_space(cache)
+    cache, space = rhythmic_space(8)
     for now, prompt in zip(times, "pq", strict=True):
         use(cache, space, now, "instructions", prompt)
         store_at(cache, space, now, "instructions", prompt)
@@ -507,8 +487,7 @@ def test_a_prompt_that_did_not_come_for_long_has_no_say_in_what_it_shared() -> N
 
 
 def test_what_is_stored_behind_what_was_told_inherits_the_gap_of_its_prompt() -> None:
-    cache = rhythmic(8)
-    space = open_space(cache)
+    cache, space = rhythmic_space(8)
     use(cache, space, 0.0, "a")
     store_at(cache, space, 0.0, "a")
     tell(cache, space, 1.0, inf, "a")
@@ -524,8 +503,7 @@ def test_whatever_is_told_has_a_class_behind_those_of_gaps(seconds: float) -> No
 
 
 def test_with_lru_only_what_is_over_does_not_count_as_used() -> None:
-    cache = new_cache(3)
-    space = open_space(cache)
+    cache, space = one_space(3)
     store_at(cache, space, 0.0, "over")
     store_at(cache, space, 1.0, "waits")
     store_at(cache, space, 2.0, "other")
@@ -560,8 +538,7 @@ def admitted(cache: BlockCache, space: Space, *names: int | str, **terms: Any) -
 
 
 def test_a_store_is_refused_that_would_evict_what_is_used_sooner() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     now = busy(cache, space, 4)
     before = cache.stats()
     cache.expire(now + 1)
@@ -575,8 +552,7 @@ def test_a_store_is_refused_that_would_evict_what_is_used_sooner() -> None:
 
 
 def test_what_belongs_to_a_quick_session_is_admitted() -> None:
-    cache = rhythmic(5)
-    space = open_space(cache)
+    cache, space = rhythmic_space(5)
     now = busy(cache, space, 4)
     store(cache, space, "old")
     use(cache, space, now + 1, "busy 0", "more")
@@ -585,8 +561,7 @@ def test_what_belongs_to_a_quick_session_is_admitted() -> None:
 
 
 def test_there_is_no_refusal_while_there_is_room() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     now = busy(cache, space, 3)
     cache.expire(now)
     assert admitted(cache, space, "x")
@@ -604,8 +579,7 @@ def declining(cache: BlockCache, space: Space) -> float:
 
 
 def test_behind_a_part_that_was_declined_nothing_is_stored() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     declining(cache, space)
     cache.clear_blocks(space, keys("busy 0", "busy 1"))
     before = cache.stats()
@@ -617,8 +591,7 @@ def test_behind_a_part_that_was_declined_nothing_is_stored() -> None:
 
 @pytest.mark.parametrize("again", ["looked up again", "offered again"])
 def test_a_prompt_that_was_declined_has_another_chance(again: str) -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     now = declining(cache, space)
     cache.clear_blocks(space, keys("busy 0", "busy 1"))
     if again == "looked up again":
@@ -630,8 +603,7 @@ def test_a_prompt_that_was_declined_has_another_chance(again: str) -> None:
 
 def test_a_prompt_in_one_store_with_one_that_was_declined_is_stored() -> None:
     """An engine joins what a step has computed of all its requests."""
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     now = declining(cache, space)
     use(cache, space, now, "other")
     cache.clear_blocks(space, keys(*[f"busy {number}" for number in range(4)]))
@@ -640,8 +612,7 @@ def test_a_prompt_in_one_store_with_one_that_was_declined_is_stored() -> None:
 
 
 def test_of_prompts_that_were_declined_together_one_may_be_stored_alone() -> None:
-    cache = rhythmic(3)
-    space = open_space(cache)
+    cache, space = rhythmic_space(3)
     ended(cache, space, {"a": 0.0, "b": 0.0, "over": inf})
     for name in ("p", "q"):
         use(cache, space, 101.0, name)
@@ -653,8 +624,7 @@ def test_of_prompts_that_were_declined_together_one_may_be_stored_alone() -> Non
 
 def test_of_two_sessions_with_one_rhythm_none_takes_the_place_of_the_other() -> None:
     """Nor a session's tail that of its head: those that know how soon they return wait until others have not."""
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     now = busy(cache, space, 4)
     use(cache, space, now + 1, "busy 0", "its tail")
     assert not admitted(cache, space, "its tail")
@@ -663,8 +633,7 @@ def test_of_two_sessions_with_one_rhythm_none_takes_the_place_of_the_other() -> 
 
 
 def test_what_a_load_waits_for_is_admitted() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     cache.expire(busy(cache, space, 4) + 1)
     assert not admitted(cache, space, "new")
     assert admitted(cache, space, "new", wanted=True)
@@ -681,8 +650,7 @@ def test_the_other_shard_of_a_block_is_admitted() -> None:
 
 
 def test_a_higher_priority_is_admitted_before_a_lower_one() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     cache.expire(busy(cache, space, 4) + 1)
     assert not admitted(cache, space, "low", priority=Priority.LOW)
     assert admitted(cache, space, "high", priority=Priority.HIGH)
@@ -698,8 +666,7 @@ def test_a_share_within_its_guarantee_is_not_refused() -> None:
 
 
 def test_a_full_pool_is_still_a_full_pool() -> None:
-    cache = rhythmic(4)
-    space = open_space(cache)
+    cache, space = rhythmic_space(4)
     now = busy(cache, space, 4)
     cache.expire(now + 1)
     cache.lookup_and_lease([(space, keys(*[f"busy {n}" for n in range(4)]))], LookupMode.PREFIX, now + 1, 50.0, "o")
@@ -740,8 +707,7 @@ def test_two_rhythms_in_a_small_pool_hit_more_than_with_lru(seed: int) -> None:
 
 
 def undecided(pool: int) -> tuple[BlockCache, Space, Rhythm]:
-    cache = new_cache(pool, eviction=Eviction.RHYTHM)
-    space = open_space(cache)
+    cache, space = one_space(pool, eviction=Eviction.RHYTHM)
     assert space.blocks.rhythm is not None
     return cache, space, space.blocks.rhythm
 

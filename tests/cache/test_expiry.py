@@ -21,7 +21,7 @@ from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import MAX_IDLE_SECONDS, LookupMode
 from tests.cache.integrity import check_integrity
-from tests.cache.support import PAGE, keys, lease, names_readable, new_cache, open_space, readable, store
+from tests.cache.support import PAGE, keys, lease, names_readable, new_cache, one_space, open_space, readable, store
 
 
 def store_for(cache: BlockCache, space: Space, seconds: float, *names: int | str, idle: float = 0.0) -> None:
@@ -37,40 +37,6 @@ def limits(ttl: float | None = None, idle_ttl: float | None = None) -> list[Shar
 def sweep(cache: BlockCache) -> None:
     while cache.sweep():
         check_integrity(cache)
-
-
-def test_a_block_is_a_miss_when_its_time_is_over_and_is_swept() -> None:
-    cache = new_cache(8)
-    space = open_space(cache)
-    cache.expire(100.0)
-    store_for(cache, space, 10, "a", "b")
-    store_for(cache, space, 30, "c")
-    store(cache, space, "for ever")
-    cache.expire(109.9)
-    assert readable(cache, space, "a", "b", "c", "for ever") == [True] * 4
-    cache.expire(110.0)
-    assert names_readable(cache, space, "a", "b", "c", "for ever") == ["c", "for ever"]
-    assert cache.begin_load([(space, 0, keys("a"))], None, 110.0) is Refusal.NOT_FOUND
-    assert cache.stats().blocks == 4
-    sweep(cache)
-    assert (cache.stats().blocks, cache.stats().expired_blocks) == (2, 2)
-    cache.expire(130.0)
-    sweep(cache)
-    assert names_readable(cache, space, "a", "b", "c", "for ever") == ["for ever"]
-
-
-def test_a_share_sets_the_time_and_a_request_can_only_shorten_it() -> None:
-    cache = new_cache(8)
-    cache.set_shares(limits(ttl=20))
-    space = open_space(cache)
-    cache.expire(0.0)
-    store(cache, space, "share")
-    store_for(cache, space, 5, "short")
-    store_for(cache, space, 50, "long")
-    cache.expire(5.0)
-    assert names_readable(cache, space, "share", "short", "long") == ["share", "long"]
-    cache.expire(20.0)
-    assert names_readable(cache, space, "share", "short", "long") == []
 
 
 def test_a_block_that_nobody_uses_expires_and_one_in_use_does_not() -> None:
@@ -97,35 +63,6 @@ def test_a_block_that_nobody_uses_expires_and_one_in_use_does_not() -> None:
     assert cache.stats().blocks == 0
 
 
-def test_a_request_bounds_the_time_without_a_use() -> None:
-    cache = new_cache(8)
-    space = open_space(cache)
-    cache.expire(0.0)
-    store_for(cache, space, 0, "idle", "used", "held", idle=64)
-    store_for(cache, space, 70, "both", idle=64)
-    store_for(cache, space, 0, "longer", idle=128)
-    store(cache, space, "for ever")
-    held = lease(cache, space, "held", ttl=1000.0)
-    for now in range(1, 65):
-        cache.expire(float(now))
-        cache.release(lease(cache, space, "used", "both", now=now, ttl=10.0))
-    assert names_readable(cache, space, "idle", "used", "held", "both") == ["idle", "used", "held", "both"]
-    cache.expire(67.0)
-    assert names_readable(cache, space, "idle", "used", "held", "both") == ["used", "held", "both"]
-    cache.expire(70.0)
-    assert names_readable(cache, space, "used", "held", "both", "longer") == ["used", "held", "longer"]
-    sweep(cache)
-    assert cache.stats().expired_blocks == 2
-    cache.release(held)
-    cache.expire(71.0)
-    cache.expire(128.0)
-    assert names_readable(cache, space, "used", "held", "longer") == ["used", "held", "longer"]
-    cache.expire(140.0)
-    assert names_readable(cache, space, "used", "held", "longer", "for ever") == ["for ever"]
-    sweep(cache)
-    assert cache.stats().blocks == 1
-
-
 def test_of_the_times_of_share_and_request_the_shorter_counts() -> None:
     cache = new_cache(8)
     cache.set_shares(limits(idle_ttl=32))
@@ -141,37 +78,8 @@ def test_of_the_times_of_share_and_request_the_shorter_counts() -> None:
     assert names_readable(cache, space, "shorter", "longer") == []
 
 
-def test_a_block_that_is_present_keeps_its_time_without_a_use() -> None:
-    cache = new_cache(8)
-    space = open_space(cache)
-    cache.expire(0.0)
-    store(cache, space, "for ever")
-    store_for(cache, space, 0, "short", idle=4)
-    store_for(cache, space, 0, "for ever", "short", idle=100)
-    store(cache, space, "short")
-    cache.expire(1.0)
-    cache.expire(6.0)
-    assert names_readable(cache, space, "for ever", "short") == ["for ever"]
-    cache.expire(200.0)
-    assert names_readable(cache, space, "for ever") == ["for ever"]
-
-
-def test_a_row_that_is_used_again_has_no_time_of_its_last_block() -> None:
-    cache = new_cache(1)
-    space = open_space(cache)
-    cache.expire(0.0)
-    store_for(cache, space, 0, "a", idle=4)
-    store(cache, space, "b")
-    cache.expire(1.0)
-    cache.expire(100.0)
-    assert names_readable(cache, space, "a", "b") == ["b"]
-    sweep(cache)
-    assert cache.stats().blocks == 1
-
-
 def test_a_table_is_looked_through_no_more_when_nothing_in_it_expires() -> None:
-    cache = new_cache(8)
-    space = open_space(cache)
+    cache, space = one_space(8)
     cache.expire(0.0)
     store_for(cache, space, 0, "a", idle=4)
     store_for(cache, space, 0, "b", idle=16)
@@ -184,16 +92,14 @@ def test_a_table_is_looked_through_no_more_when_nothing_in_it_expires() -> None:
 
 
 def test_a_time_without_a_use_that_no_record_could_hold_is_the_longest_one() -> None:
-    cache = new_cache(8)
-    space = open_space(cache)
+    cache, space = one_space(8)
     cache.expire(0.0)
     store_for(cache, space, 0, "a", idle=1e12)
     assert space.blocks.idle.max() == MAX_IDLE_SECONDS
 
 
 def test_an_expired_block_is_stored_again_also_while_a_lease_holds_the_old_one() -> None:
-    cache = new_cache(8)
-    space = open_space(cache)
+    cache, space = one_space(8)
     cache.expire(0.0)
     store_for(cache, space, 5, "a", "b")
     held = lease(cache, space, "a", ttl=100.0)
@@ -218,8 +124,7 @@ def test_an_expired_block_is_stored_again_also_while_a_lease_holds_the_old_one()
 
 def leased_and_stored_again() -> tuple[BlockCache, Space, int, list[int]]:
     """Two leased blocks expired, were stored again, and expired again, without a lease."""
-    cache = new_cache(8)
-    space = open_space(cache)
+    cache, space = one_space(8)
     cache.expire(0.0)
     store_for(cache, space, 5, "a", "b")
     held = lease(cache, space, "a", "b", ttl=100.0)
@@ -266,8 +171,7 @@ def test_a_lease_does_not_bring_back_what_must_not_be_loaded(end: str) -> None:
 
 
 def test_expired_blocks_go_before_older_ones() -> None:
-    cache = new_cache(4)
-    space = open_space(cache)
+    cache, space = one_space(4)
     cache.expire(0.0)
     store(cache, space, "old")
     store_for(cache, space, 5, "young")
@@ -295,25 +199,9 @@ def test_expired_blocks_go_before_others_of_a_share_that_is_at_its_maximum() -> 
     check_integrity(cache)
 
 
-def test_a_leased_block_goes_when_it_is_not_needed_any_more() -> None:
-    cache = new_cache(4)
-    space = open_space(cache)
-    cache.expire(0.0)
-    store_for(cache, space, 5, "a")
-    held = lease(cache, space, "a", ttl=100.0)
-    cache.expire(5.0)
-    sweep(cache)
-    assert cache.stats().blocks == 1
-    cache.release(held)
-    cache.expire(7.0)
-    sweep(cache)
-    assert cache.stats().blocks == 0
-
-
 def test_what_is_stored_while_its_table_is_looked_through_expires_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry, "SCAN", 1)
-    cache = new_cache(8)
-    space = open_space(cache)
+    cache, space = one_space(8)
     cache.expire(0.0)
     store_for(cache, space, 2, "a", "b", "c")
     cache.expire(2.0)
@@ -328,8 +216,7 @@ def test_what_is_stored_while_its_table_is_looked_through_expires_too(monkeypatc
 
 
 def test_a_block_that_expires_is_not_given_to_a_slower_tier() -> None:
-    cache = new_cache(4)
-    space = open_space(cache)
+    cache, space = one_space(4)
     store_for(cache, space, 5, "a")
     store(cache, space, "b")
     assert len(cache.tiers.unwritten(cache.chain(space, keys("a", "b")), 1)) == 1

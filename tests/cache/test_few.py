@@ -20,7 +20,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.loops import loops_up_to
-from tests.cache.support import eviction_order, key, new_cache, open_space
+from tests.cache.support import eviction_order, key, new_cache, open_space, table_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -102,7 +102,7 @@ class Life:
         return self.cache.clear(None, sweep)
 
     def state(self) -> object:
-        table = self.cache._table
+        table = table_of(self.cache)
         blocks = list(table.tables.values())
         return (
             [columns(each) for each in blocks],

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from kvsidecar.cache.grants import LoadGrant
 from tests.cache.integrity import check_integrity
-from tests.cache.support import keys, lease, names_readable, new_cache, open_space, store
+from tests.cache.support import keys, lease, names_readable, one_space, store, table_of
 
 
 def test_single_blocks_are_cleared_also_those_in_use() -> None:
-    cache = new_cache(8)
-    space = open_space(cache, shards=(1, 1))
+    cache, space = one_space(8, shards=(1, 1))
     store(cache, space, "a", "b")
     store(cache, space, "half", shard=0)
     held = lease(cache, space, "a")
@@ -27,8 +26,7 @@ def test_single_blocks_are_cleared_also_those_in_use() -> None:
 
 
 def test_blocks_that_nobody_has_used_are_cleared_and_no_others() -> None:
-    cache = new_cache(8)
-    space = open_space(cache)
+    cache, space = one_space(8)
     cache.expire(0.0)
     store(cache, space, "old", "used", "held")
     held = lease(cache, space, "held", ttl=1e6)
@@ -46,5 +44,5 @@ def test_blocks_that_nobody_has_used_are_cleared_and_no_others() -> None:
     assert names_readable(cache, space, "old", "used", "held", "new") == ["held", "new"]
     assert cache.clear_unused(space, 3000) == 0
     cache.release(held)
-    assert len(cache._table.times._ticks) < 600, "times are kept for ever"
+    assert len(table_of(cache).times._ticks) < 600, "times are kept for ever"
     assert cache.clear_unused(space, 0) <= 2

@@ -14,7 +14,7 @@ from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from tests.cache.cuts import recorded_cache, words_for
 from tests.cache.integrity import check_integrity
-from tests.cache.support import PAGE, key, keys, open_space, store
+from tests.cache.support import PAGE, key, keys, open_space, store, table_of
 
 SLAB, SLABS = 8, 4
 
@@ -45,7 +45,7 @@ def cache(disk: FullDisk) -> BlockCache:
     pages = SLAB * SLABS
     words: Words = np.zeros(words_for(pages, SLAB), np.uint64)
     made = recorded_cache(words, pages, SLAB)
-    records = made._table.records
+    records = table_of(made).records
     assert records is not None
     records.take_room = disk.take
     return made
@@ -156,7 +156,7 @@ def test_large_blocks_evict_nothing_in_vain(disk: FullDisk, old: int, new: int) 
 
 def large_cache(disk: FullDisk) -> BlockCache:
     made = recorded_cache(np.zeros(words_for(400, 1), np.uint64), 400, 1)
-    records = made._table.records
+    records = table_of(made).records
     assert records is not None
     records.take_room = disk.take
     return made

@@ -8,37 +8,6 @@ from kvsidecar.cache.leases import RELEASED, LeaseTable
 from tests.cache.integrity import check_leases
 
 
-def test_a_lease_is_alive_until_its_expiry_and_not_at_it() -> None:
-    table = LeaseTable()
-    lease = table.add("o", [], 10.0)
-    assert table.get(lease.id, 9.999) is lease
-    assert table.get(lease.id, 10.0) is None
-
-
-def test_a_lease_whose_time_is_over_cannot_be_renewed_even_before_the_sweep() -> None:
-    table = LeaseTable()
-    lease = table.add("o", [], 10.0)
-    assert not table.renew(lease.id, 10.0, 20.0)
-    assert table.pop_expired(10.0) == [lease]
-
-
-def test_a_renewed_lease_ends_at_its_new_time_only() -> None:
-    table = LeaseTable()
-    lease = table.add("o", [], 10.0)
-    assert table.renew(lease.id, 5.0, 20.0)
-    assert table.pop_expired(19.0) == []
-    assert table.pop_expired(20.0) == [lease]
-    assert table.pop_expired(99.0) == []
-
-
-def test_a_lease_can_be_renewed_to_end_sooner() -> None:
-    table = LeaseTable()
-    lease = table.add("o", [], 100.0)
-    assert table.renew(lease.id, 1.0, 2.0)
-    assert table.pop_expired(2.0) == [lease]
-    check_leases(table)
-
-
 def test_released_leases_are_known_for_a_while_and_ended_ones_are_not() -> None:
     table = LeaseTable()
     first, *others = (table.add("o", [], 10.0).id for _ in range(RELEASED + 2))
@@ -59,23 +28,6 @@ def test_an_id_that_is_given_again_is_of_the_new_lease() -> None:
     table.release(table.add("o", [], 10.0).id)
     table.add("o", [], 10.0)
     assert not table.was_released(5)
-    check_leases(table)
-
-
-def test_a_released_lease_does_not_expire() -> None:
-    table = LeaseTable()
-    lease = table.add("o", [], 10.0)
-    assert table.pop(lease.id) is lease
-    assert table.pop(lease.id) is None
-    assert table.pop_expired(99.0) == []
-
-
-def test_an_owner_loses_its_leases_and_no_other() -> None:
-    table = LeaseTable()
-    mine, theirs = table.add("me", [], 10.0), table.add("them", [], 10.0)
-    assert table.pop_owner("me") == [mine]
-    assert table.pop_owner("me") == []
-    assert list(table._leases.values()) == [theirs]
     check_leases(table)
 
 

@@ -12,7 +12,6 @@ from kvsidecar.cache.arrays import HUGE_BYTES, MAPPED_BYTES, extended, zeros
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.space_blocks import COPIED_ROWS, SLOTS_BYTES, SPARSE, Space
-from tests.cache.inside import nbytes_of, rows_in
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
@@ -22,11 +21,15 @@ from tests.cache.support import (
     keys,
     lease,
     names_readable,
+    nbytes_of,
     new_cache,
+    one_space,
     open_space,
     readable,
     refused,
+    rows_in,
     store,
+    table_of,
 )
 
 MANY = 4096
@@ -34,7 +37,7 @@ MANY = 4096
 
 def nbytes(cache: BlockCache) -> int:
     """Of the arrays of all blocks there are."""
-    return sum(nbytes_of(blocks) for blocks in cache._table.tables.values())
+    return sum(nbytes_of(blocks) for blocks in table_of(cache).tables.values())
 
 
 def of_one_block() -> int:
@@ -54,8 +57,7 @@ def test_a_space_without_blocks_costs_next_to_nothing_whatever_the_pool_and_the_
 
 
 def test_what_a_space_costs_follows_its_blocks() -> None:
-    cache = new_cache(MANY)
-    space = open_space(cache)
+    cache, space = one_space(MANY)
     costs = []
     for count in (MANY // 64, MANY // 8, MANY):
         store(cache, space, *range(count))
@@ -86,8 +88,7 @@ def by_eviction_under_another_size(cache: BlockCache, space: Space) -> None:
 @pytest.mark.parametrize("go", [by_clearing, by_eviction, by_eviction_under_another_size])
 @pytest.mark.parametrize("attached", [True, False])
 def test_when_the_blocks_go_their_memory_does(go: Callable[[BlockCache, Space], None], attached: bool) -> None:
-    cache = new_cache(MANY, 64)
-    space = open_space(cache)
+    cache, space = one_space(MANY, 64)
     empty = nbytes(cache)
     store(cache, space, *range(MANY))
     assert nbytes(cache) > 50 * MANY
@@ -103,8 +104,7 @@ def test_when_the_blocks_go_their_memory_does(go: Callable[[BlockCache, Space], 
 
 
 def test_cleared_blocks_that_are_needed_keep_their_memory_until_they_are_not() -> None:
-    cache = new_cache(MANY)
-    space = open_space(cache)
+    cache, space = one_space(MANY)
     store(cache, space, *range(MANY))
     held = lease(cache, space, 7)
     by_clearing(cache, space)
@@ -115,8 +115,7 @@ def test_cleared_blocks_that_are_needed_keep_their_memory_until_they_are_not() -
 
 
 def test_a_store_that_fails_leaves_nothing() -> None:
-    cache = new_cache(MANY)
-    space = open_space(cache)
+    cache, space = one_space(MANY)
     empty = nbytes(cache)
     cache.abort_all(begin(cache, space, keys(*range(MANY))))
     assert nbytes(cache) == empty
@@ -124,8 +123,7 @@ def test_a_store_that_fails_leaves_nothing() -> None:
 
 
 def test_a_store_that_is_refused_leaves_nothing() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
+    cache, space = one_space(2)
     empty = nbytes(cache)
     assert refused(cache, space, *range(MANY))
     assert nbytes(cache) == empty
@@ -134,8 +132,7 @@ def test_a_store_that_is_refused_leaves_nothing() -> None:
 
 def test_a_few_blocks_do_not_keep_the_memory_of_many() -> None:
     """Evicted, or refused: a table with rows for many more blocks than there are is rebuilt."""
-    cache = new_cache(MANY)
-    space = open_space(cache)
+    cache, space = one_space(MANY)
     store(cache, space, *range(10))
     few = nbytes(cache)
     order, slots = eviction_order(space), space.blocks.sealed_slots(rows_in(space.blocks.index))
@@ -174,8 +171,7 @@ def test_a_table_is_not_built_anew_under_those_who_use_its_blocks() -> None:
 
 
 def test_a_table_of_so_many_blocks_that_this_would_take_long_is_not_built_anew() -> None:
-    cache = new_cache(2 * COPIED_ROWS // SPARSE)
-    space = open_space(cache)
+    cache, space = one_space(2 * COPIED_ROWS // SPARSE)
     store(cache, space, *range(COPIED_ROWS // SPARSE + 1))
     assert refused(cache, space, *range(2 * COPIED_ROWS))
     large = nbytes(cache)

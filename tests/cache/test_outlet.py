@@ -4,76 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.errors import Refusal
-from kvsidecar.types import LookupMode, Residency
-from tests.cache.support import begin, keys, lease, namespace, new_cache, open_space, store
-
-
-class Told:
-    """An outlet that follows what it is told."""
-
-    def __init__(self, cache: BlockCache, name: str = "model") -> None:
-        self.readable: dict[int, set[bytes]] = {}
-        self.said: list[str] = []
-        cache.watch(namespace(name), self._told)
-
-    def _told(self, kind: Residency, group: int, hashes: bytes) -> None:
-        self.said.append(kind.value)
-        readable = self.readable.setdefault(group, set())
-        match kind:
-            case Residency.STORED:
-                readable |= _split(hashes)
-            case Residency.REMOVED:
-                assert _split(hashes) <= readable, "it was not told that they were readable"
-                readable -= _split(hashes)
-            case Residency.CLEARED:
-                readable.clear()
-
-
-def _split(hashes: bytes) -> set[bytes]:
-    return {hashes[i : i + 32] for i in range(0, len(hashes), 32)}
-
-
-def test_a_block_is_told_with_its_last_shard_and_not_before() -> None:
-    cache = new_cache(8)
-    told, space = Told(cache), open_space(cache, shards=(1, 1))
-    store(cache, space, "a", "b", shard=0)
-    store(cache, space, "b", shard=1)
-    assert told.readable == {0: set(keys("b"))}
-    store(cache, space, "a", "c", shard=1)
-    assert told.readable == {0: set(keys("a", "b"))}
-
-
-def test_a_block_that_lacks_a_shard_was_never_told_and_is_not_taken_back() -> None:
-    cache = new_cache(4)
-    told, space = Told(cache), open_space(cache, shards=(1, 1))
-    store(cache, space, "a", "b", shard=0)
-    cache.abort_all(begin(cache, space, keys("a"), 1))
-    store(cache, space, "c", "d")  # for which the halves of a and b go
-    assert told.said.count("removed") == 0
-    assert told.readable == {0: set(keys("c", "d"))}
-
-
-def test_of_blocks_that_go_together_only_the_whole_ones_are_taken_back() -> None:
-    cache = new_cache(3)
-    told, space = Told(cache), open_space(cache, shards=(1, 1))
-    store(cache, space, "a", "half", shard=0)
-    store(cache, space, "a", shard=1)
-    store(cache, open_space(cache, "big", shards=(3,)), "x")
-    assert told.readable == {0: set()}
-
-
-def test_what_a_store_evicts_is_taken_back_and_what_it_finds_present_is_told_once() -> None:
-    cache = new_cache(3)
-    told, space = Told(cache), open_space(cache)
-    store(cache, space, "a", "b", "c")
-    store(cache, space, "c", "d")
-    assert told.readable == {0: set(keys("a", "c", "d"))} or told.readable == {0: set(keys("b", "c", "d"))}
-    assert told.readable[0] == {
-        each for each in keys("a", "b", "c", "d") if cache.lookup(space, [each], LookupMode.PREFIX) == [True]
-    }
-    assert told.said == ["stored", "removed", "stored"]
+from tests.cache.cache_machine import Told, split
+from tests.cache.support import begin, keys, lease, namespace, new_cache, one_space, open_space, store
 
 
 @pytest.mark.parametrize("how", ["corrupt", "forgotten"])
@@ -118,26 +51,24 @@ def test_nothing_is_told_of_other_namespaces_or_to_those_who_have_left() -> None
 
 
 def test_the_rows_of_a_table_name_its_readable_blocks() -> None:
-    cache = new_cache(8)
-    space = open_space(cache, shards=(1, 1))
+    cache, space = one_space(8, shards=(1, 1))
     store(cache, space, "half", shard=0)
     store(cache, space, "a", "b", "c")
     lease(cache, space, "a")
     load = cache.begin_load([(space, 0, keys("b"))], None, 0)
     assert not isinstance(load, Refusal)
     cache.forget(load, 0, 0)
-    assert _split(space.blocks.readable_hashes(0, 100)) == set(keys("a", "c"))
+    assert split(space.blocks.readable_hashes(0, 100)) == set(keys("a", "c"))
     cache.end_load(load)
     store(cache, space, "d")
-    pieces = [_split(space.blocks.readable_hashes(row, row + 1)) for row in range(space.blocks.rows_used)]
+    pieces = [split(space.blocks.readable_hashes(row, row + 1)) for row in range(space.blocks.rows_used)]
     assert sorted(each for piece in pieces for each in piece) == sorted(keys("a", "c", "d"))
 
 
 def test_a_row_whose_block_was_evicted_names_nothing() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
+    cache, space = one_space(2)
     store(cache, space, "a", "b")
     big = open_space(cache, "big", shards=(2,))
     store(cache, big, "x")
     assert space.blocks.readable_hashes(0, 100) == b""
-    assert _split(big.blocks.readable_hashes(0, 100)) == set(keys("x"))
+    assert split(big.blocks.readable_hashes(0, 100)) == set(keys("x"))

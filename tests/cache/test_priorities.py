@@ -17,12 +17,20 @@ from kvsidecar.cache.records import Records, num_words
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.space_blocks import Space
-from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
-from tests.cache.inside import hashes_of
 from tests.cache.integrity import check_integrity
-from tests.cache.limits import limits
-from tests.cache.support import PAGE, keys, lease, names_readable, new_cache, open_space, store
+from tests.cache.support import (
+    PAGE,
+    hashes_of,
+    keys,
+    lease,
+    limits,
+    names_readable,
+    new_cache,
+    one_space,
+    open_space,
+    store,
+)
 
 LOW, NORMAL, HIGH = EVICTION_ORDER
 
@@ -55,75 +63,8 @@ def evicted_in_order(cache: BlockCache, space: Space, filler: Space, *names: int
     raise AssertionError(f"{there} are never evicted")
 
 
-def test_low_goes_before_normal_and_normal_before_high_the_oldest_of_each_first() -> None:
-    cache = new_cache(6)
-    space, filler = open_space(cache), open_space(cache, "filler")
-    fill_as(cache, space, HIGH, ["h1", "h2"])
-    fill_as(cache, space, NORMAL, ["n1", "n2"])
-    fill_as(cache, space, LOW, ["l1", "l2"])
-    names = ("h1", "h2", "n1", "n2", "l1", "l2")
-    assert evicted_in_order(cache, space, filler, *names) == ["l1", "l2", "n1", "n2", "h1", "h2"]
-
-
-def test_priorities_hold_across_the_namespaces_of_a_share() -> None:
-    cache = new_cache(6)
-    one, two = open_space(cache, "one"), open_space(cache, "two")
-    fill_as(cache, one, HIGH, ["h"])
-    fill_as(cache, two, NORMAL, ["n"])
-    fill_as(cache, one, LOW, ["l1"])
-    fill_as(cache, two, LOW, ["l2"])
-    fill_as(cache, two, HIGH, ["h"])
-    fill_as(cache, one, NORMAL, ["n"])
-    left = [(["h", "n"], ["n", "l2", "h"]), (["h", "n"], ["n", "h"]), (["h", "n"], ["h"]), (["h"], ["h"])]
-    filler = open_space(cache, "filler")
-    for number, (in_one, in_two) in enumerate(left):
-        store_as(cache, filler, HIGH, number)
-        assert names_readable(cache, one, "h", "n", "l1") == in_one
-        assert names_readable(cache, two, "n", "l2", "h") == in_two
-        check_integrity(cache)
-
-
-def test_a_use_makes_a_block_younger_and_raises_no_priority() -> None:
-    cache = new_cache(4)
-    space, filler = open_space(cache), open_space(cache, "filler")
-    store_as(cache, space, LOW, "l1")
-    store_as(cache, space, LOW, "l2")
-    store(cache, space, "n1")
-    store(cache, space, "n2")
-    store_as(cache, space, HIGH, "l1", "n1")  # present: they keep their priority
-    cache.release(lease(cache, space, "l1"))
-    assert evicted_in_order(cache, space, filler, "l1", "l2", "n1", "n2") == ["l2", "l1", "n2", "n1"]
-
-
-def test_a_block_that_is_stored_again_has_the_priority_of_its_new_store() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
-    store_as(cache, space, LOW, "a", "b")
-    cache.clear()
-    store(cache, space, "a")
-    store_as(cache, space, LOW, "b")
-    store(cache, space, "c")
-    assert names_readable(cache, space, "a", "b", "c") == ["a", "c"]
-    store_as(cache, space, HIGH, "b")
-    assert names_readable(cache, space, "a", "b", "c") == ["b", "c"]
-    store(cache, space, "a")
-    assert names_readable(cache, space, "a", "b", "c") == ["a", "b"]
-
-
-def test_a_refused_store_leaves_no_priority_behind() -> None:
-    cache = new_cache(2)
-    space, filler = open_space(cache), open_space(cache, "filler")
-    store(cache, space, "a")
-    held = lease(cache, space, "a")
-    assert cache.begin_store([(space, 0, keys("x", "y"))], priority=LOW) is Refusal.POOL_FULL
-    cache.release(held)
-    store(cache, space, "x")
-    assert evicted_in_order(cache, space, filler, "a", "x") == ["a", "x"], "x is normal: it has its slot's next store's"
-
-
 def test_an_expired_block_goes_before_any_other() -> None:
-    cache = new_cache(3)
-    space = open_space(cache)
+    cache, space = one_space(3)
     cache.expire(0.0)
     grant = cache.begin_store([(space, 0, keys("expired"))], ttl=5, priority=HIGH)
     assert isinstance(grant, StoreGrant)
@@ -256,8 +197,7 @@ def test_priorities_outlive_a_warm_restart(shards: tuple[int, ...], each: int) -
 
 
 def test_a_table_that_shrinks_keeps_the_priorities() -> None:
-    cache = new_cache(2048)
-    space = open_space(cache)
+    cache, space = one_space(2048)
     store(cache, space, *range(1500))
     for priority in (HIGH, NORMAL, LOW):
         store_as(cache, space, priority, priority.name)
@@ -271,8 +211,7 @@ def test_a_table_that_shrinks_keeps_the_priorities() -> None:
 
 
 def test_an_eviction_does_not_look_at_the_blocks_that_stay() -> None:
-    cache = new_cache(4096)
-    space = open_space(cache)
+    cache, space = one_space(4096)
     store_as(cache, space, HIGH, *range(4000))
     store_as(cache, space, LOW, *range(5000, 5096))
     blocks, looked = space.blocks, 0

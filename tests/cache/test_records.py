@@ -33,6 +33,7 @@ from tests.cache.support import (
     namespace,
     open_space,
     slot_of,
+    table_of,
 )
 
 PAGES, SLAB = 26, 8
@@ -255,7 +256,7 @@ def test_a_space_that_does_not_fit_is_used_and_forgotten() -> None:
     long = Namespace("\x1f" * 1000, "bfloat16", "NHD", 16, 1, 1, "sha256")
     for each in (long, namespace("other")):
         life.cache.seal_all(begin(life.cache, life.cache.open_space(each, 0, 1, 0, PAGE), keys(1, 2)))
-    kept = life.cache._table.records
+    kept = table_of(life.cache).records
     assert kept is not None
     assert kept.spaces_not_kept == 1
     for name in "abcd":  # one more than there are entries
@@ -273,20 +274,20 @@ def test_entries_of_spaces_that_are_gone_are_used_again() -> None:
         life.store(space, 1)
         life.cache.clear(space.namespace)
         life.cache.close_space(space)
-    kept = life.cache._table.records
+    kept = table_of(life.cache).records
     assert kept is not None
     assert kept.spaces_not_kept == 0
 
 
 def test_a_checksum_is_of_one_seal() -> None:
     life = Life()
-    kept = life.cache._table.records
+    kept = table_of(life.cache).records
     assert kept is not None
     for names in ([1], list(range(20))):
         space = open_space(life.cache)
         grant = begin(life.cache, space, keys(*names))
         life.cache.seal_all(grant)
-        places = life.cache._table.slots.places(grant.parts[0].slots)
+        places = table_of(life.cache).slots.places(grant.parts[0].slots)
         assert kept.checksums(places)[1].tolist() == [False] * len(places)
         sums = np.arange(len(places), dtype=np.uint64) + np.uint64(1 << 63)
         kept.set_checksums(places, sums)
@@ -376,7 +377,7 @@ def test_records_with_a_right_digest_that_make_no_sense_are_dropped(data: st.Dat
 def test_a_space_entry_that_makes_no_sense_is_dropped(change: Callable[[dict[str, object]], None]) -> None:
     life = Life()
     life.store(open_space(life.cache), 1, 2)
-    kept = life.cache._table.records
+    kept = table_of(life.cache).records
     assert kept is not None
     (at,) = kept._entries.values()
     _, number, length = kept._spaces[at, : records.ENTRY_HEAD].tolist()
@@ -412,7 +413,7 @@ def test_a_bit_that_flips_and_flips_back_does_not_bring_a_record_back() -> None:
 def test_a_slab_whose_size_class_is_damaged_loses_its_blocks_and_no_others() -> None:
     life = Life()
     life.store(open_space(life.cache), *range(12))
-    kept = life.cache._table.records
+    kept = table_of(life.cache).records
     assert kept is not None
     words = kept._slabs[:, :8].copy()
     kept._slabs[2, 3] = 12345

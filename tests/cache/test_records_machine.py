@@ -40,7 +40,7 @@ class RecordedMachine(CacheMachine):
         self, shape: tuple[int, int, tuple[int, ...], tuple[int, ...]], *, rebuilt: bool, seed: int
     ) -> None:
         super().start(shape, [0, 0, 0], rebuilt=rebuilt)
-        self.pages, self.slab = shape[0], shape[1]
+        self.pages, self.slab, self.told = shape[0], shape[1], []
         self.before: set[Key] = set()
         self.found: list[set[Key]] = []
         self.words = CutMemory.create(words_for(self.pages, self.slab), self.cut, seed)

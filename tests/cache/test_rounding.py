@@ -18,7 +18,7 @@ from kvsidecar.cache.slots import SlotAllocator, size_class
 from kvsidecar.cache.space_blocks import Space
 from kvsidecar.cache.victims import AHEAD_SHARE
 from tests.cache.integrity import check_slots
-from tests.cache.support import key, namespace
+from tests.cache.support import key, namespace, table_of
 
 MIB = 1 << 20
 POOL = 64 * MIB
@@ -77,18 +77,18 @@ class Pool:
 
     def slab_of(self, size: int) -> float:
         """The longest slab of this size, as part of the pool."""
-        grid = self.cache._table.slots.grid
+        grid = table_of(self.cache).slots.grid
         return grid.shape(size_class(size)).units * grid.unit / POOL
 
     def check(self, lost: float) -> None:
         """No more than ``lost`` is unused, but for one slab of each size, which may be partly filled (of large slots,
         each of which is a slab: one slot), and for what evictions have freed for the next stores."""
-        check_slots(self.cache._table.slots)
+        check_slots(table_of(self.cache).slots)
         stats = self.cache.stats()
         assert stats.used_bytes + stats.free_bytes + stats.reserved_bytes + stats.wasted_bytes == POOL
-        slots = self.cache._table.slots
+        slots = table_of(self.cache).slots
         assert stats.wasted_bytes == slots.wasted_bytes + slots.unfit_bytes, "a gap that fits no size in use is lost"
-        open_slabs = sum(map(self.slab_of, self.cache._table.slots._cut_slabs))
+        open_slabs = sum(map(self.slab_of, table_of(self.cache).slots._cut_slabs))
         assert self.unused <= lost + open_slabs + 1 / AHEAD_SHARE
 
 

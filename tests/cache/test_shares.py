@@ -16,18 +16,20 @@ from kvsidecar.cache.space_blocks import Space
 from kvsidecar.errors import Refusal
 from kvsidecar.types import UNASSIGNED, Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
-from tests.cache.limits import Limits, limits
 from tests.cache.support import (
     PAGE,
+    Limits,
     begin,
     keys,
     lease,
+    limits,
     names_readable,
     namespace,
     new_cache,
     open_space,
     readable,
     store,
+    table_of,
 )
 
 
@@ -46,25 +48,6 @@ def fill(cache: BlockCache, space: Space, count: int) -> None:
 def used(cache: BlockCache) -> dict[str, int]:
     """Pages by share."""
     return {share.name: share.used // PAGE for share in cache.shares}
-
-
-def test_a_share_borrows_what_others_leave_and_gives_it_back() -> None:
-    cache, a, b = two_teams()
-    fill(cache, b, 8)
-    assert used(cache) == {"a": 0, "b": 8, UNASSIGNED: 0}
-    store(cache, a, 0, 1, 2, 3)
-    assert len(names_readable(cache, a, 0, 1, 2, 3)) == 4
-    assert used(cache)["b"] == 4
-    check_integrity(cache)
-
-
-def test_a_store_beyond_the_guarantee_spares_what_is_guaranteed_to_another() -> None:
-    cache, a, b = two_teams()
-    fill(cache, a, 4)
-    for name in range(20):
-        store(cache, b, name)
-    assert names_readable(cache, a, *range(4)) == [0, 1, 2, 3], "b has evicted what is guaranteed to a"
-    assert used(cache) == {"a": 4, "b": 4, UNASSIGNED: 0}
 
 
 def test_a_share_below_its_guarantee_does_not_evict_its_own_old_blocks() -> None:
@@ -112,15 +95,6 @@ def test_borrowed_bytes_are_leased_and_loaded_only_as_far_as_no_guarantee_needs_
     assert isinstance(cache.begin_load([(b, 0, keys(*range(4)))], None, 0), LoadGrant)
     assert cache.begin_load([(b, 0, keys(4))], None, 0) is Refusal.QUOTA
     store(cache, a, 0, 1, 2, 3)
-    check_integrity(cache)
-
-
-def test_open_stores_do_not_take_a_guarantee_either() -> None:
-    cache, a, b = two_teams()
-    begin(cache, b, keys(0, 1, 2, 3))
-    assert cache.begin_store([(b, 0, keys(4))]) is Refusal.QUOTA
-    begin(cache, a, keys(0, 1, 2, 3))
-    assert cache.begin_store([(a, 0, keys(4))]) is Refusal.QUOTA
     check_integrity(cache)
 
 
@@ -217,7 +191,7 @@ class SharesMachine(RuleBasedStateMachine):
 
     @property
     def committed(self) -> int:
-        return self.cache._table.shares.committed
+        return table_of(self.cache).shares.committed
 
     def request(self, model: str, what: object) -> None:
         """Whatever it was, no other share has lost a guaranteed byte, or the prospect of one."""
@@ -226,7 +200,7 @@ class SharesMachine(RuleBasedStateMachine):
         for each, (before, _) in self.before.items():
             if each is not share:
                 assert each.used >= min(before, each.guaranteed), f"{share.name} took from {each.name}"
-        now, total = self.committed, self.cache._table.slots.total_bytes
+        now, total = self.committed, table_of(self.cache).slots.total_bytes
         assert now <= max(total, self.before_committed), f"{now} of {total} bytes are guaranteed or in use"
         assert share.most is None or share.used <= max(share.most, self.before[share][0])
 
@@ -238,7 +212,7 @@ class SharesMachine(RuleBasedStateMachine):
     def store(self, model: str, names: list[int], priority: Priority) -> None:
         self.look()
         space = self.spaces[model]
-        share, total = space.share, self.cache._table.slots.total_bytes
+        share, total = space.share, table_of(self.cache).slots.total_bytes
         present = sum(readable(self.cache, space, *names))
         wanted = (len(names) - present) * PAGE
         entitled = share.used + wanted <= share.guaranteed and self.committed <= total

@@ -4,7 +4,19 @@ import pytest
 
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from tests.cache.integrity import check_integrity
-from tests.cache.support import PAGE, begin, key, keys, lease, namespace, new_cache, open_space, readable, store
+from tests.cache.support import (
+    PAGE,
+    begin,
+    key,
+    keys,
+    lease,
+    namespace,
+    new_cache,
+    one_space,
+    open_space,
+    readable,
+    store,
+)
 
 
 def test_ranks_of_one_namespace_and_group_share_a_space() -> None:
@@ -70,8 +82,7 @@ def test_sizes_are_forgotten_when_the_last_rank_of_an_empty_space_goes() -> None
 
 
 def test_blocks_outlive_their_ranks_and_keep_the_sizes() -> None:
-    cache = new_cache(4)
-    space = open_space(cache)
+    cache, space = one_space(4)
     store(cache, space, "a")
     cache.close_space(space)
     with pytest.raises(NamespaceMismatch):
@@ -92,8 +103,7 @@ def test_a_space_without_ranks_goes_with_its_last_block() -> None:
 
 
 def test_a_space_without_ranks_goes_when_it_is_cleared() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
+    cache, space = one_space(2)
     store(cache, space, "a")
     lease(cache, space, "a")
     cache.close_space(space)
@@ -108,8 +118,7 @@ def test_a_space_without_ranks_goes_when_it_is_cleared() -> None:
 
 
 def test_a_space_goes_when_its_last_reservation_is_aborted_after_its_rank_has_gone() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
+    cache, space = one_space(2)
     grant = begin(cache, space, keys("a"))
     cache.close_space(space)
     assert cache.spaces == [space]
@@ -118,8 +127,7 @@ def test_a_space_goes_when_its_last_reservation_is_aborted_after_its_rank_has_go
 
 
 def test_a_space_cannot_be_closed_more_often_than_opened_nor_used_after() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
+    cache, space = one_space(2)
     cache.close_space(space)
     with pytest.raises(AssertionError, match="more often"):
         cache.close_space(space)

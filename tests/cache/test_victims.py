@@ -13,6 +13,7 @@ from tests.cache.support import (
     lease,
     names_readable,
     new_cache,
+    one_space,
     open_space,
     readable,
     refused,
@@ -23,18 +24,8 @@ from tests.cache.support import (
 # -- which blocks go, one size class --------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_block_goes_first() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
-    store(cache, space, "a")
-    store(cache, space, "b")
-    store(cache, space, "c")
-    assert names_readable(cache, space, "a", "b", "c") == ["b", "c"]
-
-
 def test_a_chain_loses_its_tail_before_its_head() -> None:
-    cache = new_cache(3)
-    space = open_space(cache)
+    cache, space = one_space(3)
     store(cache, space, "head", "middle", "tail")
     store(cache, space, "x")
     assert names_readable(cache, space, "head", "middle", "tail") == ["head", "middle"]
@@ -43,8 +34,7 @@ def test_a_chain_loses_its_tail_before_its_head() -> None:
 
 
 def test_a_released_lease_is_a_use_of_its_blocks_with_the_tail_first_to_go() -> None:
-    cache = new_cache(3)
-    space = open_space(cache)
+    cache, space = one_space(3)
     store(cache, space, "head", "tail")
     store(cache, space, "other")
     cache.release(lease(cache, space, "head", "tail"))
@@ -55,8 +45,7 @@ def test_a_released_lease_is_a_use_of_its_blocks_with_the_tail_first_to_go() -> 
 
 
 def test_a_load_is_a_use() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
+    cache, space = one_space(2)
     store(cache, space, "a")
     store(cache, space, "b")
     cache.end_load(cache.begin_load([(space, 0, keys("a"))], None, 0.0))  # type: ignore[arg-type]
@@ -65,8 +54,7 @@ def test_a_load_is_a_use() -> None:
 
 
 def test_a_lookup_without_a_lease_is_no_use() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
+    cache, space = one_space(2)
     store(cache, space, "a")
     store(cache, space, "b")
     cache.lookup(space, keys("a"), LookupMode.PREFIX)
@@ -75,8 +63,7 @@ def test_a_lookup_without_a_lease_is_no_use() -> None:
 
 
 def test_a_store_is_a_use_of_the_head_that_was_present() -> None:
-    cache = new_cache(4)
-    space = open_space(cache)
+    cache, space = one_space(4)
     store(cache, space, "head")
     store(cache, space, "other")
     store(cache, space, "head", "tail")
@@ -84,107 +71,6 @@ def test_a_store_is_a_use_of_the_head_that_was_present() -> None:
     assert names_readable(cache, space, "head", "tail", "other") == ["head", "tail"]
     store(cache, space, "z")
     assert names_readable(cache, space, "head", "tail") == ["head"]
-
-
-def test_a_store_of_which_all_is_present_is_a_use_too() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
-    store(cache, space, "a")
-    store(cache, space, "b")
-    assert begin(cache, space, keys("a")).present == 1
-    store(cache, space, "c")
-    assert names_readable(cache, space, "a", "b") == ["a"]
-
-
-def test_no_more_is_evicted_than_needed() -> None:
-    cache = new_cache(4)
-    space = open_space(cache)
-    store(cache, space, "a", "b", "c")
-    begin(cache, space, keys("x", "y"))
-    assert cache.stats().evicted_blocks == 1
-    assert names_readable(cache, space, "a", "b", "c") == ["a", "b"]
-
-
-def test_a_full_pool_refuses_and_evicts_nothing() -> None:
-    cache = new_cache(3)
-    space = open_space(cache)
-    store(cache, space, "a", "b", "c")
-    lease(cache, space, "a")
-    before = cache.stats()
-    assert refused(cache, space, "x", "y", "z")
-    assert cache.stats() == before
-    assert all(readable(cache, space, "a", "b", "c"))
-    check_integrity(cache)
-
-
-def test_a_refused_store_does_not_change_the_order_of_eviction() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
-    store(cache, space, "a")
-    store(cache, space, "b")
-    assert refused(cache, space, "a", "x", "y")
-    store(cache, space, "c")
-    assert names_readable(cache, space, "a", "b") == ["b"]
-
-
-def test_a_block_of_the_same_request_is_no_victim() -> None:
-    cache = new_cache(2)
-    space = open_space(cache)
-    store(cache, space, "a", "b")
-    assert refused(cache, space, "a", "x", "y")
-    store(cache, space, "a")
-    grant = begin(cache, space, keys("b", "x"))
-    assert names_readable(cache, space, "a", "b") == ["b"]
-    assert (grant.present, grant.reserved) == (1, 1)
-
-
-def test_the_other_shard_of_a_block_being_stored_is_no_victim() -> None:
-    cache = new_cache(2)
-    space = open_space(cache, shards=(1, 1))
-    store(cache, space, "a", shard=0)
-    store(cache, space, "b", shard=0)
-    store(cache, space, "a", shard=1)
-    assert readable(cache, space, "a", "b") == [True, False]
-    assert cache.stats().evicted_blocks == 1
-    check_integrity(cache)
-
-
-def test_a_partly_sealed_block_is_evictable() -> None:
-    cache = new_cache(2)
-    space = open_space(cache, shards=(1, 1))
-    store(cache, space, "half", shard=0)
-    store(cache, space, "a")
-    assert readable(cache, space, "a", "half") == [True, False]
-    assert cache.stats().blocks == 1
-
-
-def test_an_evicted_block_takes_the_slots_of_all_its_shards_along() -> None:
-    cache = new_cache(4)
-    space = open_space(cache, shards=(1, 1))
-    store(cache, space, "a", "b")
-    store(cache, space, "c")
-    assert (cache.stats().evicted_blocks, cache.stats().evicted_bytes) == (1, 2 * 4096)
-    assert names_readable(cache, space, "a", "b", "c") == ["a", "c"]
-
-
-def test_what_a_block_with_two_slots_made_needless_is_not_evicted() -> None:
-    cache = new_cache(3)
-    single, double = open_space(cache, "single"), open_space(cache, "double", shards=(1, 1))
-    store(cache, single, "old")
-    store(cache, double, "new")
-    begin(cache, single, keys("x", "y"))
-    assert readable(cache, single, "old") == [True]
-    assert readable(cache, double, "new") == [False]
-
-
-def test_namespaces_of_one_class_share_the_pool_by_age() -> None:
-    cache = new_cache(2)
-    one, two = open_space(cache, "one"), open_space(cache, "two")
-    store(cache, one, "a")
-    store(cache, two, "a")
-    store(cache, two, "b")
-    assert readable(cache, one, "a") == [False]
-    assert readable(cache, two, "a", "b") == [True, True]
 
 
 # -- which blocks go, several size classes --------------------------------------------------------------------------
@@ -286,8 +172,7 @@ def test_a_slab_with_a_block_of_the_same_request_is_not_reclaimed() -> None:
 
 
 def test_shards_of_different_size_go_together() -> None:
-    cache = new_cache(8, 4)
-    space = open_space(cache, shards=(1, 2))
+    cache, space = one_space(8, 4, shards=(1, 2))
     store(cache, space, "a", "b")
     store(cache, space, "c")
     assert names_readable(cache, space, *"abc") == ["a", "c"]
@@ -310,8 +195,7 @@ def test_groups_of_one_request_lose_their_blocks_in_turns() -> None:
 def test_many_evicting_stores_look_at_few_blocks() -> None:
     """Not O(n): a policy that counts what is taken from it."""
     size = 4 * SEGMENT
-    cache = new_cache(size)
-    space = open_space(cache)
+    cache, space = one_space(size)
     store(cache, space, *range(size))
     taken = 0
     candidates = space.blocks.queues.candidates
@@ -348,8 +232,7 @@ def test_an_eviction_makes_room_for_the_next_stores_too() -> None:
 
 
 def test_a_store_evicts_what_it_needs_where_no_more_can_go() -> None:
-    cache = new_cache(2 * AHEAD_SHARE)
-    space = open_space(cache)
+    cache, space = one_space(2 * AHEAD_SHARE)
     names = list(range(2 * AHEAD_SHARE))
     for name in names:
         store(cache, space, name)
@@ -361,8 +244,7 @@ def test_a_store_evicts_what_it_needs_where_no_more_can_go() -> None:
 
 
 def test_what_is_freed_ahead_is_bounded() -> None:
-    cache = new_cache(2 * AHEAD_SHARE * AHEAD_SLOTS)
-    space = open_space(cache)
+    cache, space = one_space(2 * AHEAD_SHARE * AHEAD_SLOTS)
     store(cache, space, *range(2 * AHEAD_SHARE * AHEAD_SLOTS))
     store(cache, space, "x")
     assert cache.stats().evicted_blocks == 1 + AHEAD_SLOTS
