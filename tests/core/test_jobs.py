@@ -160,31 +160,6 @@ async def test_a_store_of_what_is_there_copies_nothing_and_of_the_rest_only_the_
     assert (await job).skipped_blocks == 1
 
 
-async def test_a_failed_store_gives_its_slot_back(world: World) -> None:
-    job = world.job(Direction.STORE, "a")
-    worker = await world.started(Direction.STORE)
-    worker.fail("refused")
-    result = await job
-    assert (result.outcome, result.reason, result.error) == (Outcome.FAILED, Refusal.COPY_FAILED, "refused")
-    assert world.cache.stats().free_bytes == SLOTS * SLOT
-    assert world.readable("a") == [False]
-
-
-async def test_a_store_that_ended_with_its_copier_gives_its_slot_back(world: World) -> None:
-    """The death of the process is the proof that nothing of it moves any more."""
-    job = world.job(Direction.STORE, "a")
-    await world.started(Direction.STORE)
-    world.copier.die()
-    result = await job
-    assert (result.outcome, result.reason) == (Outcome.FAILED, Refusal.DEVICE_LOST)
-    assert result.error == "the copier has ended (SIGKILL)"
-    stats = world.cache.stats()
-    assert (stats.free_bytes, stats.quarantined_bytes, stats.reserved_bytes) == (SLOTS * SLOT, 0, 0)
-    assert world.readable("a") == [False]
-    world.next_process()
-    await world.stored("a", "b", "c", "d")
-
-
 async def test_a_store_whose_end_was_told_before_its_copier_died_is_done(world: World) -> None:
     job = world.job(Direction.STORE, "a")
     worker = await world.started(Direction.STORE)
@@ -239,48 +214,6 @@ async def test_a_load_has_its_references_when_it_is_taken_whatever_comes_behind_
     assert load.result is not None
     assert load.result.copied_blocks == 4
     await world.stored("e")
-
-
-async def test_a_copier_that_takes_no_copy_leaves_no_reservation(world: World) -> None:
-    world.copier.die(noticed=False)
-    result = await world.job(Direction.STORE, "a")
-    assert (result.outcome, result.reason) == (Outcome.FAILED, Refusal.DEVICE_LOST)
-    assert world.cache.stats().free_bytes == SLOTS * SLOT
-
-
-async def test_blocks_that_are_being_loaded_are_not_evicted(world: World) -> None:
-    await world.stored("a", "b", "c", "d")
-    load = world.job(Direction.LOAD, "a", "b", "c", "d")
-    worker = await world.started(Direction.LOAD)
-    assert (await world.job(Direction.STORE, "e")).reason is Refusal.POOL_FULL
-    worker.end(worker.nbytes(SLOT))
-    assert (await load).copied_blocks == 4
-    await world.stored("e")
-
-
-async def test_a_load_that_ended_with_its_copier_lets_its_blocks_go(world: World) -> None:
-    await world.stored("a")
-    load = world.job(Direction.LOAD, "a")
-    await world.started(Direction.LOAD)
-    world.copier.die()
-    result = await load
-    assert (result.outcome, result.reason) == (Outcome.FAILED, Refusal.DEVICE_LOST)
-    stats = world.cache.stats()
-    assert (stats.loads, stats.leased_bytes, stats.quarantined_bytes) == (0, 0, 0)
-    assert world.readable("a") == [True]
-    world.next_process()
-    await world.stored("b", "c", "d", "e")
-    assert world.readable("a") == [False]
-
-
-async def test_a_failed_load_lets_its_blocks_go(world: World) -> None:
-    await world.stored("a")
-    load = world.job(Direction.LOAD, "a")
-    worker = await world.started(Direction.LOAD)
-    worker.fail("refused")
-    await load
-    await world.stored("b", "c", "d", "e")
-    assert world.readable("a") == [False]
 
 
 async def test_a_load_of_what_is_not_there_copies_nothing(world: World) -> None:
@@ -351,18 +284,12 @@ async def test_the_loop_is_kept_awake_for_jobs_whose_end_somebody_waits_for(worl
     assert world.guard.times == 2 + 2 * MANY_JOBS
 
 
-@pytest.mark.parametrize("point", ["store.after_reserve", "store.before_copy"])
-async def test_a_fault_before_the_copy_gives_everything_back(world: World, point: str) -> None:
+@pytest.mark.parametrize("point", ["store.after_reserve", "store.before_copy", "store.before_seal"])
+async def test_a_fault_of_a_store_gives_everything_back_and_leaves_nothing_readable(world: World, point: str) -> None:
     with active(f"{point}=raise(planted)"):
-        result = await world.job(Direction.STORE, "a")
-    assert result.outcome is Outcome.FAILED
-    assert world.cache.stats().free_bytes == SLOTS * SLOT
-
-
-async def test_a_fault_between_copy_and_seal_leaves_nothing_readable(world: World) -> None:
-    with active("store.before_seal=raise(planted)"):
         job = world.job(Direction.STORE, "a")
-        await world.ends(Direction.STORE)
+        if point == "store.before_seal":
+            await world.ends(Direction.STORE)
         assert (await job).outcome is Outcome.FAILED
     assert world.readable("a") == [False]
     assert world.cache.stats().free_bytes == SLOTS * SLOT
@@ -492,14 +419,6 @@ async def test_however_a_job_ends_it_is_answered_once_and_gives_back_all_it_held
     stats = world.cache.stats()
     assert (stats.reserved_bytes, stats.quarantined_bytes, stats.loads) == (0, 0, 0)
     assert world.readable("a", "b") == [True, direction is Direction.STORE and how == "done"]
-
-
-async def test_a_store_of_what_is_there_already_leaves_nothing_with_the_cache(world: World) -> None:
-    """An engine that offers the same prompt again and again must not fill the daemon's memory with grants."""
-    await world.stored("a")
-    for _ in range(3):
-        assert (await world.job(Direction.STORE, "a")).skipped_blocks == 1
-    assert not world.cache._stores
 
 
 async def test_a_deadline_that_has_not_come_goes_with_its_job(world: World) -> None:

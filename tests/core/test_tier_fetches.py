@@ -89,18 +89,6 @@ def test_a_prefix_that_the_tier_has_is_told_to_come_and_comes(shards: tuple[int,
     assert not bench.refused
 
 
-def test_a_block_is_readable_when_all_of_its_shards_are_there() -> None:
-    bench = Bench((1, 1))
-    bench.keep(1)
-    bench.ask(1)
-    bench.find()
-    first, second = bench.tier.reads
-    bench.tier.end_read(second)
-    assert readable(bench.cache, bench.space, 1) == [False]
-    bench.tier.end_read(first)
-    assert readable(bench.cache, bench.space, 1) == [True]
-
-
 def test_what_it_does_not_have_is_asked_for_again_only_after_a_while(bench: Bench) -> None:
     bench.ask(1)
     bench.find()

@@ -105,14 +105,6 @@ def test_all_shards_of_a_block_are_written_when_the_last_one_is_there() -> None:
     assert [(call.space.shard, call.hashes) for call in bench.tier.writes] == [(0, keys(1)), (1, keys(1))]
 
 
-def test_a_block_that_is_being_written_is_not_evicted() -> None:
-    bench = Bench(Admission.ALL)
-    bench.store(1, 2, 3, 4)
-    assert refused(bench.cache, bench.space, 5)
-    bench.end()
-    assert not refused(bench.cache, bench.space, 5)
-
-
 def test_the_tier_is_asked_behind_the_answer_and_the_blocks_wait_for_it() -> None:
     later: list[Callable[[], object]] = []
     bench = Bench(Admission.ALL, soon=later.append)
@@ -238,16 +230,6 @@ def test_a_tier_that_is_off_is_given_nothing() -> None:
     assert not bench.writes.writing_bytes
 
 
-def test_a_write_under_way_does_not_bring_back_what_was_cleared() -> None:
-    bench = Bench(Admission.ALL)
-    bench.store(1)
-    bench.writes.forget(bench.space.namespace)
-    assert bench.tier.forgotten == [bench.space.namespace]
-    bench.end()
-    assert bench.tier.forgotten == [bench.space.namespace] * 2
-    assert not bench.tier.kept
-
-
 def test_nothing_is_fetched_while_a_write_may_bring_back_what_was_cleared() -> None:
     """Of two writes the first has ended, behind the clear: the tier has its blocks until the other has ended, too."""
     bench = Bench(Admission.ALL)
@@ -367,13 +349,3 @@ def test_every_block_is_in_the_pool_or_in_the_tier_or_counted(steps: list[int | 
     kept = {each for _, each in bench.tier.kept}
     lost = [name for name in range(stored) if bench.in_pool(name) == [False] and keys(name)[0] not in kept]
     assert len(lost) == sum(blocks for _, blocks in bench.refused)
-
-
-def test_what_is_being_loaded_when_its_write_ends_stays() -> None:
-    bench = Bench(Admission.ON_EVICT)
-    bench.store(1, 2, 3)
-    load = bench.cache.begin_load([(bench.space, 0, keys(3))], None, 0.0)
-    assert isinstance(load, LoadGrant)
-    bench.tier.end_write(bench.tier.writes[0])
-    assert bench.in_pool(1, 2, 3) == [True] * 3
-    bench.cache.end_load(load)

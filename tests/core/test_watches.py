@@ -16,7 +16,7 @@ from kvsidecar.core.watches import Watch, joined, split
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import LookupMode, Residency
-from tests.cache.support import keys, namespace, open_space, store
+from tests.cache.support import keys, namespace, open_space, store, table_of
 from tests.core.watched import WIDTH, Daemon, Reader
 
 
@@ -148,7 +148,7 @@ def test_whatever_happens_the_last_word_on_each_block_is_right(seed: int, monkey
             assert reader.readable.get(space.group, set()) == there
     for _, watch in readers:
         daemon.watches.end(watch)
-    assert not daemon.cache._table.outlets, "somebody is told though nobody listens"
+    assert not table_of(daemon.cache).outlets, "somebody is told though nobody listens"
 
 
 def test_a_snapshot_survives_that_the_table_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_snapshot_survives_that_the_table_is_rebuilt(monkeypatch: pytest.Monke
     store(daemon.cache, other, *[f"other {name}" for name in range(505)])
     assert found(daemon, space, *keys("last"))
     before = space.blocks.index
-    assert daemon.cache._table.rebuild_sparse()
+    assert table_of(daemon.cache).rebuild_sparse()
     assert space.blocks.index is not before
     daemon.settle()
     assert reader.readable[0] == {each for each in keys("last", *range(500)) if found(daemon, space, each)}
