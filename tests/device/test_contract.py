@@ -236,7 +236,6 @@ def test_one_pitched_copy_crosses_the_ranges_of_an_import(device: Device, kind: 
         contents = [pattern(1 + index, blocks * row).reshape(blocks, row) for index in range(layers)]
         want = np.concatenate([content[block] for block in ids for content in contents])
         assert np.array_equal(pool.bytes[: len(want)], want)
-
         pool.bytes[: len(want)] = pattern(9, len(want))
         plan.rewind()
         copy(device, Direction.LOAD, pool, plan)
@@ -377,7 +376,6 @@ def test_store_and_load_move_the_blocks_and_nothing_else(
         list(checking_regions(layout, [memory.nbytes for memory in memories]))
         bound = bind(layout, [memory.address for memory in memories])
         before = [pattern(seed + i, nbytes) for i, nbytes in enumerate(shape.allocations)]
-
         copy(device, Direction.STORE, pool, BlockCopies([(bound, ids, slots)], boundary=1 << 20), chunk)
         want = np.full(pool.nbytes, GUARD, np.uint8)
         for block, at in zip(ids, slots, strict=True):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from cuda.bindings import driver
 
-from kvsidecar.device.base import CopyCall, CopyMark, CudaIpcSource, DeviceMemory
+from kvsidecar.device.base import CopyCall, CopyMark, CopyStream, CudaIpcSource, DeviceMemory
 from kvsidecar.device.cuda import calls as driver_calls
 from kvsidecar.device.cuda import platform as cuda
 from kvsidecar.device.cuda import status as cuda_status
@@ -273,6 +273,12 @@ class Functions:
         return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
+def opened(scripted: Driver, direction: Direction = Direction.STORE) -> tuple[Functions, CopyStream]:
+    """All of the driver's copy calls, and a stream that makes them."""
+    functions = Functions(scripted, *SIGNATURES)
+    return functions, CudaPlatform().device(FIRST).open_stream(direction)
+
+
 PLAIN = {Direction.STORE: "cuMemcpyDtoHAsync", Direction.LOAD: "cuMemcpyHtoDAsync"}
 
 
@@ -301,8 +307,7 @@ def test_what_a_failed_issue_says_of_its_outcome(
     kind: type[DeviceError],
     known: bool | None,
 ) -> None:
-    functions = Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(direction)
+    functions, stream = opened(scripted, direction)
     functions.statuses["cuMemcpyBatchAsync" if batched else "cuMemcpy3DBatchAsync"] = list(statuses)
     scripted.answers["cuStreamSynchronize"] = (drained,)
     with pytest.raises(kind, match="issuing 3 copies") as failure:
@@ -367,8 +372,7 @@ def test_stores_read_in_stream_order_and_loads_when_they_like(scripted: Driver) 
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_one_copy_is_issued_without_arrays_and_says_the_same(scripted: Driver, direction: Direction) -> None:
-    functions = Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(direction)
+    functions, stream = opened(scripted, direction)
     stream.issue(stream.prepare(call_of(GOOD), 1 << 30))
     assert functions.copies == [PLAIN[direction]]
     stream.issue(stream.prepare(call_of(ROWS), 1 << 30))
@@ -408,14 +412,12 @@ def test_the_arrays_have_the_layout_of_the_drivers_structures() -> None:
         )  # fmt: skip
         assert side["locHint"].tolist() == (1, 7 + number)
     assert [found[name] for name in ("width", "height", "depth", "srcAccessOrder", "flags")] == [11, 12, 13, 3, 1]
-
     attributes = driver.CUmemcpyAttributes()
     attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     attributes.srcLocHint.type, attributes.srcLocHint.id = locations.CU_MEM_LOCATION_TYPE_DEVICE, 5
     attributes.dstLocHint.type, attributes.dstLocHint.id = locations.CU_MEM_LOCATION_TYPE_HOST, 0
     attributes.flags = 1
     assert bytes_of(attributes, ATTRIBUTES).tolist() == (1, (1, 5), (2, 0), 1)
-
     copy = driver.CUDA_MEMCPY2D()
     kinds = driver.CUmemorytype
     copy.srcMemoryType, copy.dstMemoryType = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
@@ -434,8 +436,7 @@ def test_a_driver_without_the_plain_calls_is_refused(scripted: Driver) -> None:
 
 
 def test_a_failed_event_or_wait(scripted: Driver) -> None:
-    functions = Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    functions, stream = opened(scripted)
     for alone in (False, True):
         for after in (False, True):  # before the copies, and after them
             if after and not alone:
@@ -460,8 +461,7 @@ def test_a_failed_event_or_wait(scripted: Driver) -> None:
 
 
 def test_marks_are_asked_and_their_events_used_again(scripted: Driver) -> None:
-    Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    _, stream = opened(scripted)
     for _ in range(3):
         mark = stream.issue(stream.prepare(call_of(GOOD), 0))
         scripted.answers["cuEventQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
@@ -497,8 +497,7 @@ def test_a_call_is_timed_by_the_device_from_before_its_copies_to_after_them(scri
 
 
 def test_a_call_alone_that_is_not_timed_has_no_event(scripted: Driver) -> None:
-    functions = Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    functions, stream = opened(scripted)
     mark = stream.issue(stream.prepare(call_of(GOOD), 0), alone=True, timed=False)
     scripted.answers["cuStreamQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
     assert not mark.is_done()
@@ -539,8 +538,7 @@ def test_a_call_behind_one_in_flight_begins_where_that_one_ends(scripted: Driver
 
 @pytest.mark.parametrize(("status", "error"), [(INVALID, CopyFailed), (LOST, DeviceLost)])
 def test_whether_a_stream_is_over(scripted: Driver, status: Any, error: type[DeviceError]) -> None:
-    Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    _, stream = opened(scripted)
     assert stream.is_done()
     scripted.answers["cuStreamQuery"] = (driver.CUresult.CUDA_ERROR_NOT_READY,)
     assert not stream.is_done()
@@ -551,8 +549,7 @@ def test_whether_a_stream_is_over(scripted: Driver, status: Any, error: type[Dev
 
 
 def test_events_of_a_call_of_unknown_outcome_are_not_used_again(scripted: Driver) -> None:
-    functions = Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(Direction.STORE)
+    functions, stream = opened(scripted)
     for drained, created in ((INVALID, 2), (OK, 4), (OK, 4)):
         functions.statuses[PLAIN[Direction.STORE]] = [INVALID]
         scripted.answers["cuStreamSynchronize"] = (drained,)
@@ -562,8 +559,7 @@ def test_events_of_a_call_of_unknown_outcome_are_not_used_again(scripted: Driver
 
 
 def test_without_an_event_nothing_is_issued(scripted: Driver) -> None:
-    functions = Functions(scripted, *SIGNATURES)
-    stream = CudaPlatform().device(FIRST).open_stream(Direction.LOAD)
+    functions, stream = opened(scripted, Direction.LOAD)
     scripted.answers["cuEventCreate"] = (INVALID, None)
     with pytest.raises(CopyFailed):
         stream.issue(stream.prepare(call_of(GOOD), 0))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.pool.host_pool import HostPool
-from tests.pool.host_pools import NewPool
+from kvsidecar.pool.host_pool import HostPool, PoolSpec
+from tests.pool.host_pools import MlockPlatform, NewPool, ignore, never
 
 
 @pytest.fixture
@@ -21,3 +21,15 @@ def new_pool() -> Iterator[NewPool]:
     yield new
     for pool in made:
         pool.close()
+
+
+@pytest.fixture
+def pinned(new_pool: NewPool) -> NewPool:
+    """Makes such pools of a spec, on an `MlockPlatform` unless it is told another, and pins them."""
+
+    def new(spec: PoolSpec, platform: MlockPlatform | None = None, **options: Any) -> HostPool:
+        pool = new_pool(spec, platform or MlockPlatform(), **options)
+        pool.pin(ignore, never())
+        return pool
+
+    return new

@@ -82,7 +82,7 @@ def test_exactly_the_configured_bytes_are_mapped_resident_and_pinned_and_all_are
 
 @pytest.mark.parametrize("huge_pages", [HugePages.NONE, HugePages.AUTO])
 def test_of_the_address_space_taken_for_alignment_only_the_bytes_stay(
-    huge_pages: HugePages, new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
+    huge_pages: HugePages, pinned: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: set[int] = set()
     real_mmap, real_munmap = host_memory.mmap_at, host_memory.unmap
@@ -101,16 +101,14 @@ def test_of_the_address_space_taken_for_alignment_only_the_bytes_stay(
 
     monkeypatch.setattr(host_memory, "mmap_at", mmap)
     monkeypatch.setattr(host_memory, "unmap", munmap)
-    pool = new_pool(spec(huge_pages=huge_pages), MlockPlatform())
-    pool.pin(ignore, never())
+    pool = pinned(spec(huge_pages=huge_pages))
     assert taken == set(pages(pool.address, NBYTES))
     pool.close()
     assert taken == set()
 
 
-def test_the_view_is_all_of_the_pinned_memory(new_pool: NewPool) -> None:
-    pool = new_pool(spec(), MlockPlatform())
-    pool.pin(ignore, never())
+def test_the_view_is_all_of_the_pinned_memory(pinned: NewPool) -> None:
+    pool = pinned(spec())
     view = pool.view()
     assert (view.nbytes, view.ctypes.data) == (NBYTES, pool.address)
     assert not view.any()
@@ -182,13 +180,6 @@ def test_before_chunks_are_given_back_it_is_said_once(end: str) -> None:
     assert mapped() == Mapped()
 
 
-def test_what_goes_well_is_not_given_back(new_pool: NewPool) -> None:
-    said: list[bool] = []
-    pool = new_pool(spec(), MlockPlatform())
-    pool.pin(ignore, never(), lambda: said.append(True))
-    assert not said
-
-
 @pytest.mark.parametrize(
     "point", ["pool.reserve", "pool.prefault_chunk@0", "pool.prefault_chunk@3", "pool.pin_chunk@2"]
 )
@@ -232,16 +223,6 @@ def test_close_during_pinning_waits_until_it_has_stopped() -> None:
     closer.join(30)
     assert not closer.is_alive()
     assert [what for what, _, _ in platform.calls] == ["pin"] * 3 + ["unpin"] * 3
-
-
-def test_an_error_in_the_progress_callback_leaves_nothing() -> None:
-    def broken(progress: PinProgress) -> None:
-        if progress.pinned_bytes:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        HostPool(spec(), MlockPlatform()).pin(broken, never())
-    assert mapped() == Mapped()
 
 
 def test_a_chunk_that_cannot_be_unpinned_stays_mapped_and_the_others_are_given_back() -> None:
@@ -298,19 +279,17 @@ def test_a_pool_above_the_platforms_own_limit_is_refused(tmp_path: Path) -> None
     assert platform.calls == []
 
 
-def test_with_the_memory_check_off_only_the_kernel_decides(new_pool: NewPool, tmp_path: Path) -> None:
-    pool = new_pool(spec(memory_check=False), MlockPlatform(limit=1), root=machine(tmp_path, MiB))
-    pool.pin(ignore, never())
+def test_with_the_memory_check_off_only_the_kernel_decides(pinned: NewPool, tmp_path: Path) -> None:
+    pinned(spec(memory_check=False), MlockPlatform(limit=1), root=machine(tmp_path, MiB))
     assert mapped().locked == NBYTES
 
 
-def test_cuda_pinning_counts_the_kernels_bookkeeping(new_pool: NewPool, tmp_path: Path) -> None:
+def test_cuda_pinning_counts_the_kernels_bookkeeping(pinned: NewPool, tmp_path: Path) -> None:
     enough_without = NBYTES + memory_limits.HEADROOM_BYTES
     root = machine(tmp_path, enough_without)
     with pytest.raises(PoolRefused, match="bookkeeping"):
         HostPool(spec(memory_check=True), MlockPlatform("cuda"), root=root).pin(ignore, never())
-    pool = new_pool(spec(memory_check=True), MlockPlatform("host"), root=root)
-    pool.pin(ignore, never())
+    pinned(spec(memory_check=True), MlockPlatform("host"), root=root)
 
 
 # -- kinds of pages ----------------------------------------------------------------------------------------------
@@ -367,9 +346,8 @@ def test_a_pool_for_which_no_huge_pages_are_free_has_small_ones_and_says_what_th
     assert "shmem_enabled" in logs[0]["hint"]
 
 
-def test_another_process_that_maps_the_file_sees_the_same_bytes_and_cannot_cut_it(new_pool: NewPool) -> None:
-    pool = new_pool(spec(), MlockPlatform())
-    pool.pin(ignore, never())
+def test_another_process_that_maps_the_file_sees_the_same_bytes_and_cannot_cut_it(pinned: NewPool) -> None:
+    pool = pinned(spec())
     pool.view()[[0, -1]] = 1, 2
     with mmap.mmap(pool.fd, NBYTES) as other:
         assert (other[0], other[1], other[-1]) == (1, 0, 2)
@@ -384,21 +362,19 @@ def test_another_process_that_maps_the_file_sees_the_same_bytes_and_cannot_cut_i
         _ = pool.fd
 
 
-def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(new_pool: NewPool) -> None:
-    pool = new_pool(spec(huge_pages=HugePages.NONE), MlockPlatform())
-    pool.pin(ignore, never())
+def test_small_pages_are_kept_small_on_a_machine_where_huge_ones_are_always_on(pinned: NewPool) -> None:
+    pool = pinned(spec(huge_pages=HugePages.NONE))
     assert pool.page_kind is PageKind.SMALL
     assert "nh" in mapped().flags or not memory_limits.thp_enabled()
     assert huge_bytes(pool) == 0
 
 
 def test_auto_takes_transparent_huge_pages_where_too_few_explicit_ones_are_free(
-    new_pool: NewPool, tmp_path: Path
+    pinned: NewPool, tmp_path: Path
 ) -> None:
     root = two_nodes(tmp_path)
     tree(root, {"sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "1\n"})
-    pool = new_pool(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.AUTO), MlockPlatform(), root=root)
-    pool.pin(ignore, never())
+    pool = pinned(spec(nbytes=4 * MiB, chunk_bytes=2 * MiB, huge_pages=HugePages.AUTO), root=root)
     assert pool.page_kind is PageKind.THP
 
 
@@ -415,10 +391,9 @@ def test_explicit_huge_pages_that_are_not_free_are_a_refusal_or_a_clean_failure(
 
 @pytest.mark.skipif(memory_limits.hugetlb_free(2 * MiB) < 2, reason="no free explicit huge pages on this machine")
 @pytest.mark.parametrize("wish", [HugePages.HUGETLB, HugePages.AUTO])
-def test_explicit_huge_pages_hold_exactly_the_pool_and_are_given_back(wish: HugePages, new_pool: NewPool) -> None:
+def test_explicit_huge_pages_hold_exactly_the_pool_and_are_given_back(wish: HugePages, pinned: NewPool) -> None:
     free = memory_limits.hugetlb_free(2 * MiB)
-    pool = new_pool(spec(nbytes=4 * MiB, huge_pages=wish, memory_check=True), MlockPlatform())
-    pool.pin(ignore, never())
+    pool = pinned(spec(nbytes=4 * MiB, huge_pages=wish, memory_check=True))
     assert pool.page_kind is PageKind.HUGETLB
     assert (mapped().size, mapped().resident) == (4 * MiB, 4 * MiB)
     assert memory_limits.hugetlb_free(2 * MiB) == free - 2
@@ -507,12 +482,11 @@ def test_a_kernel_that_forbids_binding_costs_a_warning_not_the_pool(
 
 
 def test_nothing_is_bound_on_a_machine_with_one_node(
-    new_pool: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pinned: NewPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "bind", lambda *arguments: pytest.fail("bound"))
     root = tree(tmp_path, {"sys/devices/system/node/online": "0\n"})
-    pool = new_pool(spec(numa_nodes=(0,)), MlockPlatform(), root=root)
-    pool.pin(ignore, never())
+    pool = pinned(spec(numa_nodes=(0,)), root=root)
     assert pool.numa_of_slab() == (None,) * 17
 
 

@@ -35,7 +35,7 @@ no_pool_is_left = nothing_left
 
 
 def test_prefaulting_covers_each_chunk_once_before_it_is_pinned(
-    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
+    pinned: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform = MlockPlatform()
     touched: list[tuple[int, int, int]] = []
@@ -47,8 +47,7 @@ def test_prefaulting_covers_each_chunk_once_before_it_is_pinned(
         return 0
 
     monkeypatch.setattr(host_memory, "populate", record)
-    pool = new_pool(spec(prefault_threads=3), platform)
-    pool.pin(ignore, never())
+    pool = pinned(spec(prefault_threads=3), platform)
     covered = sorted((address - pool.address, nbytes, chunks_before) for address, nbytes, chunks_before in touched)
     assert covered[0][0] == 0
     assert all(first[0] + first[1] == second[0] for first, second in pairwise(covered))
@@ -81,26 +80,24 @@ def test_the_next_chunk_is_faulted_in_while_one_is_pinned(new_pool: NewPool, mon
     pool.pin(ignore, never())
 
 
-def test_prefaulting_runs_in_as_many_threads_as_configured(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefaulting_runs_in_as_many_threads_as_configured(pinned: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(4, timeout=30)
     monkeypatch.setattr(host_memory, "populate", lambda *arguments: together.wait() * 0)
-    pool = new_pool(spec(nbytes=MiB, prefault_threads=4), MlockPlatform())
-    pool.pin(ignore, never())
+    pinned(spec(nbytes=MiB, prefault_threads=4))
 
 
 def test_the_lock_that_an_attach_needs_is_free_between_small_pieces(
-    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
+    pinned: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(host_memory, "populate", lambda address, nbytes, kind: sizes.append(nbytes) or 0)
     monkeypatch.setattr("kvsidecar.pool.pinning.PREFAULT_BYTES", 2 * MiB)
-    pool = new_pool(spec(nbytes=5 * MiB, chunk_bytes=4 * MiB, prefault_threads=1), MlockPlatform())
-    pool.pin(ignore, never())
+    pinned(spec(nbytes=5 * MiB, chunk_bytes=4 * MiB, prefault_threads=1))
     assert sizes == [2 * MiB] * 2 + [MiB]
 
 
 def test_on_a_kernel_without_populate_the_pages_are_touched_instead(
-    new_pool: NewPool, monkeypatch: pytest.MonkeyPatch
+    pinned: NewPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = host_memory.advise
 
@@ -114,16 +111,14 @@ def test_on_a_kernel_without_populate_the_pages_are_touched_instead(
     resident: list[int] = []
     monkeypatch.setattr(platform, "pin", lambda address, nbytes: resident.append(mapped().resident))
     monkeypatch.setattr(platform, "unpin", lambda address, nbytes: None)
-    pool = new_pool(spec(), platform)
-    pool.pin(ignore, never())
+    pinned(spec(), platform)
     at_least = [MiB, 2 * MiB, 3 * MiB, 4 * MiB, NBYTES]  # and perhaps some of the next chunk
     assert all(least <= found <= least + MiB for found, least in zip(resident, at_least, strict=True))
 
 
-def test_chunks_are_pinned_in_order_and_unpinned_in_reverse(new_pool: NewPool) -> None:
+def test_chunks_are_pinned_in_order_and_unpinned_in_reverse(pinned: NewPool) -> None:
     platform = MlockPlatform()
-    pool = new_pool(spec(), platform)
-    pool.pin(ignore, never())
+    pool = pinned(spec(), platform)
     base = pool.address
     assert pins(platform, base) == list(CHUNKS)
     pool.close()

@@ -22,12 +22,9 @@ from tests.tiers import memory_backend
 
 POOL, SHARD = 1 << 20, 4096
 
-
 SPACE = ShardSpace(NAMESPACE, 0, 0, 1, SHARD)
 
-
 WIDTH = NAMESPACE.hash_bytes
-
 
 NEVER = 3600.0
 

@@ -1,6 +1,6 @@
 """What every backend must do: `kvsidecar.tiers.backend.Backend`. A new backend adds itself to the fixture `backend`.
 
-Tests that take `local` or `make` are of backends that alone decide what is there, and outlive their process.
+Tests that take `local` are of backends that alone decide what is there.
 """
 
 from __future__ import annotations
@@ -40,13 +40,8 @@ def place(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.fixture(params=LOCAL)
-def make(request: pytest.FixtureRequest) -> Make:
-    return LOCAL[request.param]
-
-
-@pytest.fixture
-def local(make: Make, place: Path) -> Iterator[Backend]:
-    opened = make(place)
+def local(request: pytest.FixtureRequest, place: Path) -> Iterator[Backend]:
+    opened = LOCAL[request.param](place)
     yield opened
     opened.close()
 
@@ -69,15 +64,6 @@ def test_what_is_written_is_read(backend: Backend, nbytes: int) -> None:
     assert there(backend, of, range(12)) == list(range(9))
     backwards = [11, *reversed(range(9))]
     assert read(backend, of, backwards) == {11: ReadEnd.MISS} | dict.fromkeys(range(9), ReadEnd.DONE)
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_what_is_there_is_counted(local: Backend, nbytes: int) -> None:
-    of = space(nbytes=nbytes)
-    assert write(local, of, range(9)) == [WriteEnd.DONE] * 9
-    stats = local.stats()
-    assert (stats.blocks, stats.evicted_blocks) == (9, 0)
-    assert 9 * nbytes <= stats.used_bytes <= stats.capacity_bytes
 
 
 def test_the_bytes_beyond_a_shard_stay_as_they_are(backend: Backend) -> None:
@@ -168,24 +154,6 @@ def test_a_namespace_is_forgotten_or_all(backend: Backend) -> None:
     assert (backend.stats().blocks, backend.stats().used_bytes) == (0, 0)
     assert write(backend, one, range(5)) == [WriteEnd.DONE] * 5
     assert set(read(backend, one, range(5)).values()) == {ReadEnd.DONE}
-
-
-def test_the_next_run_finds_it_all(make: Make, place: Path) -> None:
-    spaces = [space(), space(shard=1, nbytes=2 * PAGE), space("two", nbytes=99)]
-    first = make(place)
-    for of in spaces:
-        write(first, of, range(6))
-    first.close()
-    second = make(place)
-    assert (second.stats().kept_blocks, second.stats().dropped_blocks) == (18, {})
-    for of in spaces:
-        assert set(read(second, of, range(6)).values()) == {ReadEnd.DONE}
-    assert second.forget(spaces[0].namespace) == 12
-    second.close()
-    third = make(place)
-    assert third.stats().kept_blocks == 6
-    assert there(third, spaces[0], range(6)) == []
-    third.close()
 
 
 def test_the_probe_works_and_leaves_nothing(backend: Backend) -> None:

@@ -47,13 +47,6 @@ def test_few_others_may_be_there(fd: int) -> None:
     assert sum(keys.may_have(TWO, key(name)) for name in range(5000)) < 5000 * 0.03
 
 
-def test_spaces_do_not_share_bits(fd: int) -> None:
-    keys = KeyFilter(fd)
-    keys.add(ONE, first_words(key(1), 32))
-    assert keys.may_have(ONE, key(1))
-    assert not keys.may_have(TWO, key(1))
-
-
 def test_it_begins_anew_with_what_is_there_or_denies_nothing(fd: int) -> None:
     keys = KeyFilter(fd)
     keys.add(ONE, first_words(key(1), 32))

@@ -16,7 +16,7 @@ from kvsidecar.errors import TierFailed
 from kvsidecar.support import failpoints, supervised_child
 from kvsidecar.support.supervised_child import State
 from kvsidecar.tiers import tier as tier_module
-from kvsidecar.tiers.backend import ReadEnd, ShardSpace, TierShare, WriteEnd
+from kvsidecar.tiers.backend import ReadEnd, TierShare, WriteEnd
 from kvsidecar.tiers.policy import GUESSED_RATE
 from kvsidecar.tiers.tier import FAILURES
 from tests.harness import NAMESPACE, SECONDS, Gate, eventually_in_loop
@@ -66,14 +66,6 @@ async def test_the_rate_is_guessed_until_something_was_read() -> None:
         assert each.tier.read_rate == GUESSED_RATE
         assert await each.read(1) == [ReadEnd.DONE]
         assert each.tier.read_rate != GUESSED_RATE
-
-
-async def test_spaces_do_not_see_each_others_blocks() -> None:
-    async with bench() as each:
-        await each.on()
-        await each.write(1)
-        for other in (ShardSpace(NAMESPACE, 1, 0, 1, SHARD), ShardSpace(NAMESPACE, 0, 1, 2, SHARD)):
-            assert await each.find(1, space=other) == [False]
 
 
 async def test_a_slot_outside_of_the_pool_is_refused() -> None:

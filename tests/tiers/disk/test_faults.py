@@ -164,22 +164,6 @@ def test_neighbours_are_moved_in_one_call(tier: DiskBackend, monkeypatch: pytest
 # -- what lies on the disk ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reopened", [False, True])
-def test_a_flipped_bit_is_found_by_the_read(tmp_path: Path, *, reopened: bool) -> None:
-    tier, of = open_tier(tmp_path), space()
-    write(tier, of, range(4))
-    if reopened:
-        tier.close()
-        tier = open_tier(tmp_path)
-    flip(tmp_path, EXTENTS, 2 * PAGE + 77)
-    assert read(tier, of, range(4)) == dict.fromkeys((0, 1, 3), ReadEnd.DONE) | {2: ReadEnd.CORRUPT}
-    assert read(tier, of, [2]) == {2: ReadEnd.MISS}
-    write(tier, of, range(4, 64))
-    assert write(tier, of, [2]) == [WriteEnd.DONE]
-    assert (tier.stats().blocks, tier.stats().evicted_blocks) == (64, 0), "its extent was not used again"
-    tier.close()
-
-
 def test_a_truncated_file_is_corrupt_and_grows_again(tier: DiskBackend, tmp_path: Path) -> None:
     of = space()
     write(tier, of, range(6))

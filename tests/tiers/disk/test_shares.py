@@ -90,13 +90,6 @@ def test_what_is_guaranteed_to_a_share_stays_whatever_others_write(tier: DiskBac
     assert use == {"a": (10, 10, None), "b": (CAPACITY - 10, 0, None), "unassigned": (0, 0, None)}
 
 
-def test_a_share_takes_back_what_is_guaranteed_to_it(tier: DiskBackend) -> None:
-    tier.set_shares(guaranteed(10))
-    write_each(tier, B, CAPACITY)
-    assert set(write_each(tier, A, 10)) == {WriteEnd.DONE}
-    assert len(there(tier, B, range(CAPACITY))) == CAPACITY - 10
-
-
 def test_of_a_disk_that_is_guaranteed_to_others_nothing_is_written_and_that_is_counted(tier: DiskBackend) -> None:
     tier.set_shares(())
     write_each(tier, space("nobody's"), 3)
@@ -108,19 +101,6 @@ def test_of_a_disk_that_is_guaranteed_to_others_nothing_is_written_and_that_is_c
     tier.set_shares(guaranteed(40, CAPACITY - 42))
     assert list(read(tier, space("nobody's"), range(3)).values()) == [ReadEnd.DONE, ReadEnd.MISS, ReadEnd.MISS]
     assert tier.stats().quota_blocks == 7
-
-
-def test_a_guarantee_holds_for_what_an_earlier_process_has_kept(tmp_path: Path) -> None:
-    before = opened(tmp_path)
-    before.set_shares(guaranteed(10))
-    write_each(before, A, 5)
-    write_each(before, A2, 5)
-    before.close()
-    after = opened(tmp_path)
-    after.set_shares(guaranteed(10))
-    write_each(after, B, 3 * CAPACITY)
-    assert (len(there(after, A, range(5))), len(there(after, A2, range(5)))) == (5, 5)
-    after.close()
 
 
 def test_spaces_that_are_too_many_cost_no_share_its_guarantee(
