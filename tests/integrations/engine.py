@@ -10,9 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
+from hypothesis import strategies as st
+
 from kvsidecar.client import BreakerState
 from kvsidecar.client.types import NO_ANSWER, GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.hits import limit, lookup_range
+from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.recomputing import Recompute
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -398,3 +402,79 @@ def side(
     if pool is not None:
         made.bind_block_pool(pool)
     return made
+
+
+ATTACHED = RankReport(attached={0: EPOCH})
+
+
+def attached(*args: Any, world_size: int = 1, **kwargs: Any) -> SchedulerSide:
+    """`side`, all of whose ranks are attached."""
+    made = side(*args, world_size=world_size, **kwargs)
+    made.take_report(RankReport(attached=dict.fromkeys(range(world_size), EPOCH)))
+    return made
+
+
+def run(made: SchedulerSide, pool: TinyPool, request: Request, tokens: int) -> list[Block]:
+    """Schedule a new request's first ``tokens`` tokens, and let the step be over."""
+    blocks = pool.take(-(-tokens // 4))
+    for block, each in zip(blocks, request.block_hashes, strict=False):
+        pool.cache(block, each + bytes(4))
+    made.update_state_after_alloc(request, Allocated([each.block_id for each in blocks]), 0)
+    made.build_plan(Step({request.request_id: tokens}))
+    request.num_computed_tokens = tokens
+    return blocks
+
+
+def pooled(blocks: int, **options: Any) -> tuple[SchedulerSide, TinyPool]:
+    """`attached`, with a block pool."""
+    pool = TinyPool(blocks)
+    return attached(pool=pool, **options), pool
+
+
+def beside(daemon: TinyDaemon | None = None, **options: Any) -> tuple[SchedulerSide, TinyDaemon]:
+    """`attached`, and the daemon that it asks."""
+    daemon = daemon or TinyDaemon()
+    return attached(daemon=daemon, **options), daemon
+
+
+def computed(
+    made: SchedulerSide, pool: TinyPool, tokens: int, name: str = "r", first: int = 0
+) -> tuple[Request, list[Block]]:
+    """`run` of a request whose tokens are the numbers from ``first`` on."""
+    request = Request(name, list(range(first, first + tokens)))
+    return request, run(made, pool, request, tokens)
+
+
+def with_stored(tokens: int) -> tuple[SchedulerSide, TinyDaemon, Request]:
+    """A scheduler, its daemon, and a request of so many tokens whose blocks that has."""
+    daemon, request = TinyDaemon(), Request("r", list(range(tokens)))
+    daemon.put(0, request.block_hashes)
+    return attached(daemon=daemon), daemon, request
+
+
+def stored_hashes(jobs: tuple[StoreJob, ...], group_index: int = 0) -> list[bytes]:
+    packed = b"".join(each.hashes for job in jobs for each in job.blocks if each.group == group_index)
+    return [packed[i : i + 32] for i in range(0, len(packed), 32)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Group], dict[int, list[bool]], int, int]:
+    """Hits of groups, and what of them can be used."""
+    alignment = draw(st.sampled_from([4, 8]))
+    groups = []
+    for index in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(Kind))
+        block_tokens = draw(st.sampled_from([each for each in (2, 4, 8) if alignment % each == 0]))
+        window = draw(st.integers(1, 20)) if kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL) else 0
+        eagle = kind in (Kind.FULL, Kind.SLIDING_WINDOW) and draw(st.booleans())
+        groups.append(group(index, kind, block_tokens, hash_tokens=2, alignment=alignment, window=window, eagle=eagle))
+    local = draw(st.integers(0, 3)) * alignment
+    num_tokens = local + draw(st.integers(1, 40))
+    most = limit(groups, num_tokens, local)
+    found = {}
+    for each in groups:
+        blocks = lookup_range(each, local, most)
+        # A block has a hash when all of its tokens are known.
+        blocks = range(blocks.start, max(blocks.start, min(blocks.stop, num_tokens // each.block_tokens)))
+        found[each.index] = draw(st.lists(st.integers(0, 4).map(bool), min_size=len(blocks), max_size=len(blocks)))
+    return groups, found, local, most

@@ -18,6 +18,7 @@ from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.stores import RETRY_SECONDS
 from kvsidecar.integrations.vllm.waking import Alarm
 from tests.integrations.engine import (
+    ATTACHED,
     EPOCH,
     Block,
     CachedRequests,
@@ -27,10 +28,14 @@ from tests.integrations.engine import (
     Request,
     Step,
     TinyPool,
+    attached,
     chain,
+    computed,
+    pooled,
+    run,
     side,
+    stored_hashes,
 )
-from tests.integrations.scheduling import ATTACHED, attached, run, stored_hashes
 
 IDLE = Step()
 
@@ -96,8 +101,7 @@ def test_what_a_step_has_no_room_for_when_a_request_ends_is_stored_by_later_step
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
-    pool = TinyPool(80)
-    made = attached(pool=pool, store_interval="1h")
+    made, pool = pooled(80, store_interval="1h")
     made.build_plan(Step({"nobody": 1}))
     request = Request("r", list(range(44)))
     blocks = pool.take(11)
@@ -105,9 +109,7 @@ def test_what_a_step_has_no_room_for_when_a_request_ends_is_stored_by_later_step
         pool.cache(block, each + bytes(4))
     made.update_state_after_alloc(request, LiveTables([blocks]), 0)
     ends(made, pool, request, blocks)
-
     jobs = drain(made)
-
     assert [len(each) for each in jobs] == [4, 4, 3]
     assert [each for job in jobs for each in job] == request.block_hashes
     assert made.counters.given_up_blocks == 0
@@ -120,7 +122,6 @@ def test_what_is_due_leaves_the_engine_seven_eighths_of_its_blocks() -> None:
     request = Request("r", list(range(44)))
     ends(made, pool, request, run(made, pool, request, 44))
     made.take_report(ATTACHED)
-
     (job,) = made.build_plan(IDLE).stores
     assert len(stored_hashes((job,))) == 4
     assert made.build_plan(IDLE).stores == ()
@@ -135,17 +136,15 @@ def test_what_was_computed_without_a_daemon_is_stored_when_there_is_one_as_far_a
     ends(made, pool, request, run(made, pool, request, 20))
     pool.take(12)  # the ten that were never used, and the last two of the prefix
     assert not made.has_pending_push_work()
-
     made.take_report(ATTACHED)
-
     assert [each for job in drain(made) for each in job] == request.block_hashes[:3]
     assert made.counters.given_up_blocks == 2
     assert not made.has_pending_push_work()
 
 
 def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -> None:
-    pool, clock = TinyPool(40), Clock()
-    made = attached(pool=pool, clock=clock)
+    clock = Clock()
+    made, pool = pooled(40, clock=clock)
     request = Request("r", list(range(8)))
     ends(made, pool, request, run(made, pool, request, 8))
     tries = []
@@ -154,7 +153,6 @@ def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -
             tries.append(clock.now)
         clock.now += 0.5
     assert [round(after - before) for before, after in pairwise(tries)] == [1, 2, 4, 8, 8]
-
     other = Request("s", list(range(100, 108)))
     run(made, pool, other, 8)
     (job,) = made.build_plan(Step({"s": 1})).stores
@@ -164,8 +162,8 @@ def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -
 
 
 def test_a_store_that_is_not_admitted_is_no_failure_and_is_not_tried_again() -> None:
-    pool, clock = TinyPool(40), Clock()
-    made = attached(pool=pool, clock=clock)
+    clock = Clock()
+    made, pool = pooled(40, clock=clock)
     request = Request("r", list(range(8)))
     ends(made, pool, request, run(made, pool, request, 8))
     (job,) = made.build_plan(IDLE).stores
@@ -175,7 +173,6 @@ def test_a_store_that_is_not_admitted_is_no_failure_and_is_not_tried_again() -> 
     assert drain(made) == []
     assert pool.num_free == 39, "its blocks are free"
     assert (made.counters.failed_stores, made.counters.not_admitted_stores) == (0, 1)
-
     again = Request("s", list(range(8)))
     run(made, pool, again, 8)
     (job,) = made.build_plan(Step({"s": 1})).stores
@@ -185,8 +182,8 @@ def test_a_store_that_is_not_admitted_is_no_failure_and_is_not_tried_again() -> 
 def test_a_sleeping_engine_is_woken_when_a_declined_store_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     alarms: list[float] = []
     monkeypatch.setattr(Alarm, "set", lambda _, seconds: alarms.append(seconds))
-    pool, clock = TinyPool(40), Clock()
-    made = attached(pool=pool, clock=clock)
+    clock = Clock()
+    made, pool = pooled(40, clock=clock)
     request = Request("r", list(range(8)))
     ends(made, pool, request, run(made, pool, request, 8))
     assert drain(made, failed=True)
@@ -210,47 +207,40 @@ def test_without_a_daemon_nobody_is_woken(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_another_run_of_the_daemon_is_given_at_once_what_the_one_before_did_not_take() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     request = Request("r", list(range(8)))
     ends(made, pool, request, run(made, pool, request, 8))
     drain(made, failed=True)
     assert not made.has_pending_push_work()
-
     made.take_report(RankReport(attached={0: EPOCH + 1}))
-
     assert drain(made) == [request.block_hashes]
 
 
 def test_a_store_that_ends_after_the_daemon_was_restarted_is_made_again() -> None:
     """Nobody knows which of the two runs stored it."""
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    clock = Clock()
+    made, pool = pooled(40, clock=clock)
     request = Request("r", list(range(8)))
     ends(made, pool, request, run(made, pool, request, 8))
     (job,) = made.build_plan(IDLE).stores
-
     made.take_report(RankReport(attached={0: EPOCH + 1}, stored={job.number: 1}))
-
-    made._stores._retry = 0.0
+    clock.now += RETRY_SECONDS
     assert drain(made) == [request.block_hashes]
 
 
 def test_a_reset_forgets_what_is_due_and_what_running_stores_leave() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    clock = Clock()
+    made, pool = pooled(40, clock=clock)
     requests = [Request(name, list(range(first, first + 8))) for name, first in (("a", 0), ("b", 100))]
     ends(made, pool, requests[0], run(made, pool, requests[0], 8))
     drain(made, failed=True)
     ends(made, pool, requests[1], run(made, pool, requests[1], 8))
     (job,) = made.build_plan(IDLE).stores
-
     assert made.reset_cache() is False
     made.take_report(RankReport(stored={job.number: 1}, not_stored=frozenset({job.number})))
     while made.has_pending_push_work():
         assert made.build_plan(IDLE).stores == ()
-
-    made._stores._retry = 0.0
+    clock.now += RETRY_SECONDS
     assert not made.has_pending_push_work()
     assert pool.num_free == 39
 
@@ -261,9 +251,7 @@ def test_what_no_step_comes_to_is_bounded_by_what_the_gpu_has_and_counted() -> N
     for number in range(5):
         request = Request(f"r{number}", list(range(100 * number, 100 * number + 16)))
         ends(made, pool, request, run(made, pool, request, 16))
-    assert made._stores._backlog.count == 9
     assert made.counters.given_up_blocks == 11
-
     made.take_report(ATTACHED)
     assert sum(len(each) for each in drain(made)) == 8
     assert made.counters.given_up_blocks == 12
@@ -287,7 +275,6 @@ def test_lazy_mode_stores_what_a_request_hits_and_leaves_the_rest_for_an_idle_st
     first, second = Request("a", system + [1] * 8), Request("b", system + [2] * 8)
     blocks = run(made, pool, first, 16)
     assert made.build_plan(busy(first)).stores == ()
-
     fresh = pool.take(2)
     pool.touch(blocks[:2])
     made.update_state_after_alloc(second, LiveTables([[*blocks[:2], *fresh]]), 0)
@@ -295,7 +282,6 @@ def test_lazy_mode_stores_what_a_request_hits_and_leaves_the_rest_for_an_idle_st
     (job,) = made.build_plan(Step({"b": 8}, scheduled_new_reqs=[new])).stores
     assert stored_hashes((job,)) == second.block_hashes[:2]
     made.take_report(RankReport(stored={job.number: 1}))
-
     ends(made, pool, first, blocks)
     assert made.build_plan(busy(second)).stores == (), "while requests run, only what is hit or evicted is stored"
     assert drain(made) == [first.block_hashes[2:]]
@@ -310,23 +296,17 @@ def test_lazy_mode_keeps_the_order_in_which_the_gpu_evicts() -> None:
     ends(made, pool, older, chains[0])
     ends(made, pool, newer, chains[1])
     before = [block for block in pool.free_block_queue.blocks if block.block_hash is not None]
-
     assert sum(len(each) for each in drain(made)) == 5
-
     after = [block for block in pool.free_block_queue.blocks if block.block_hash is not None]
     assert after == before
 
 
 def test_blocks_that_lazy_mode_stores_before_they_are_evicted_keep_their_order_too() -> None:
-    pool = TinyPool(13)
-    made = attached(pool=pool, store_mode="lazy", lazy_watermark=12)
-    request = Request("r", list(range(16)))
-    blocks = run(made, pool, request, 16)
+    made, pool = pooled(13, store_mode="lazy", lazy_watermark=12)
+    _, blocks = computed(made, pool, 16)
     pool.free_blocks(reversed(blocks))
     other = pool.take(3)
-
     step = Step({"s": 12}, scheduled_new_reqs=[NewRequest("s", ([each.block_id for each in other],))])
     (job,) = made.build_plan(step).stores
     made.take_report(RankReport(stored={job.number: 1}))
-
     assert [block for block in pool.free_block_queue.blocks if block.block_hash is not None] == blocks[::-1]

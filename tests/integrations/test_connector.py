@@ -25,6 +25,7 @@ from kvsidecar.integrations.vllm import KVSidecarConnector, connector, memory, r
 from kvsidecar.integrations.vllm.connector import NO_PLAN, StepMetadata, WorkerReport
 from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.ranks import Place
+from kvsidecar.integrations.vllm.worker import WorkerSide
 from kvsidecar.types import Outcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
 from tests.integrations.workers import LateKernels, load, store
@@ -109,6 +110,14 @@ def allocated(of: KVSidecarConnector) -> dict[str, torch.Tensor]:
     return dict(zip(LAYERS, layers, strict=True))
 
 
+def rank_of(one: KVSidecarConnector) -> WorkerSide:
+    """Its side of a rank, attached to a daemon that is ready."""
+    assert one._worker is not None
+    assert one._worker.wait_attached(SECONDS)
+    assert one._worker._client.wait_ready(SECONDS)
+    return one._worker
+
+
 def step(worker: KVSidecarConnector, orders: StepPlan) -> tuple[set[str], set[str], WorkerReport | None]:
     """One step with vLLM's hooks. Requests that are done, those that failed, and the report."""
     worker.bind_connector_metadata(StepMetadata(orders))
@@ -137,10 +146,7 @@ def until(
 
 
 def test_memory_of_the_hook_is_stored_and_loaded(worker: KVSidecarConnector) -> None:
-    handshake = worker._worker
-    assert handshake is not None
-    assert handshake.wait_attached(SECONDS)
-    handshake._client.wait_ready(SECONDS)
+    rank_of(worker)
     kv = worker.kv_caches
     for i, layer in enumerate(LAYERS):
         kv[layer].copy_(torch.arange(kv[layer].numel()).view(kv[layer].shape) + i)
@@ -164,11 +170,8 @@ def test_stores_come_after_the_kernels_that_the_engines_stream_was_given(
     one = made(KVConnectorRole.WORKER, daemon.socket)
     kv = allocated(one)
     one.register_kv_caches(kv)
-    assert one._worker is not None
-    assert one._worker.wait_attached(SECONDS)
-    client = one._worker._client
+    client = rank_of(one)._client
     assert client is not None
-    client.wait_ready(SECONDS)
     step(one, StepPlan(stores=(store(1, "a", at=[1]),)))
     later = client.store([Blocks(0, hashes("b"), [2])])
     assert client.wait([later], SECONDS)[later].outcome is Outcome.DONE
@@ -184,12 +187,11 @@ def test_stores_come_after_the_kernels_that_the_engines_stream_was_given(
 
 
 def test_the_report_that_a_rank_is_attached_names_its_namespace(worker: KVSidecarConnector) -> None:
-    assert worker._worker is not None
-    assert worker._worker.wait_attached(SECONDS)
+    rank = rank_of(worker)
     report = step(worker, StepPlan())[2]
     assert report is not None
-    assert report.report.attached == {0: worker._worker._client.epoch}
-    assert report.namespaces == {worker._worker.identity.namespace}
+    assert report.report.attached == {0: rank._client.epoch}
+    assert report.namespaces == {rank.identity.namespace}
     assert step(worker, StepPlan())[2] is None
     worker.shutdown()
 
@@ -224,9 +226,7 @@ def test_after_sleep_the_memory_is_registered_again(worker: KVSidecarConnector) 
     worker.unregister_kv_caches()
     worker.restore_kv_caches()
     worker.restore_kv_caches()
-    assert worker._worker is not None
-    assert worker._worker.wait_attached(SECONDS)
-    worker._worker._client.wait_ready(SECONDS)
+    rank_of(worker)
     report = until(worker, lambda report: 1 in report.stored, StepPlan(stores=(store(1, "a", at=[1]),)))
     assert report.stored == {7: 1, 1: 1}, "what was under way before is reported too"
     assert 1 not in report.not_stored

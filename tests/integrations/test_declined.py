@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from tests.integrations.engine import EPOCH, Request, Step, TinyPool
-from tests.integrations.scheduling import attached, run, stored_hashes
+from tests.integrations.engine import EPOCH, Request, Step, TinyPool, pooled, run, stored_hashes
 
 NAMES = ("r", "s", "t")
 
@@ -29,8 +28,7 @@ def together(made: SchedulerSide, pool: TinyPool) -> tuple[dict[str, Request], S
 
 
 def test_requests_whose_blocks_were_declined_together_are_asked_for_one_by_one() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     requests, job = together(made, pool)
     free = pool.num_free
     report(made, (job,), declined=True)
@@ -45,8 +43,7 @@ def test_requests_whose_blocks_were_declined_together_are_asked_for_one_by_one()
 
 
 def test_what_a_request_has_behind_a_declined_part_is_not_offered() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     requests, job = together(made, pool)
     report(made, (job,), declined=True)
     jobs = made.build_plan(Step()).stores
@@ -67,8 +64,7 @@ def test_what_a_request_has_behind_a_declined_part_is_not_offered() -> None:
 
 
 def test_the_next_request_of_a_declined_prompt_offers_it_again() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     requests, job = together(made, pool)
     report(made, (job,), declined=True)
     report(made, made.build_plan(Step()).stores, declined=True)
@@ -81,8 +77,7 @@ def test_the_next_request_of_a_declined_prompt_offers_it_again() -> None:
 
 
 def test_another_daemon_is_offered_all_blocks_again() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     requests, job = together(made, pool)
     report(made, (job,), declined=True)
     report(made, made.build_plan(Step()).stores, declined=True)
@@ -92,8 +87,7 @@ def test_another_daemon_is_offered_all_blocks_again() -> None:
 
 
 def test_a_request_that_was_declined_in_two_jobs_has_one_of_its_own() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     requests, first = together(made, pool)
     for request in requests.values():
         (block,) = pool.take(1)
@@ -109,8 +103,7 @@ def test_a_request_that_was_declined_in_two_jobs_has_one_of_its_own() -> None:
 
 
 def test_after_a_reset_nothing_is_asked_again() -> None:
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     _, job = together(made, pool)
     made.reset_cache()
     report(made, (job,), declined=True)

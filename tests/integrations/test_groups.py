@@ -85,7 +85,6 @@ def test_kinds_are_told_apart_by_the_names_of_vllms_classes() -> None:
         ChunkedLocalAttentionSpec(attention_chunk_size=64),
         MambaSpec(),
     )
-
     assert [(each.kind, each.window, each.mla) for each in groups] == [
         (Kind.FULL, 0, False),
         (Kind.FULL, 0, True),
@@ -99,7 +98,6 @@ def test_kinds_are_told_apart_by_the_names_of_vllms_classes() -> None:
 def test_layers_with_specs_of_their_own_are_one_group_if_they_are_of_one_kind() -> None:
     (each,) = found(UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": MLAAttentionSpec()}))
     assert (each.kind, each.mla) == (Kind.FULL, True)
-
     mixed = {"a": FullAttentionSpec(), "b": SlidingWindowSpec(sliding_window=8)}
     with pytest.raises(ValueError, match="layers of different kinds"):
         found(UniformTypeKVCacheSpecs(kv_cache_specs=mixed))
@@ -107,14 +105,12 @@ def test_layers_with_specs_of_their_own_are_one_group_if_they_are_of_one_kind() 
 
 def test_scratch_that_vllm_does_not_share_is_left_out_and_keeps_no_index() -> None:
     groups = found(FullAttentionSpec(), FullAttentionSpec(prefix_cacheable=False), FullAttentionSpec())
-
     assert [each.index for each in groups] == [0, 2]
 
 
 def test_decode_context_parallel_ranks_share_the_tokens_of_a_block_of_attention_but_not_of_state() -> None:
     groups = found(FullAttentionSpec(), MambaSpec(32), sizes=(32, 32), dcp=2)
     assert [each.block_tokens for each in groups] == [32, 32]
-
     (each,) = found(FullAttentionSpec(dcp_sharded=False), dcp=2)
     assert each.block_tokens == 16
 
@@ -123,7 +119,6 @@ def test_the_draft_models_groups_are_those_that_vllm_flags_or_all() -> None:
     speculative = SimpleNamespace(use_eagle=lambda: True, num_speculative_tokens=3)
     groups = found(FullAttentionSpec(), MambaSpec(), speculative=speculative)
     assert [(each.eagle, each.lag_tokens) for each in groups] == [(True, 3), (False, 3)]
-
     newer = SimpleNamespace(use_eagle=lambda: True, use_eagle_block_drop=lambda: False, num_speculative_tokens=3)
     assert not found(FullAttentionSpec(), speculative=newer)[0].eagle
     (each,) = found(FullAttentionSpec(), speculative=speculative, flags={"is_eagle_group": True})
@@ -150,7 +145,6 @@ def test_what_cannot_be_offloaded_is_said_in_one_sentence(specs: list[Any], valu
 def test_a_coarse_block_has_the_hash_of_its_last_tokens() -> None:
     hashes = chain(range(30), 4)
     coarse = group(0, Kind.FULL, 8)
-
     assert list(coarse.hashes(hashes, 0, 9)) == [hashes[1], hashes[3], hashes[5]]
     assert list(coarse.hashes(hashes, 1, 2)) == [hashes[3]]
     assert list(full().hashes(hashes, 5, 9)) == hashes[5:]

@@ -14,8 +14,7 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.terms import MAX_ACTIONS, priority_of
 from kvsidecar.types import Priority
-from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyPool, side
-from tests.integrations.scheduling import attached, run, stored_hashes
+from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyPool, pooled, run, side, stored_hashes
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 
@@ -100,8 +99,7 @@ def by_priority(jobs: tuple[StoreJob, ...]) -> dict[Priority, list[bytes]]:
 
 
 def test_the_blocks_of_requests_with_hints_are_stored_in_jobs_of_their_own() -> None:
-    pool = TinyPool(128)
-    made = attached(pool=pool, store_interval=1000)
+    made, pool = pooled(128, store_interval=1000)
     requests = three(made, pool)
     for request in requests.values():
         made.request_finished(request)
@@ -115,8 +113,7 @@ def test_the_blocks_of_requests_with_hints_are_stored_in_jobs_of_their_own() -> 
 
 
 def test_requests_that_are_considered_together_are_told_apart() -> None:
-    pool = TinyPool(128)
-    made = attached(pool=pool)
+    made, pool = pooled(128)
     requests = three(made, pool)
     tokens = {request.request_id: 1 for request in requests.values()}
     jobs = made.build_plan(Step(tokens)).stores
@@ -124,8 +121,8 @@ def test_requests_that_are_considered_together_are_told_apart() -> None:
 
 
 def test_a_declined_store_is_tried_again_with_its_priority() -> None:
-    pool, clock = TinyPool(128), Clock()
-    made = attached(pool=pool, clock=clock)
+    clock = Clock()
+    made, pool = pooled(128, clock=clock)
     requests = three(made, pool)
     for request in requests.values():
         made.request_finished(request)

@@ -6,8 +6,7 @@ from hypothesis import given
 
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range, needed
-from tests.integrations.engine import full, group
-from tests.integrations.hit_cases import cases
+from tests.integrations.engine import cases, full
 
 
 def brute_force(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], local: int, most: int) -> int:
@@ -40,7 +39,6 @@ def test_the_hit_is_the_longest_that_brute_force_finds(
     case: tuple[list[Group], dict[int, list[bool]], int, int],
 ) -> None:
     groups, found, local, most = case
-
     assert longest_hit(groups, found, local, most) == brute_force(groups, found, local, most)
 
 
@@ -69,15 +67,6 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_a_draft_head_asks_for_one_more_block_and_drops_it() -> None:
     eagle = full(eagle=True)
-
     assert lookup_range(eagle, 0, 8) == range(3)
     assert longest_hit([eagle], {0: [True, True, True]}, 0, 8) == 8
     assert longest_hit([eagle], {0: [True, True]}, 0, 8) == 4
-
-
-def test_a_sliding_window_needs_only_its_window_and_the_local_prefix_counts() -> None:
-    groups = [full(), group(1, Kind.SLIDING_WINDOW, 4, window=5)]
-
-    assert longest_hit(groups, {0: [True] * 4, 1: [False, False, False, True]}, 0, 16) == 16
-    assert longest_hit(groups, {0: [True] * 4, 1: [True, False, False, False]}, 4, 16) == 4
-    assert longest_hit(groups, {0: [True] * 4, 1: [False, True, True, False]}, 0, 16) == 12

@@ -45,8 +45,7 @@ class Engine:
     def stores(self, request: Request) -> None:
         """Two blocks of 5s, for the first tokens of a request."""
         self.worker.kv[...] = 5
-        client = self.worker.side._client
-        assert client is not None
+        client = self.worker.client
         job = client.store([Blocks(0, request.block_hashes[:2], [0, 1])])
         assert client.wait([job], SECONDS)[job].outcome is Outcome.DONE
         self.worker.kv[...] = 0

@@ -9,7 +9,6 @@ from kvsidecar.integrations.vllm.options import Options
 
 def test_nothing_given_is_the_defaults() -> None:
     options = Options.parse({})
-
     assert (options.store_mode, options.lookup_budget, options.socket) == ("eager", 0.005, None)
 
 
@@ -17,7 +16,6 @@ def test_times_are_read_with_units_or_as_seconds() -> None:
     options = Options.parse(
         {"lookup_budget": "2ms", "load_timeout": 20, "store_interval": 1.5, "lease_seconds": "2 min"}
     )
-
     assert options.lookup_budget == pytest.approx(0.002)
     assert (options.load_timeout, options.store_interval, options.lease_seconds) == (20.0, 1.5, 120.0)
 

@@ -18,9 +18,19 @@ from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, EARLY_SECONDS, Question
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import LookupMode
-from tests.integrations.engine import Allocated, Clock, Request, Step, TinyDaemon, TinyPool, full, group, side
-from tests.integrations.hit_cases import cases
-from tests.integrations.scheduling import attached
+from tests.integrations.engine import (
+    Allocated,
+    Clock,
+    Request,
+    Step,
+    TinyDaemon,
+    TinyPool,
+    attached,
+    cases,
+    full,
+    group,
+    side,
+)
 
 
 class Waited(TinyDaemon):
@@ -121,7 +131,6 @@ def test_nothing_is_taken_over_from_another_run_of_the_daemon_or_other_weights(
     engine.take_report(RankReport(attached={0: daemon.epoch}))
     assert not daemon.leases
     assert engine.get_num_new_matched_tokens(asked, 0) == (0, False)
-
     daemon.put(0, asked.block_hashes)
     again = request("s")
     engine.on_new_request(again)
@@ -261,13 +270,11 @@ def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
     assert longest_hit(groups, question.found(0), 0, 12_000) == 12_000
     assert not question.missing
     assert set(question.packed(0, 32)) == {1}
-
     short = {**whole, 1: [True] * 2000 + [False] * 1000}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
     assert ask_all(question, 0, short, nothing) == 3000 + 10 + 20
     assert longest_hit(groups, question.found(400), 400, 11_600) == 7600
     assert {index: len(each) for index, each in question.missing.items()} == {1: 1000}
-
     gone = {**short, 2: [each < 1000 or each > 1990 for each in range(3000)]}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
     assert ask_all(question, 0, gone, nothing) == 9000

@@ -11,8 +11,7 @@ import pytest
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, RankReport, StepPlan
 from kvsidecar.integrations.vllm.stores import RETRY_SECONDS
 from kvsidecar.integrations.vllm.worker import WorkerSide
-from tests.integrations.engine import Clock, Request, Step, TinyPool
-from tests.integrations.scheduling import attached, run, stored_hashes
+from tests.integrations.engine import Clock, Request, Step, computed, pooled, run, stored_hashes
 from tests.integrations.workers import StubClient, load, store, stubbed
 
 INTERVAL = 60.0
@@ -26,8 +25,8 @@ class Unseen(dict[str, int]):
 
 
 def test_until_the_interval_ends_no_request_is_looked_at() -> None:
-    pool, clock = TinyPool(32), Clock()
-    made = attached(pool=pool, clock=clock, store_interval=INTERVAL)
+    clock = Clock()
+    made, pool = pooled(32, clock=clock, store_interval=INTERVAL)
     request = Request("r", list(range(12)))
     run(made, pool, request, 4)
     (job,) = made.build_plan(Step({"r": 4})).stores
@@ -43,8 +42,8 @@ def test_until_the_interval_ends_no_request_is_looked_at() -> None:
 
 
 def test_the_blocks_of_a_preempted_request_are_not_waited_for() -> None:
-    pool, clock = TinyPool(32), Clock()
-    made = attached(pool=pool, clock=clock, store_interval=INTERVAL)
+    clock = Clock()
+    made, pool = pooled(32, clock=clock, store_interval=INTERVAL)
     first, request = Request("first", [*range(100, 104)]), Request("r", list(range(8)))
     run(made, pool, first, 4)
     made.build_plan(Step({"first": 1}))
@@ -55,10 +54,9 @@ def test_the_blocks_of_a_preempted_request_are_not_waited_for() -> None:
 
 
 def test_what_is_due_is_not_waited_for() -> None:
-    pool, clock = TinyPool(32), Clock()
-    made = attached(pool=pool, clock=clock, store_interval=INTERVAL)
-    request = Request("r", list(range(8)))
-    run(made, pool, request, 8)
+    clock = Clock()
+    made, pool = pooled(32, clock=clock, store_interval=INTERVAL)
+    request, _ = computed(made, pool, 8)
     (job,) = made.build_plan(Step({"r": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}, not_stored=frozenset({job.number})))
     clock.now += RETRY_SECONDS
@@ -67,8 +65,8 @@ def test_what_is_due_is_not_waited_for() -> None:
 
 
 def test_counters_are_read_behind_a_step_that_did_something_alone() -> None:
-    pool, clock = TinyPool(32), Clock()
-    made = attached(pool=pool, clock=clock, store_interval=INTERVAL)
+    clock = Clock()
+    made, pool = pooled(32, clock=clock, store_interval=INTERVAL)
     request = Request("r", list(range(8)))
     run(made, pool, request, 4)
     made.build_plan(Step({"r": 1}))

@@ -221,17 +221,6 @@ def test_notes_make_blocks_on_the_disk_known() -> None:
     assert node.announced[DISK] == set(CHAIN)
 
 
-def test_another_snapshot_takes_back_what_is_gone_and_repeats_nothing() -> None:
-    node = Node()
-    for i, name in enumerate(CHAIN):
-        node.known.add(0, name, info(i))
-    node.snapshot(CHAIN[:4])
-    node.events.clear()
-    node.snapshot([CHAIN[0], CHAIN[1], CHAIN[4]])
-    assert sorted(node.events) == sorted([("removed", CHAIN[2]), ("removed", CHAIN[3]), ("stored", CHAIN[4])])
-    assert node.announced[0] == {CHAIN[0], CHAIN[1], CHAIN[4]}
-
-
 def test_a_lost_daemon_takes_everything_back_and_the_next_one_brings_what_it_kept() -> None:
     node = Node()
     for i, name in enumerate(CHAIN):

@@ -18,6 +18,7 @@ from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.running_stores import GIVE_UP_SECONDS, HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.engine import (
+    ATTACHED,
     EPOCH,
     Allocated,
     CachedRequests,
@@ -28,12 +29,18 @@ from tests.integrations.engine import (
     Step,
     TinyDaemon,
     TinyPool,
+    attached,
+    beside,
     chain,
+    computed,
     full,
     group,
+    pooled,
+    run,
     side,
+    stored_hashes,
+    with_stored,
 )
-from tests.integrations.scheduling import ATTACHED, attached, run, stored_hashes, with_stored
 
 SECONDS = 30.0
 
@@ -42,22 +49,18 @@ SECONDS = 30.0
 
 
 def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every_rank_has_reported() -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon, world_size=2)
+    made, daemon = beside(world_size=2)
     request = Request("r", list(range(14)))
     daemon.put(0, request.block_hashes)
-
     assert made.get_num_new_matched_tokens(request, 4) == (8, True)
     assert (list(daemon.leases), daemon.kept) == ([1], set())  # a short one
     made.update_state_after_alloc(request, Allocated([5, 9, 3, 8]), 8)
     (load,) = made.build_plan(Step()).loads
-
     (blocks,) = load.blocks
     assert (load.request_id, blocks.hashes) == ("r", b"".join(request.block_hashes[1:3]))
     assert blocks.ids() == [9, 3]
     assert (daemon.leases, daemon.kept) == ({1: {0: blocks.hashes}}, {1})
     assert made.has_pending_push_work()
-
     made.take_report(RankReport(loaded={load.number: 1}))
     assert daemon.leases
     made.take_report(RankReport(loaded={load.number: 1}))
@@ -69,12 +72,10 @@ def test_the_same_question_is_not_asked_twice_within_a_tenth_of_a_second() -> No
     daemon, clock = TinyDaemon(), Clock()
     made = attached(daemon=daemon, clock=clock)
     request = Request("r", list(range(9)))
-
     for now in (100.0, 100.05, 100.2):
         clock.now = now
         assert made.get_num_new_matched_tokens(request, 0) == (0, False)
         made.build_plan(Step())
-
     assert len(daemon.asked) == 2
     made.get_num_new_matched_tokens(request, 4)  # another question
     assert len(daemon.asked) == 3
@@ -85,7 +86,6 @@ def test_nothing_is_offered_before_every_rank_is_attached_to_the_daemon_that_is_
     made = side(daemon=daemon, world_size=2)
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
-
     for ranks in ({0: EPOCH}, {1: 5}, {1: 0}):
         made.take_report(RankReport(attached=ranks))
         assert made.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -102,13 +102,11 @@ def test_a_request_waits_for_an_answer_only_so_long() -> None:
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
     daemon.reason = NO_ANSWER
-
     assert made.get_num_new_matched_tokens(request, 0) == (None, False)
     clock.now += 0.05
     assert made.get_num_new_matched_tokens(request, 0) == (None, False)
     clock.now += 0.06
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
-
     other = Request("s", list(range(9)))
     assert made.get_num_new_matched_tokens(other, 0) == (None, False)
     daemon.reason = ""
@@ -214,10 +212,8 @@ def test_what_fails_to_come_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("reason", [DAEMON_LOST, BREAKER_OPEN])
 def test_a_lost_daemon_is_not_waited_for(reason: str) -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
+    made, daemon = beside()
     daemon.reason = reason
-
     assert made.get_num_new_matched_tokens(Request("r", list(range(9))), 0) == (0, False)
 
 
@@ -232,7 +228,6 @@ def test_a_step_asks_only_as_long_as_its_budget_lasts() -> None:
     daemon = Slow()
     made = attached(daemon=daemon, clock=clock, lookup_budget="5ms")
     made.build_plan(Step())
-
     answers = [made.get_num_new_matched_tokens(Request(str(i), list(range(9))), 0)[0] for i in range(4)]
     assert answers == [0, 0, None, None]
     made.build_plan(Step())
@@ -245,7 +240,6 @@ def test_refused_lookups_are_no_hits_and_are_logged_once(caplog: pytest.LogCaptu
             raise ClientError("too many hashes")
 
     made = attached(daemon=Refusing())
-
     for name in "ab":
         assert made.get_num_new_matched_tokens(Request(name, list(range(9))), 0) == (0, False)
     assert caplog.text.count("too many hashes") == 1
@@ -254,7 +248,6 @@ def test_refused_lookups_are_no_hits_and_are_logged_once(caplog: pytest.LogCaptu
 
 def test_requests_that_must_not_read_the_cache_and_unaligned_local_hits_get_nothing() -> None:
     made, _, request = with_stored(9)
-
     assert made.get_num_new_matched_tokens(request, 2) == (0, False)
     request.skip_reading_prefix_cache = True
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -266,7 +259,6 @@ def test_a_request_whose_load_failed_is_computed() -> None:
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
     (load,) = made.build_plan(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
-
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     assert made.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (8, True)
     assert made.counters.failed_loads == 1
@@ -283,7 +275,6 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
     daemon.blocks.clear()
     daemon.expire()
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-
     (load,) = made.build_plan(Step()).loads
     assert [len(each) for each in load.blocks] == [2]
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
@@ -297,7 +288,6 @@ def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
     made.get_num_new_matched_tokens(request, 0)
     monkeypatch.setattr(daemon, "renew_nowait", lambda *_: LeaseRenewal(None))
     made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-
     (load,) = made.build_plan(Step()).loads
     made.take_report(RankReport(loaded={load.number: 1}))
     assert (made.counters.unleased_loads, made.counters.gone_loads, made.counters.failed_loads) == (1, 0, 0)
@@ -348,23 +338,12 @@ def test_an_offer_that_is_not_taken_holds_nothing_for_long() -> None:
     assert not daemon.leases
 
 
-def test_fewer_tokens_than_offered_are_loaded_if_vllm_takes_fewer() -> None:
-    made, _, request = with_stored(13)
-    assert made.get_num_new_matched_tokens(request, 0) == (12, True)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3, 4]), 8)
-
-    (load,) = made.build_plan(Step()).loads
-    assert load.blocks[0].ids() == [1, 2]
-
-
 def test_what_is_loaded_is_what_the_request_needs_at_its_allocation() -> None:
-    daemon = TinyDaemon()
-    made = attached(daemon=daemon)
+    made, daemon = beside()
     request, other = Request("r", list(range(9))), Request("r", [9, *range(8)])
     daemon.put(0, request.block_hashes)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
     made.update_state_after_alloc(other, Allocated([1, 2, 3]), 8)
-
     (load,) = made.build_plan(Step()).loads
     assert load.blocks[0].split() == other.block_hashes[:2]
 
@@ -385,11 +364,9 @@ def test_a_hybrid_load_skips_null_blocks_and_takes_the_last_hash_of_a_coarse_blo
     daemon.put(0, hashes)
     daemon.put(1, hashes[3:4])
     daemon.put(2, hashes[3:4])
-
     assert made.get_num_new_matched_tokens(request, 0) == (16, True)
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 8, 9]), 16)
     (load,) = made.build_plan(Step()).loads
-
     loaded = {each.group: (each.hashes, each.ids()) for each in load.blocks}
     assert loaded == {0: (b"".join(hashes[:4]), [1, 2, 3, 4]), 1: (hashes[3], [6]), 2: (hashes[3], [8])}
 
@@ -402,7 +379,6 @@ def test_a_load_whose_needed_block_is_null_fails_instead_of_going_on_without_it(
         daemon.put(index, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
     made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 0, 9]), 16)
-
     (load,) = made.build_plan(Step()).loads
     (state,) = (each for each in load.blocks if each.group == 2)
     assert state.hashes == bytes(32)  # which nobody has
@@ -414,17 +390,13 @@ def test_a_load_whose_needed_block_is_null_fails_instead_of_going_on_without_it(
 
 
 def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_rank_has_reported() -> None:
-    pool = TinyPool(16)
-    made = attached(pool=pool, world_size=2)
-    request = Request("r", list(range(14)))
-    blocks = run(made, pool, request, 14)
-
+    made, pool = pooled(16, world_size=2)
+    request, blocks = computed(made, pool, 14)
     (job,) = made.build_plan(Step({"r": 1})).stores
     assert stored_hashes((job,)) == request.block_hashes[:3]
     assert job.blocks[0].ids() == [each.block_id for each in blocks[:3]]
     assert [each.ref_cnt for each in blocks] == [2, 2, 2, 1]
     assert made.build_plan(Step({"r": 1})).stores == ()
-
     pool.free_blocks(blocks)
     assert made.has_pending_block_frees()
     made.take_report(RankReport(stored={job.number: 1}))
@@ -437,15 +409,14 @@ def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_ra
 
 
 def test_blocks_of_running_requests_are_stored_together_and_those_of_one_that_ends_at_once() -> None:
-    pool, clock = TinyPool(32), Clock()
-    made = attached(pool=pool, clock=clock, store_interval="50ms")
+    clock = Clock()
+    made, pool = pooled(32, clock=clock, store_interval="50ms")
     one, other, third = (
         Request(name, [*range(first, first + 8)]) for name, first in (("a", 0), ("b", 100), ("c", 200))
     )
     run(made, pool, one, 8)
     (job,) = made.build_plan(Step({"a": 1})).stores
     assert stored_hashes((job,)) == one.block_hashes
-
     run(made, pool, other, 8)
     run(made, pool, third, 8)
     assert made.build_plan(Step({"b": 1, "c": 1})).stores == ()
@@ -458,27 +429,21 @@ def test_blocks_of_running_requests_are_stored_together_and_those_of_one_that_en
 
 
 def test_tokens_in_flight_are_not_stored() -> None:
-    pool = TinyPool(16)
-    made = attached(pool=pool)
-    request = Request("r", list(range(8)))
-    run(made, pool, request, 8)
+    made, pool = pooled(16)
+    request, _ = computed(made, pool, 8)
     request.num_output_placeholders = 1  # async scheduling: the token behind these is not known yet
-
     assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes[:1]
 
 
 def test_tokens_that_a_draft_model_may_write_again_are_not_stored() -> None:
     pool = TinyPool(16)
     made = attached((full(eagle=True, lag_tokens=3),), pool)
-    request = Request("r", list(range(10)))
-    run(made, pool, request, 10)
-
+    request, _ = computed(made, pool, 10)
     assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes[:1]
 
 
 def test_what_another_request_has_stored_is_not_stored_again_unless_that_failed() -> None:
-    pool = TinyPool(16)
-    made = attached(pool=pool)
+    made, pool = pooled(16)
     for name, expected in (("a", 2), ("b", 0)):
         request = Request(name, list(range(8)))
         run(made, pool, request, 8)
@@ -486,16 +451,15 @@ def test_what_another_request_has_stored_is_not_stored_again_unless_that_failed(
         assert len(stored_hashes(jobs)) == expected
     number = 1
     made.take_report(RankReport(stored={number: 1}, not_stored=frozenset({number})))
-    request = Request("c", list(range(8)))
-    run(made, pool, request, 8)
+    request, _ = computed(made, pool, 8, "c")
     assert len(stored_hashes(made.build_plan(Step({"c": 1})).stores)) == 2
     assert made.counters.failed_stores == 1
 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_what_was_loaded_is_not_stored_unless_the_load_failed(failed: bool) -> None:
-    pool, daemon = TinyPool(16), TinyDaemon()
-    made = attached(pool=pool, daemon=daemon)
+    pool = TinyPool(16)
+    made, daemon = beside(pool=pool)
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
@@ -506,89 +470,35 @@ def test_what_was_loaded_is_not_stored_unless_the_load_failed(failed: bool) -> N
     for block, each in zip(blocks, request.block_hashes, strict=False):
         pool.cache(block, each + bytes(4))
     request.num_computed_tokens = 8
-
     assert len(stored_hashes(made.build_plan(Step({"r": 1})).stores)) == 2 * failed
 
 
 def test_what_a_lookup_misses_is_stored_again() -> None:
-    pool, daemon = TinyPool(16), TinyDaemon()
-    made = attached(pool=pool, daemon=daemon)
+    made, pool = pooled(16)
     request = Request("a", list(range(9)))
     run(made, pool, request, 8)
     (job,) = made.build_plan(Step({"a": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}))
-
     other = Request("b", list(range(9)))
     assert made.get_num_new_matched_tokens(other, 0) == (0, False)  # the daemon has evicted them
     run(made, pool, other, 8)
     assert stored_hashes(made.build_plan(Step({"b": 1})).stores) == other.block_hashes
 
 
-def test_a_finished_requests_last_blocks_are_stored_and_held_though_vllm_frees_them() -> None:
-    pool = TinyPool(16)
-    made = attached(pool=pool)
-    request = Request("r", list(range(8)))
-    blocks = run(made, pool, request, 8)
-
-    assert made.request_finished(request) == (False, None)
-    pool.free_blocks(blocks)
-    assert made.has_pending_push_work()
-    assert pool.num_free == 13
-    (job,) = made.build_plan(Step()).stores
-    assert stored_hashes((job,)) == request.block_hashes
-    made.take_report(RankReport(stored={job.number: 1}))
-    assert pool.num_free == 15
-
-
-def test_a_preempted_requests_blocks_are_stored_as_far_as_they_are_still_there() -> None:
-    pool = TinyPool(6)
-    made = attached(pool=pool)
-    request = Request("r", list(range(12)))
-    blocks = run(made, pool, request, 12)
-    pool.free_blocks(reversed(blocks))
-    request.num_computed_tokens = 0
-    pool.take(3)  # the two that were never used, and the end of the prefix
-
-    (job,) = made.build_plan(Step(preempted_req_ids={"r"})).stores
-    assert stored_hashes((job,)) == request.block_hashes[:2]
-
-    again = pool.take(0) + blocks[:2]
-    pool.touch(again)
-    request.num_computed_tokens = 8
-    assert made.build_plan(Step({"r": 4})).stores == ()
-
-
 def test_prompt_only_stores_no_answer() -> None:
-    pool = TinyPool(16)
-    made = attached(pool=pool, store_prompt_only=True)
+    made, pool = pooled(16, store_prompt_only=True)
     request = Request("r", list(range(6)))
     request.append(range(6, 12))
     run(made, pool, request, 12)
-
     assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes[:1]
 
 
-def test_without_attached_ranks_nothing_is_held_and_what_was_confirmed_before_is_stored_when_they_attach() -> None:
-    pool = TinyPool(16)
-    made = side(pool=pool)
-    request = Request("r", list(range(8)))
-    blocks = run(made, pool, request, 8)
-    assert made.build_plan(Step({"r": 1})).stores == ()
-    assert {each.ref_cnt for each in blocks} == {1}
-
-    made.take_report(ATTACHED)
-    assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes
-
-
 def test_another_run_of_the_daemon_gets_everything_again() -> None:
-    pool, daemon = TinyPool(16), TinyDaemon()
-    made = attached(pool=pool, daemon=daemon)
-    request = Request("r", list(range(8)))
-    run(made, pool, request, 8)
+    made, pool = pooled(16)
+    request, _ = computed(made, pool, 8)
     (job,) = made.build_plan(Step({"r": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}, attached={0: 0}))
     made.take_report(RankReport(attached={0: 8}))
-
     assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes
 
 
@@ -603,10 +513,8 @@ def test_another_run_of_the_daemon_gets_everything_again() -> None:
     ],
 )
 def test_where_vllm_cannot_wait_stores_leave_the_engine_room_for_its_longest_request(longest: int, most: int) -> None:
-    pool = TinyPool(17)
-    made = attached(pool=pool, longest_blocks=longest, waits=False)
-    request = Request("r", list(range(64)))
-    run(made, pool, request, 64)
+    made, pool = pooled(17, longest_blocks=longest, waits=False)
+    computed(made, pool, 64)
     (job,) = made.build_plan(Step({"r": 1})).stores
     assert len(stored_hashes((job,))) == most
 
@@ -633,7 +541,6 @@ def test_no_block_is_waited_for_that_a_daemon_does_not_give_back_soon() -> None:
     assert made.build_plan(Step()).stores == ()
     assert made.counters.held_back_stores > before
     assert made.has_pending_push_work(), "the engine goes on asking whether it has come back"
-
     made.take_report(RankReport(stored={job.number: 1}))
     (late,) = made.build_plan(Step()).stores
     assert stored_hashes((late,)) == requests[1].block_hashes[:3], "what was due meanwhile is stored"
@@ -648,10 +555,9 @@ def test_no_block_is_waited_for_that_a_daemon_does_not_give_back_soon() -> None:
 
 
 def test_a_reset_does_not_make_the_engine_wait_for_a_daemon_that_hangs() -> None:
-    pool, clock = TinyPool(32), Clock()
-    made = attached(pool=pool, clock=clock)
-    request = Request("r", list(range(14)))
-    blocks = run(made, pool, request, 14)
+    clock = Clock()
+    made, pool = pooled(32, clock=clock)
+    _, blocks = computed(made, pool, 14)
     made.build_plan(Step({"r": 1}))
     pool.free_blocks(blocks)
     assert made.reset_cache() is False
@@ -663,10 +569,8 @@ def test_a_reset_does_not_make_the_engine_wait_for_a_daemon_that_hangs() -> None
 
 @pytest.mark.parametrize("longest", [0, 8, 16])
 def test_stores_that_end_may_hold_all_blocks_so_that_none_is_overwritten(longest: int) -> None:
-    pool = TinyPool(17)
-    made = attached(pool=pool, longest_blocks=longest)
-    request = Request("r", list(range(64)))
-    blocks = run(made, pool, request, 64)
+    made, pool = pooled(17, longest_blocks=longest)
+    request, blocks = computed(made, pool, 64)
     made.request_finished(request)
     pool.free_blocks(blocks)
     (job,) = made.build_plan(Step()).stores
@@ -678,8 +582,8 @@ def test_stores_that_end_may_hold_all_blocks_so_that_none_is_overwritten(longest
 
 
 def test_a_slow_daemon_gets_no_more_blocks_than_one_that_hangs() -> None:
-    pool, clock = TinyPool(17), Clock()
-    made = attached(pool=pool, clock=clock, longest_blocks=13)
+    clock = Clock()
+    made, pool = pooled(17, clock=clock, longest_blocks=13)
     jobs = []
     for i in range(4):
         request = Request(f"r{i}", [i] * 8)
@@ -698,10 +602,9 @@ def test_a_slow_daemon_gets_no_more_blocks_than_one_that_hangs() -> None:
 
 
 def test_a_daemon_that_ends_no_store_is_given_up_when_it_holds_what_the_engine_needs() -> None:
-    pool, clock = TinyPool(17), Clock()
-    made = attached(pool=pool, clock=clock, longest_blocks=8)
-    request = Request("r", list(range(64)))
-    run(made, pool, request, 64)
+    clock = Clock()
+    made, pool = pooled(17, clock=clock, longest_blocks=8)
+    computed(made, pool, 64)
     (job,) = made.build_plan(Step({"r": 1})).stores
 
     def steps() -> list[bool]:
@@ -719,21 +622,17 @@ def test_a_daemon_that_ends_no_store_is_given_up_when_it_holds_what_the_engine_n
 
 
 def test_a_daemon_that_hangs_with_few_blocks_is_not_given_up() -> None:
-    pool, clock = TinyPool(17), Clock()
-    made = attached(pool=pool, clock=clock, longest_blocks=8)
-    request = Request("r", list(range(32)))
-    run(made, pool, request, 32)
+    clock = Clock()
+    made, pool = pooled(17, clock=clock, longest_blocks=8)
+    computed(made, pool, 32)
     assert made.build_plan(Step({"r": 1})).stores
     clock.now += 10 * GIVE_UP_SECONDS
     assert not any(made.build_plan(Step()).give_up for _ in range(2 * REPORT_STEPS))
 
 
 def test_where_vllm_cannot_wait_stores_leave_the_engine_half_of_its_blocks() -> None:
-    pool = TinyPool(9)
-    made = attached(pool=pool, waits=False)
-    request = Request("r", list(range(24)))
-    run(made, pool, request, 24)
-
+    made, pool = pooled(9, waits=False)
+    computed(made, pool, 24)
     (job,) = made.build_plan(Step({"r": 1})).stores
     assert len(stored_hashes((job,))) == 4
     assert made.build_plan(Step({"r": 1})).stores == ()
@@ -743,12 +642,9 @@ def test_where_vllm_cannot_wait_stores_leave_the_engine_half_of_its_blocks() -> 
 
 
 def test_blocks_that_vllm_does_not_cache_are_not_stored() -> None:
-    pool = TinyPool(16)
-    made = attached(pool=pool)
-    request = Request("r", list(range(12)))
-    blocks = run(made, pool, request, 12)
+    made, pool = pooled(16)
+    request, blocks = computed(made, pool, 12)
     pool.uncache(blocks[1])
-
     jobs = made.build_plan(Step({"r": 1})).stores
     assert stored_hashes(jobs) == [request.block_hashes[0], request.block_hashes[2]]
 
@@ -758,7 +654,6 @@ def test_without_a_block_pool_nothing_is_stored() -> None:
     request = Request("r", list(range(8)))
     made.update_state_after_alloc(request, Allocated([1, 2]), 0)
     request.num_computed_tokens = 8
-
     assert made.build_plan(Step({"r": 1})).stores == ()
     made.request_finished(request)
     assert not made.has_pending_push_work()
@@ -768,15 +663,12 @@ def test_without_a_block_pool_nothing_is_stored() -> None:
 
 
 def test_lazy_mode_stores_what_is_evicted_next_before_it_is() -> None:
-    pool = TinyPool(13)
-    made = attached(pool=pool, store_mode="lazy", lazy_watermark=8)
-    request = Request("r", list(range(16)))
-    blocks = run(made, pool, request, 16)
+    made, pool = pooled(13, store_mode="lazy", lazy_watermark=8)
+    request, blocks = computed(made, pool, 16)
     assert made.build_plan(Step({"r": 1})).stores == ()
     pool.free_blocks(reversed(blocks))  # behind the 8 that were never used
     made.build_plan(Step())
     other = pool.take(3)
-
     step = Step(scheduled_new_reqs=[NewRequest("s", ([each.block_id for each in other],))])
     (job,) = made.build_plan(step).stores
     assert set(stored_hashes((job,))) == set(request.block_hashes[1:])
@@ -786,12 +678,10 @@ def test_lazy_mode_stores_what_is_evicted_next_before_it_is() -> None:
 
 
 def test_lazy_mode_does_not_walk_while_nothing_is_allocated() -> None:
-    pool = TinyPool(13)
-    made = attached(pool=pool, store_mode="lazy", lazy_watermark=8)
+    made, pool = pooled(13, store_mode="lazy", lazy_watermark=8)
     made.build_plan(Step())
     del pool.free_block_queue  # a walk would miss it
     cached = CachedRequests(["r"], [None])
-
     made.build_plan(Step({"r": 1}, scheduled_cached_reqs=cached))
 
 
@@ -816,7 +706,6 @@ def test_after_a_reset_nothing_of_before_is_offered_and_others_keep_theirs() -> 
     request = Request("r", list(range(9)))
     daemon.put(0, request.block_hashes)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
-
     assert made.reset_cache() is True
     daemon.put(0, request.block_hashes)  # another engine, which has the old weights still, goes on storing
     assert made.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (0, False)
@@ -833,7 +722,6 @@ def test_what_is_stored_after_a_reset_is_this_engines_alone() -> None:
     store_all(made, daemon, "r")
     made.request_finished(request)
     pool.free_blocks(blocks)
-
     assert made.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (8, True)
     assert other.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (0, False)
     loading = Request("t", list(range(9)))
@@ -847,12 +735,10 @@ def test_what_is_stored_after_a_reset_is_this_engines_alone() -> None:
 
 def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     """The GPU's own cache keeps KV of the old weights then, and requests make more of it."""
-    pool, daemon = TinyPool(16), TinyDaemon()
-    made = attached(pool=pool, daemon=daemon)
-    request = Request("r", list(range(8)))
-    blocks = run(made, pool, request, 8)
+    pool = TinyPool(16)
+    made, daemon = beside(pool=pool)
+    _, blocks = computed(made, pool, 8)
     (job,) = made.build_plan(Step({"r": 1})).stores
-
     for _ in range(2):
         assert made.reset_cache() is False
     assert caplog.text.count("refused to reset its prefix cache") == 1
@@ -866,7 +752,6 @@ def test_a_reset_that_vllm_refuses_keeps_the_cache_shut_until_one_succeeds(caplo
     assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (0, False)
     pool.free_blocks(blocks)
     assert made.reset_cache() is False  # a request goes on
-
     made.request_finished(other)
     pool.free_blocks([block for block in pool.blocks[1:] if block.ref_cnt])
     assert made.reset_cache() is False  # vLLM could still hit
@@ -921,7 +806,6 @@ def test_engines_share_again_when_their_weights_have_the_same_new_name(tmp_path:
         for pool, name in zip(pools, names, strict=True)
     )
     request = Request("r", list(range(9)))
-
     assert one.reset_cache() is True  # nobody has changed the file
     assert one.counters.unnamed_resets == 1
     names[0].write_text("step 1\n")
@@ -933,7 +817,6 @@ def test_engines_share_again_when_their_weights_have_the_same_new_name(tmp_path:
     names[1].write_text("step 1")
     assert other.reset_cache() is True
     assert other.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (8, True)
-
     assert other.reset_cache() is True  # somebody forgot to change the name
     assert other.counters.unnamed_resets == 1
     assert other.get_num_new_matched_tokens(Request("u", list(range(9))), 0) == (0, False)
@@ -952,14 +835,11 @@ def test_engines_that_are_started_with_another_name_of_their_weights_share_nothi
 
 
 def test_a_reset_gives_back_what_was_planned_and_not_sent() -> None:
-    pool = TinyPool(16)
-    made = attached(pool=pool)
-    request = Request("r", list(range(8)))
-    blocks = run(made, pool, request, 8)
+    made, pool = pooled(16)
+    request, blocks = computed(made, pool, 8)
     made.request_finished(request)
     pool.free_blocks(blocks)
     assert pool.num_free < 15
-
     assert made.reset_cache() is False  # vLLM was asked before
     assert pool.num_free == 15
     gpu_reset(pool)
@@ -970,7 +850,6 @@ def test_a_reset_gives_back_what_was_planned_and_not_sent() -> None:
 def test_shutdown_closes_the_client() -> None:
     daemon = TinyDaemon()
     side(daemon=daemon).shutdown()
-
     assert daemon.closed
 
 
@@ -978,15 +857,14 @@ def test_shutdown_closes_the_client() -> None:
 
 
 def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_sampled_request() -> None:
-    pool, daemon = TinyPool(64), TinyDaemon()
-    made = attached(pool=pool, daemon=daemon)
+    pool = TinyPool(64)
+    made, daemon = beside(pool=pool)
     loaded = Request("l", list(range(500, 509)), trace_headers={"traceparent": "t-l", "tracestate": "x"})
     daemon.put(0, loaded.block_hashes)
     made.get_num_new_matched_tokens(loaded, 0)
     made.update_state_after_alloc(loaded, Allocated([14, 15, 13]), 8)
     (load,) = made.build_plan(Step()).loads
     assert load.traceparent == "t-l"
-
     headers = (None, {"traceparent": "t-b-00"}, {"traceparent": "t-c-01"}, {"traceparent": "t-d-01"})
     requests = [
         Request(name, [*range(first, first + 8)], trace_headers=each)
@@ -1006,14 +884,12 @@ def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_s
 
 def test_blocks_that_are_known_take_no_room_from_another_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     first = Request("a", list(range(16)))
     run(made, pool, first, 16)
     (job,) = made.build_plan(Step({"a": 1})).stores
     made.take_report(RankReport(stored={job.number: 1}))
     made.request_finished(first)
-
     known, new = Request("b", list(range(16))), Request("c", list(range(100, 116)))
     for request in (known, new):
         run(made, pool, request, 16)
@@ -1023,8 +899,7 @@ def test_blocks_that_are_known_take_no_room_from_another_requests(monkeypatch: p
 
 def test_no_job_names_a_block_twice_whatever_the_filter_of_stored_blocks_forgets() -> None:
     """The daemon declines such a job as a whole."""
-    pool = TinyPool(40)
-    made = attached(pool=pool)
+    made, pool = pooled(40)
     first, second = Request("a", list(range(16))), Request("b", list(range(16)))
     between = Request("c", list(range(100, 116)))
     # Other hashes, at the same places of a table of any size.
@@ -1037,7 +912,6 @@ def test_no_job_names_a_block_twice_whatever_the_filter_of_stored_blocks_forgets
     second.num_computed_tokens = 16
     for request in (first, between, second):
         made.request_finished(request)  # each is planned by itself
-
     (job,) = made.build_plan(Step()).stores
     for part in job.blocks:
         check_block_ids(np.array(part.ids()), pool.num_gpu_blocks)
@@ -1116,14 +990,11 @@ def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:
         def all_removed(self) -> None:
             pass
 
-    pool = TinyPool(20)
-    made = attached(pool=pool, events=Told())
+    made, pool = pooled(20, events=Told())
     first, second = Request("a", [1] * 4 + [2] * 8), Request("b", [1] * 4 + [3] * 8)
     for request in (first, second):
         run(made, pool, request, 12)
-
     (job,) = made.build_plan(Step({"a": 1, "b": 1})).stores
-
     a, b = first.block_hashes, second.block_hashes
     assert told == [("a", 0, a[0]), ("a", 1, a[1]), ("a", 2, a[2]), ("b", 1, b[1]), ("b", 2, b[2])]
     told.clear()

@@ -50,7 +50,6 @@ def test_what_the_gpu_has_and_is_not_known_is_chosen() -> None:
     for block, key in zip(blocks, keys_of(full(2), hashes), strict=False):
         pool.cache(block, key)
     know(stored_filter, full(2), hashes[:1])
-
     assert chosen(pool, stored_filter, full(2), candidates(hashes)) == (hashes[1:3], blocks[1:], [1, 2])
     assert chosen(pool, stored_filter, full(1), candidates(hashes)) == ([], [], [])
     know(stored_filter, full(2), hashes)
@@ -68,9 +67,7 @@ def test_a_table_says_where_to_look_and_the_gpus_cache_what_is_there(table: list
     for block, key in zip(blocks, [*keys_of(full(1), hashes), None, *keys_of(full(0), hashes[1:2])], strict=True):
         if key is not None:
             pool.cache(block, key)
-
     found = chosen(pool, stored_filter, full(1), candidates(hashes, [blocks[i] for i in table]))
-
     assert found == (hashes, blocks[:3], [0, 1, 2])
 
 
@@ -80,7 +77,6 @@ def test_what_the_walk_has_found_is_not_asked_for_again() -> None:
     for block, key in zip(blocks, keys_of(full(), hashes), strict=True):
         pool.cache(block, key)
     know(stored_filter, full(), hashes[1:2])
-
     assert chosen(pool, stored_filter, full(), candidates(hashes, blocks))[2] == [0, 2]
     assert chosen(pool, stored_filter, full(), Candidates(hashes, blocks))[2] == [0, 1, 2]
 
@@ -90,7 +86,6 @@ def test_a_block_of_the_table_is_taken_rather_than_another_one_with_its_content(
     blocks = pool.take(2)
     for block in blocks:
         pool.cache(block, keys_of(full(), hashes)[0])
-
     assert chosen(pool, StoredFilter(), full(), candidates(hashes, blocks[1:])) == (hashes, blocks[1:], [0])
 
 
@@ -102,7 +97,6 @@ def test_what_two_requests_of_a_step_have_in_common_is_chosen_once() -> None:
         for block, key in zip(table, keys_of(full(), hashes), strict=True):
             pool.cache(block, key)
         of_step.add(None, 0, hashes, table)
-
     assert chosen(pool, stored_filter, full(), of_step) == (one + other[2:], tables[0] + tables[1][2:], [0, 1, 2, 5, 6])
     know(stored_filter, full(), one[:1])
     assert chosen(pool, stored_filter, full(), of_step) == (
@@ -121,7 +115,6 @@ def test_what_was_selected_last_is_evicted_first() -> None:
         found = choose(pool, StoredFilter(), full(), candidates(request[part], blocks[part]))
         assert found is not None
         selection.add(found, ())
-
     assert list(selection) == blocks
     assert selection.in_order_of_eviction() == blocks[::-1]
 
@@ -146,9 +139,7 @@ def test_the_walk_takes_blocks_of_offloaded_groups_each_content_once_and_no_part
     pool.free_blocks(blocks)
     stored_filter = StoredFilter()
     know(stored_filter, groups[0], [hashes[2]])
-
     found = walk(pool, stored_filter, groups, 12)
-
     assert [(index, each) for index, each, _ in found] == [(0, hashes[0]), (1, hashes[0])]
     assert [block.block_hash for _, _, block in found] == [first, keys_of(groups[1], hashes[:1])[0]]
     # Those that are not cached, or were never used, come first.
@@ -157,5 +148,4 @@ def test_the_walk_takes_blocks_of_offloaded_groups_each_content_once_and_no_part
 
 def test_the_watermark_is_twice_what_a_step_can_need() -> None:
     groups = [full(0, 16), group(1, Kind.SLIDING_WINDOW, 16, window=100), group(2, Kind.STATE, 16)]
-
     assert default_watermark(groups, 8192) == 2 * (512 + 8 + 2)

@@ -15,8 +15,18 @@ from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.step_loads import LayerChunks, StepLoads
 from tests.harness import LAYERS, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, Gate
-from tests.integrations.engine import Allocated, Clock, LiveTables, Request, Step, TinyDaemon, TinyPool, full
-from tests.integrations.scheduling import attached, run
+from tests.integrations.engine import (
+    Allocated,
+    Clock,
+    LiveTables,
+    Request,
+    Step,
+    TinyDaemon,
+    TinyPool,
+    attached,
+    full,
+    run,
+)
 from tests.integrations.workers import Worker, load, store
 from tests.marks import lent_daemon
 

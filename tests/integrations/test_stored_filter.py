@@ -20,9 +20,7 @@ def test_what_was_added_is_known_in_its_group_until_it_is_discarded() -> None:
     stored_filter.add(tags(1, 2, 3))
     assert stored_filter.find(tags(1, 4, 3)).tolist() == [True, False, True]
     assert stored_filter.find(tags(1, 2, 3, group=1)).tolist() == [False] * 3
-
     assert stored_filter.discard(tags(3, 4)).tolist() == [True, False]
-
     assert stored_filter.find(tags(1, 2, 3)).tolist() == [True, True, False]
     stored_filter.clear()
     assert not stored_filter.find(tags(1, 2)).any()

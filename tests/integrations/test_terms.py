@@ -13,8 +13,7 @@ from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, SHORTEST, Terms, terms_of
 from kvsidecar.types import MAX_IDLE_SECONDS
-from tests.integrations.engine import Clock, Request, Step, TinyPool
-from tests.integrations.scheduling import attached, run, stored_hashes
+from tests.integrations.engine import Clock, Request, Step, pooled, run, stored_hashes
 
 
 @dataclass(eq=False)
@@ -73,8 +72,8 @@ def test_a_request_without_times_has_the_terms_of_others(params: Any) -> None:
 
 
 def test_requests_with_times_of_their_own_are_told_apart_also_when_they_are_stored_later() -> None:
-    pool, clock = TinyPool(128), Clock()
-    made = attached(pool=pool, clock=clock)
+    clock = Clock()
+    made, pool = pooled(128, clock=clock)
     expected, requests = {}, []
     for number, times in enumerate(({"ttl": 5}, {"idle_ttl": 5}, {"ttl": 5, "idle_ttl": 5}, None)):
         tokens = list(range(100 * number, 100 * number + 13))

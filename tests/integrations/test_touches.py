@@ -12,8 +12,7 @@ from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import touches
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyDaemon, TinyPool
-from tests.integrations.scheduling import attached, run
+from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyDaemon, TinyPool, attached, run
 
 
 @dataclass(eq=False)

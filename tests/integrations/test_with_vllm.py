@@ -170,7 +170,6 @@ def test_another_engine_hits_what_this_ones_gpu_would_hit_and_loads_all_that_vll
     first = Engine(MODELS[name], daemon, eagle=eagle)
     tokens = list(range(345))
     first.compute(first.request("a", tokens), chunk)
-
     for length in (345, 330, 320, 321, 257, 256, 100, 33, 32, 16):
         prompt = tokens[:length]
         other = Engine(MODELS[name], daemon, eagle=eagle)
@@ -250,7 +249,6 @@ def test_a_hit_goes_on_behind_a_local_prefix(name: str) -> None:
         local -= local % other.block_tokens
         pytest.skip("vLLM has a hit inside of a block here")
     assert local > 0
-
     external, _ = other.side.get_num_new_matched_tokens(request, local)
     assert local + (external or 0) == first.local(first.request("d", tokens))[1]
     other.manager.new_step_starts()
@@ -314,7 +312,6 @@ def test_kinds_of_vllms_own_specs() -> None:
         ),
         resolve=lambda *_: (32, 16),
     )
-
     kinds = [Kind.FULL, Kind.STATE, Kind.SLIDING_WINDOW, Kind.FULL]
     assert [(each.kind, each.mla) for each in found] == list(zip(kinds, [False, False, False, True], strict=True))
     assert all(each.page_bytes == spec.page_size_bytes for each, spec in zip(found, specs, strict=True))
@@ -324,14 +321,12 @@ def test_events_say_what_is_stored_with_the_medium_and_what_a_lookup_found_gone(
     daemon = TinyDaemon()
     engine = Engine(MODELS["full"], daemon, events=True)
     engine.compute(engine.request("a", list(range(40))), 1000)
-
     first, second = engine.side.take_events()
     assert (type(first).__name__, first.medium, first.block_size, first.group_idx) == ("BlockStored", "CPU", 16, 0)
     assert (first.token_ids, second.token_ids) == (list(range(16)), list(range(16, 32)))
     assert first.parent_block_hash is None
     assert second.parent_block_hash == first.block_hashes[0]
     assert engine.side.take_events() == []
-
     daemon.blocks.clear()
     engine.side.get_num_new_matched_tokens(engine.request("b", list(range(40))), 0)
     assert [(type(each).__name__, each.medium) for each in engine.side.take_events()] == [("BlockRemoved", "CPU")] * 2
@@ -407,7 +402,6 @@ def test_salted_requests_do_not_share() -> None:
     tokens = list(range(40))
     salted = Request("a", tokens, SamplingParams(max_tokens=5), None, block_hasher=engine.hasher, cache_salt="x")
     engine.compute(salted, 1000)
-
     assert engine.side.get_num_new_matched_tokens(engine.request("b", tokens), 0) == (0, False)
     again = Request("c", tokens, SamplingParams(max_tokens=5), None, block_hasher=engine.hasher, cache_salt="x")
     assert engine.side.get_num_new_matched_tokens(again, 0) == (32, True)
@@ -419,10 +413,8 @@ def test_blocks_that_wait_to_be_stored_are_told_with_their_tokens() -> None:
     engine.side.take_report(RankReport(attached={0: 0}))
     engine.compute(engine.request("a", list(range(40))), 1000)
     assert engine.side.take_events() == []
-
     engine.side.take_report(RankReport(attached={0: EPOCH}))
     engine.finish_stores(engine.step({}))
-
     first, second = engine.side.take_events()
     assert (first.token_ids, second.token_ids) == (list(range(16)), list(range(16, 32)))
     assert second.parent_block_hash == first.block_hashes[0]
@@ -437,7 +429,6 @@ def test_routers_are_told_over_the_steps_what_the_daemon_has_lost(loss: str, mon
     announced = [block for each in engine.side.take_events() for block in each.block_hashes]
     assert len(announced) == 8
     assert not engine.side.has_pending_push_work()
-
     if loss == "restart":
         daemon.epoch += 1
         daemon.blocks.clear()
@@ -465,7 +456,6 @@ def test_what_the_next_daemon_has_got_already_is_not_taken_back(monkeypatch: pyt
     daemon.epoch += 1
     engine.side.take_report(RankReport(attached={0: daemon.epoch}))
     engine.compute(engine.request("b", list(range(32))), 1000)
-
     known: set[Any] = set()
     for each in [*told, *engine.side.take_events()]:
         known = known.union(each.block_hashes) if hasattr(each, "token_ids") else known.difference(each.block_hashes)
@@ -480,7 +470,6 @@ def test_only_so_many_announced_blocks_are_remembered_and_those_before_them_are_
     engine = Engine(MODELS["full"], TinyDaemon())
     events, hashes = Events(engine.groups), engine.request("a", list(range(16 * 6))).block_hashes
     events.stored(0, hashes)
-
     told = events.take()
     stored = [block for each in told if hasattr(each, "token_ids") for block in each.block_hashes]
     removed = [block for each in told if not hasattr(each, "token_ids") for block in each.block_hashes]

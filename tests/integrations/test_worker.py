@@ -141,9 +141,7 @@ def test_what_ends_in_one_step_is_put_into_one_report_at_once(short_dir: Path, m
 def test_it_says_once_to_which_daemon_it_is_attached(daemon: DaemonProcess) -> None:
     worker = Worker(daemon.socket, Place(tp_rank=1, tp_size=2)).register()
     worker.step()
-    client = worker.side._client
-    assert client is not None
-    assert worker.report.attached == {1: client.epoch}
+    assert worker.report.attached == {1: worker.client.epoch}
     worker.report = RankReport()
     worker.step()
     assert worker.report == RankReport()
@@ -158,9 +156,7 @@ def test_a_daemon_that_dies_fails_the_loads_and_the_next_one_is_used(short_dir: 
         epoch = worker.report.attached[0]
         mark = Mark()
         # The load has not begun when the daemon dies.
-        worker.side._order = Marks(mark)  # type: ignore[assignment]
-        worker.step(loads=(load(1, "a", at=[0]),))
-        worker.side._order = None
+        worker.step_behind(mark, loads=(load(1, "a", at=[0]),))
         first.process.kill()
         worker.until(lambda w: w.report.attached == {0: 0})
         mark.over.set()
@@ -238,24 +234,13 @@ def test_a_registration_can_be_ended_and_begun_again(daemon: DaemonProcess) -> N
     worker.close()
 
 
-class Marks:
-    def __init__(self, mark: Mark) -> None:
-        self._mark = mark
-        self.ring = None
-
-    def mark(self) -> Mark:
-        return self._mark
-
-
 def test_a_load_comes_after_what_the_stream_was_given_before_the_step(daemon: DaemonProcess) -> None:
     worker = Worker(daemon.socket).register()
     worker.kv[...] = 1
     worker.step(store(1, "a", at=[0]))
     worker.until(lambda w: w.report.stored)
     mark = Mark()
-    worker.side._order = Marks(mark)  # type: ignore[assignment]
-    worker.step(loads=(load(2, "a", at=[5]),))
-    worker.side._order = None
+    worker.step_behind(mark, loads=(load(2, "a", at=[5]),))
     # A later job is over, this one is not: its copy has not begun.
     worker.step(store(3, "b", at=[1]))
     worker.until(lambda w: 3 in w.report.stored)
@@ -272,9 +257,7 @@ def test_a_store_comes_after_what_the_stream_was_given_before_where_events_canno
 ) -> None:
     worker = Worker(daemon.socket).register()
     mark = Mark()
-    worker.side._order = Marks(mark)  # type: ignore[assignment]
-    worker.step(store(1, "a", at=[0]))
-    worker.side._order = None
+    worker.step_behind(mark, store(1, "a", at=[0]))
     worker.step(store(2, "b", at=[1]))
     worker.until(lambda w: 2 in w.report.stored)
     worker.kv[:, :, 0] = 4  # the kernels that write the block end
@@ -294,10 +277,8 @@ def test_a_store_copies_what_kernels_before_it_write_late(daemon: DaemonProcess)
     worker.kv[...] = 1
     worker.step(store(1, "a", at=[0]))
     # A store that waits for nothing, and was sent later, is over: this one would be, too.
-    client = worker.side._client
-    assert client is not None
-    later = client.store([Blocks(0, hashes("b"), [1])])
-    assert client.wait([later], SECONDS)[later].outcome is Outcome.DONE
+    later = worker.client.store([Blocks(0, hashes("b"), [1])])
+    assert worker.client.wait([later], SECONDS)[later].outcome is Outcome.DONE
     worker.step()
     assert not worker.report.stored
     worker.kv[:, :, 0] = 4

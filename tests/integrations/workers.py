@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -76,10 +77,14 @@ class Worker:
         self.side.register(RankMemory(self.buffer.kv_buffers(), tuple(self.layouts)), order)
         if attached:
             assert self.side.wait_attached(SECONDS)
-            client = self.side._client
-            assert client is not None
-            client.wait_ready(SECONDS)
+            self.client.wait_ready(SECONDS)
         return self
+
+    @property
+    def client(self) -> Client:
+        client = self.side._client
+        assert client is not None
+        return client
 
     def step(self, *stores: StoreJob, loads: tuple[LoadJob, ...] = (), saves: bool = True) -> None:
         """One step of the engine, in the order of vLLM's hooks."""
@@ -99,6 +104,12 @@ class Worker:
         if (report := self.side.take_report()) is not None:
             self.report = self.report.merged(report)
         self.side.submit_rest()
+
+    def step_behind(self, mark: Mark, *stores: StoreJob, loads: tuple[LoadJob, ...] = ()) -> None:
+        """`step`, whose jobs come after this work of the engine's stream."""
+        self.side._order = SimpleNamespace(ring=None, mark=lambda: mark)  # type: ignore[assignment]
+        self.step(*stores, loads=loads)
+        self.side._order = None
 
     def until(self, what: Callable[[Worker], object]) -> Worker:
         """Steps with nothing to do, as of an engine that waits."""
