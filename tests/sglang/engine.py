@@ -23,6 +23,8 @@ ENVIRONMENT = ON_CPU if DEVICE == "host" else check_sglang.environment()
 """What an engine needs offline; on a GPU, with its bundle's stand-ins. It must be set before SGLang is imported."""
 
 PAGE = 16
+WHOLE = 688
+"""Tokens in the full pages of `LONG`."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,9 @@ import shutil
 from pathlib import Path
 
 from tests.harness import DaemonProcess
-from tests.sglang.engine import SGLangProcess, join, linker, stored
+from tests.sglang.engine import WHOLE, SGLangProcess, join, linker, stored
 from tests.vllm import models
-from tests.vllm.engine import Prompt, prompt
-
-LONG = prompt("long", 700)
-WHOLE = 688
+from tests.vllm.engine import LONG, Prompt
 
 
 def test_adapters_are_hit_by_their_content(model: str, daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -10,12 +10,9 @@ import pytest
 
 from tests.harness import DaemonProcess, eventually
 from tests.sglang.conftest import POOL
-from tests.sglang.engine import SGLangProcess, join
-from tests.vllm.engine import Prompt, prompt
+from tests.sglang.engine import WHOLE, SGLangProcess, join
+from tests.vllm.engine import LONG, Prompt, prompt
 
-LONG = prompt("long", 700)
-WHOLE = 688
-"""Tokens in the full pages of `LONG`."""
 FILLING = 60
 """Prompts at most, of which a third fills the pool."""
 

@@ -11,12 +11,9 @@ from kvsidecar.integrations.offload_condition import GAUGES
 from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
 from tests.open_files import open_files
-from tests.sglang.engine import PAGE, Answer, SGLangProcess, forgotten, join, stored
-from tests.vllm.engine import blocks, prompt
+from tests.sglang.engine import PAGE, WHOLE, Answer, SGLangProcess, forgotten, join, stored
+from tests.vllm.engine import LONG, blocks, prompt
 
-LONG = prompt("long", 700)
-WHOLE = 688
-"""Tokens in the full pages of `LONG`."""
 POOL_BYTES = 6 << 20
 AMID_TOKENS = 500
 """Of a request that must still run when the next message reaches the scheduler: each is a step of milliseconds."""

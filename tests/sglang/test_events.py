@@ -19,9 +19,7 @@ from tests.publisher.process import PublisherProcess
 from tests.router import Subscriber
 from tests.sglang.conftest import POOL
 from tests.sglang.engine import PAGE, SGLangProcess, attach, forgotten, join, linker, stored
-from tests.vllm.engine import Prompt, blocks, prompt
-
-LONG = prompt("long", 700)
+from tests.vllm.engine import LONG, Prompt, blocks, prompt
 
 
 def pages(what: Prompt) -> set[tuple[int, ...]]:

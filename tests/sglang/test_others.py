@@ -8,11 +8,8 @@ from pathlib import Path
 
 from tests.harness import NO_WAIT, DaemonProcess, Gate, eventually
 from tests.sglang.conftest import POOL
-from tests.sglang.engine import SGLangProcess, join, linker, stored
-from tests.vllm.engine import needs_gpus, prompt
-
-LONG = prompt("long", 700)
-WHOLE = 688
+from tests.sglang.engine import WHOLE, SGLangProcess, join, linker, stored
+from tests.vllm.engine import LONG, needs_gpus, prompt
 
 
 def test_a_daemon_that_hangs_delays_requests_within_limits(

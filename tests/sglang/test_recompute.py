@@ -15,12 +15,10 @@ import pytest
 
 from tests.harness import Gate
 from tests.sglang.conftest import failing
-from tests.sglang.engine import ENVIRONMENT, SGLangProcess, forgotten, linker, warm
-from tests.vllm.engine import prompt
+from tests.sglang.engine import ENVIRONMENT, WHOLE, SGLangProcess, forgotten, linker, warm
+from tests.vllm.engine import LONG, prompt
 
 PATCH = Path(__file__).parents[2] / "deploy/sglang/recompute-failed-loads.patch"
-LONG = prompt("long", 700)
-WHOLE = 688
 FIRST_LOAD = "load.before_copy@0=raise(planned)"
 CHUNKED = prompt("long", 1400)
 """Begins with `LONG`; what is behind it takes more than one chunk."""

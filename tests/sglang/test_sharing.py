@@ -9,18 +9,14 @@ import pytest
 from kvsidecar.client import Namespace
 from tests.harness import DEVICE, SECONDS, DaemonProcess, Gate, Rank, eventually
 from tests.sglang.conftest import POOL, Engines, failing
-from tests.sglang.engine import SGLangProcess, forgotten, join, stored, warm
-from tests.vllm.engine import EngineProcess, blocks, kvsidecar, prompt
+from tests.sglang.engine import WHOLE, SGLangProcess, forgotten, join, stored, warm
+from tests.vllm.engine import LONG, EngineProcess, blocks, kvsidecar, prompt
 
 VLLM = Path(".venv-vllm/bin/python")
 
 
 class VLLMProcess(EngineProcess):
     python = str(VLLM)
-
-
-LONG = prompt("long", 700)
-WHOLE = 688
 
 
 def works(engine: SGLangProcess, daemon: DaemonProcess) -> None:

@@ -92,6 +92,11 @@ def prompt(name: object, length: int, salt: str | None = None) -> Prompt:
     return Prompt(tuple(numbers.randrange(2, 1000) for _ in range(length)), salt)
 
 
+LONG = prompt("long", 700)
+WHOLE = 672
+"""Tokens in the full blocks of `LONG`."""
+
+
 def kvsidecar(socket: str, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
     """The engine's KV transfer configuration with this project's connector."""
     # A busy test machine must not turn a lookup into a miss; tests of the budget give their own.
@@ -506,6 +511,34 @@ def running(model: str, transfer: dict[str, Any] | None = None, **options: Any) 
         yield engine
     finally:
         engine.shutdown()
+
+
+@contextlib.contextmanager
+def joined(
+    daemon: DaemonProcess, model: str, transfer: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Engine]:
+    """An engine that is `running`, and stores into this daemon."""
+    with running(model, transfer or kvsidecar(daemon.socket), **options) as engine:
+        join(engine, daemon)
+        yield engine
+
+
+def forget(engine: Engine) -> None:
+    """Let it store all that it has, and forget its own cache: the next request must load."""
+    engine.drain()
+    assert engine.reset()
+
+
+def ask_again(engine: Engine) -> None:
+    """Store the long prompt and forget it."""
+    engine.generate(LONG)
+    forget(engine)
+
+
+def hits(engine: Engine, truth: Callable[..., list[tuple[int, ...]]], what: Prompt = LONG, cached: int = WHOLE) -> None:
+    """So many tokens of a prompt come from a cache, and what follows them is right."""
+    (answer,) = engine.generate(what)
+    assert (answer.cached, [answer.tokens]) == (cached, truth(what))
 
 
 def serve(new: Callable[..., Any]) -> None:

@@ -1,17 +1,14 @@
-"""Runs of vLLM that store, and hit."""
+"""Runs of vLLM that store, and hit, also beside daemons in which things go wrong."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.harness import DaemonProcess, eventually
-from tests.vllm.conftest import Truth
-from tests.vllm.engine import EngineProcess, blocks, prompt, rejoin
-
-LONG = prompt("long", 700)
-
-
-WHOLE = 672
+from tests.harness import DaemonProcess, Gate, eventually
+from tests.vllm.conftest import POOL, Truth
+from tests.vllm.engine import LONG, WHOLE, Engine, EngineProcess, blocks, hits, prompt, rejoin
 
 
 def until(condition: Callable[[], object], what: str, daemon: DaemonProcess | None = None) -> None:
@@ -39,3 +36,46 @@ def stores_and_hits(engine: EngineProcess, daemon: DaemonProcess, truth: Truth) 
     assert local.cached == 288
     assert [local.tokens] == truth(part)
     until(engine.reset, "no block is held")
+
+
+# -- daemons in which things go wrong, and what an engine beside them still does ------------------------------------
+
+LAYERS = 3
+"""Of the model: each is a chunk of a load within a step."""
+
+
+def wrong(directory: Path, rules: str) -> DaemonProcess:
+    """A daemon in which things go wrong as these failpoints say."""
+    return DaemonProcess(directory, *POOL, KVSIDECAR_FAILPOINTS=rules).wait_ready()
+
+
+SELF_TEST = {"store.in_flight": 2, "load.in_flight": 2}
+"""Hits of a point by the copies of the daemon's own self-test."""
+
+
+def failed_loads(daemon: DaemonProcess) -> int:
+    return int(daemon.metric('kvsidecar_jobs_total{direction="load",outcome="failed"}'))
+
+
+def works(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
+    """The engine uses this daemon: another prompt is stored, loaded, and right."""
+    rejoin(engine, daemon)
+    other = prompt(("works", daemon.process.pid), 200)
+    engine.generate(other)
+    engine.drain()
+    assert engine.reset()
+    hits(engine, truth, other, 192)
+
+
+def fatal(point: str, number: int, gate: Gate) -> str:
+    """The rule by which a daemon is killed at a hit of a point; a copier holds the copy there until it is."""
+    return f"{point}@{number}={gate if 'in_flight' in point else 'kill'}"
+
+
+def kill_when_held(daemon: DaemonProcess, point: str) -> None:
+    def kill() -> None:
+        daemon.wait_log("failpoint")
+        daemon.process.kill()
+
+    if "in_flight" in point:
+        threading.Thread(target=kill, daemon=True).start()

@@ -11,10 +11,21 @@ import pytest
 
 from tests.harness import DEVICE, DaemonProcess, eventually
 from tests.vllm import models
-from tests.vllm.engine import Adapter, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
+from tests.vllm.engine import (
+    LONG,
+    WHOLE,
+    Adapter,
+    EngineProcess,
+    blocks,
+    forget,
+    join,
+    joined,
+    kvsidecar,
+    needs_gpus,
+    prompt,
+    running,
+)
 
-LONG = prompt("long", 700)
-WHOLE = 672
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 if DEVICE == "cuda":
     LORA["dtype"] = "bfloat16"  # vLLM's kernels take no adapter in float32
@@ -43,8 +54,7 @@ def test_a_restarted_engine_hits_an_adapter_by_its_content(
     """Not by its name and path, which stay the same when it is trained again, and differ on another node."""
     path = tmp_path / "adapter"
     adapter = Adapter(models.save_adapter(path, 1))
-    with running(model, kvsidecar(daemon.socket), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, **LORA) as engine:
         engine.load(adapter)
         (cold,) = engine.generate(LONG, adapter=adapter)
         assert (cold.cached, cold.tokens) == (0, wanted["v1"])
@@ -54,8 +64,7 @@ def test_a_restarted_engine_hits_an_adapter_by_its_content(
         engine.drain()
     shutil.copytree(path, tmp_path / "copy")
     models.save_adapter(path, 2)
-    with running(model, kvsidecar(daemon.socket), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, **LORA) as engine:
         engine.load(adapter)
         (other,) = engine.generate(LONG, adapter=adapter)
         assert (other.cached, other.tokens) == (0, wanted["v2"])
@@ -83,13 +92,11 @@ def test_a_request_is_not_offloaded_before_its_adapter_is_known(
 ) -> None:
     """vLLM without a server loads an adapter only in the step that computes the first request with it."""
     adapter = Adapter(models.save_adapter(tmp_path / "adapter", 1))
-    with running(model, kvsidecar(daemon.socket), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, **LORA) as engine:
         for expected in (0, 0, WHOLE):  # the second is the first that is stored
             (answer,) = engine.generate(LONG, adapter=adapter)
             assert (answer.cached, answer.tokens) == (expected, wanted["v1"])
-            engine.drain()
-            assert engine.reset()
+            forget(engine)
         assert engine.counters()["vllm:kvsidecar_unknown_adapters"] == 1
 
 
@@ -98,8 +105,7 @@ def test_an_adapter_is_what_the_engine_has_loaded_whatever_its_files_are_now(
 ) -> None:
     adapter = Adapter(models.save_adapter(tmp_path / "adapter", 1))
     other = Adapter(models.save_adapter(tmp_path / "other", 3), "other", 2)
-    with running(model, kvsidecar(daemon.socket), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, **LORA) as engine:
         engine.load(adapter)
         engine.generate(LONG, adapter=adapter)
         engine.drain()
@@ -120,11 +126,9 @@ def test_an_adapter_is_what_the_engine_has_loaded_whatever_its_files_are_now(
         for expected in (0, WHOLE):
             (answer,) = engine.generate(LONG, adapter=adapter)
             assert (answer.cached, answer.tokens) == (expected, wanted["v2"])
-            engine.drain()
-            assert engine.reset()
+            forget(engine)
     models.save_adapter(tmp_path / "adapter", 1)
-    with running(model, kvsidecar(daemon.socket), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, **LORA) as engine:
         engine.load(adapter)
         (hit,) = engine.generate(LONG, adapter=adapter)
         assert (hit.cached, hit.tokens) == (WHOLE, wanted["v1"]), "nothing was stored under the old content since"
@@ -138,15 +142,13 @@ def test_an_adapter_that_is_replaced_in_place_is_another(
     """Also in vLLM's own cache, which goes by the path. Its server has the later requests load in place, too, so that
     vLLM reads the files again in each of their steps."""
     adapter = Adapter(models.save_adapter(tmp_path / "adapter", 1), inplace=inplace)
-    with running(model, kvsidecar(daemon.socket), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, **LORA) as engine:
         for seed, version in ((1, "v1"), (2, "v2")):
             models.save_adapter(tmp_path / "adapter", seed)
             engine.load(replace(adapter, inplace=True))
             (cold,) = engine.generate(LONG, adapter=adapter)
             assert (cold.cached, cold.tokens) == (0, wanted[version])
-            engine.drain()
-            assert engine.reset()
+            forget(engine)
             (hit,) = engine.generate(LONG, adapter=adapter)
             assert (hit.cached, hit.tokens) == (WHOLE, wanted[version])
             engine.drain()
@@ -158,8 +160,7 @@ def test_what_a_request_goes_on_to_compute_with_a_replaced_adapter_is_stored_for
 ) -> None:
     adapter = Adapter(models.save_adapter(tmp_path / "adapter", 1))
     asked = prompt("runs", 300)
-    with running(model, kvsidecar(daemon.socket, **options), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, kvsidecar(daemon.socket, **options), **LORA) as engine:
         engine.load(adapter)
         engine.generate(prompt("known", 40), adapter=adapter)  # the request below is offloaded from its start
         engine.add(asked, tokens=200, adapter=adapter)
@@ -181,8 +182,7 @@ def test_what_a_request_goes_on_to_compute_with_a_replaced_adapter_is_stored_for
             engine.drain()
     models.save_adapter(tmp_path / "adapter", 1)
     whole = asked + answer.tokens
-    with running(model, kvsidecar(daemon.socket), **LORA) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, **LORA) as engine:
         engine.load(adapter)
         (again,) = engine.generate(whole, adapter=adapter)
         assert again.cached <= len(asked.ids) + sum(before)

@@ -16,8 +16,8 @@ import pytest
 from tests.harness import DEVICE, SECONDS, DaemonProcess, Gate
 from tests.vllm import models
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, needs_gpus, rejoin
-from tests.vllm.hit_runs import LONG, WHOLE, stores_and_hits, until
+from tests.vllm.engine import LONG, WHOLE, EngineProcess, blocks, join, kvsidecar, needs_gpus, rejoin
+from tests.vllm.hit_runs import stores_and_hits, until
 
 pytestmark = [
     pytest.mark.gpu,

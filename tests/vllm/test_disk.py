@@ -9,11 +9,8 @@ from pathlib import Path
 from tests.e2e.disks import patient, tier_metric, written
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import SOON_FULL, Truth
-from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, rejoin, running
+from tests.vllm.engine import LONG, WHOLE, Engine, blocks, hits, join, kvsidecar, prompt, rejoin, running
 from tests.vllm.models import BLOCK, WINDOW
-
-LONG = prompt("long", 700)
-WHOLE = 672
 
 
 @contextmanager
@@ -28,9 +25,7 @@ def started(short_dir: Path, *flags: str) -> Iterator[DaemonProcess]:
 def loads_the_whole_prompt(engine: Engine, truth: Truth) -> None:
     assert engine.reset()
     waits = engine.counters().get("vllm:kvsidecar_fetch_waits", 0)
-    (answer,) = engine.generate(LONG)
-    assert answer.cached == WHOLE
-    assert [answer.tokens] == truth(LONG)
+    hits(engine, truth)
     assert engine.counters()["vllm:kvsidecar_fetch_waits"] == waits + 1
 
 
@@ -40,8 +35,7 @@ def test_an_engine_hits_what_the_pool_has_evicted_and_what_another_daemon_has_wr
     with running(model, kvsidecar(str(short_dir / "kvs.sock"), fetch_patience=SECONDS)) as engine:
         with started(short_dir) as first:
             join(engine, first)
-            (answer,) = engine.generate(LONG)
-            assert (answer.cached, [answer.tokens]) == (0, truth(LONG))
+            hits(engine, truth, LONG, 0)
             engine.drain()
             eventually(lambda: written(first) >= blocks(first) > 0)
             evicted = first.metric("kvsidecar_evicted_blocks_total")

@@ -7,11 +7,9 @@ from pathlib import Path
 from tests.harness import DaemonProcess
 from tests.vllm import models
 from tests.vllm.conftest import Truth
-from tests.vllm.engine import Engine, join, kvsidecar, prompt, running
+from tests.vllm.engine import LONG, WHOLE, Engine, forget, joined
 from tests.vllm.models import BLOCK
 
-LONG = prompt("long", 700)
-WHOLE = 672
 TOKENS = 40
 
 
@@ -24,11 +22,9 @@ def drafted(engine: Engine) -> tuple[float, float]:
 def test_the_kv_of_a_draft_model_comes_back_with_the_targets(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     """The target drafts for itself, so each of its tokens is accepted if its KV is right."""
     drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
-    with running(model, kvsidecar(daemon.socket), speculative_config=drafts) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, speculative_config=drafts) as engine:
         (cold,) = engine.generate(LONG, tokens=TOKENS)
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         before = drafted(engine)
         (hit,) = engine.generate(LONG, tokens=TOKENS)
         assert (cold.cached, hit.cached) == (0, WHOLE)
@@ -40,11 +36,9 @@ def test_the_kv_of_a_draft_model_comes_back_with_the_targets(model: str, daemon:
 def test_an_eagle_head_hits_a_block_less(model: str, daemon: DaemonProcess, truth: Truth, tmp_path: Path) -> None:
     """Its KV of a block's last token depends on the token after it, so vLLM computes the last block again."""
     drafts = {"method": "eagle", "model": models.save_eagle(tmp_path), "num_speculative_tokens": 3}
-    with running(model, kvsidecar(daemon.socket), speculative_config=drafts) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, speculative_config=drafts) as engine:
         (cold,) = engine.generate(LONG, tokens=TOKENS)
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         (hit,) = engine.generate(LONG, tokens=TOKENS)
         assert (cold.cached, hit.cached) == (0, WHOLE - BLOCK)
         assert drafted(engine)[0] > 0

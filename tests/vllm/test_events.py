@@ -26,8 +26,7 @@ from tests.e2e.watcher import Watcher
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import POOL, SOON_FULL
 from tests.vllm.engine import EngineProcess, Prompt, join, kvsidecar, prompt
-from tests.vllm.event_runs import FEW, OWN_PROCESS, whole_blocks
-from tests.vllm.subscriber import Subscriber, events_of
+from tests.vllm.subscriber import FEW, OWN_PROCESS, Subscriber, events_of, whole_blocks
 
 
 @contextmanager
@@ -185,7 +184,6 @@ def test_every_engine_announces_what_moves_to_the_disk_of_the_node(model: str, s
         eventually(lambda: all(map(on_disk, routers)), "the disk's blocks are announced with their tokens")
         evict_from_pool(storing, daemon, routers)
         assert all(map(on_disk, routers)), "what the pool has evicted is still on the disk"
-
         daemon.process.kill()
         daemon.process.wait(SECONDS)
         eventually(lambda: not any(router.cpu() or router.disk() for router in routers), "they are removed")

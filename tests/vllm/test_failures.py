@@ -11,12 +11,21 @@ import pytest
 from kvsidecar.client import Client
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import Engine, join, kvsidecar, prompt, rejoin, running
-from tests.vllm.failing import (
+from tests.vllm.engine import (
     LONG,
-    SELF_TEST,
     WHOLE,
+    Engine,
     ask_again,
+    forget,
+    hits,
+    joined,
+    kvsidecar,
+    prompt,
+    rejoin,
+    running,
+)
+from tests.vllm.hit_runs import (
+    SELF_TEST,
     failed_loads,
     fatal,
     kill_when_held,
@@ -35,10 +44,8 @@ def test_a_daemon_whose_pool_cannot_be_pinned(
     ):
         eventually(lambda: "no memory to lock" in caplog.text, "the engine's log says why")
         for _ in range(2):
-            (answer,) = engine.generate(LONG)
-            assert (answer.cached, [answer.tokens]) == (0, truth(LONG))
-            engine.drain()
-            assert engine.reset()
+            hits(engine, truth, LONG, 0)
+            forget(engine)
         first.process.kill()
         first.process.wait(SECONDS)
         with DaemonProcess(short_dir, *POOL) as second:
@@ -50,9 +57,8 @@ def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, gate: Gate, 
     """The request is computed instead; a daemon started in its place is used."""
     with (
         wrong(short_dir, fatal(point, SELF_TEST.get(point, 0), gate)) as first,
-        running(model, kvsidecar(first.socket)) as engine,
+        joined(first, model) as engine,
     ):
-        join(engine, first)
         ask_again(engine)
         assert first.process.poll() is None
         kill_when_held(first, point)
@@ -66,16 +72,13 @@ def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, gate: Gate, 
             works(engine, next_one.wait_ready(), truth)
             # It has nothing of what the first one had, so that is stored again.
             ask_again(engine)
-            (hit,) = engine.generate(LONG)
-            assert hit.cached == WHOLE
-            assert [hit.tokens] == truth(LONG)
+            hits(engine, truth)
 
 
 @pytest.mark.parametrize("point", ["store.before_copy", "store.in_flight", "store.before_seal"])
 def test_a_daemon_killed_during_a_store(model: str, short_dir: Path, gate: Gate, truth: Truth, point: str) -> None:
     number = SELF_TEST.get(point, 0) + 1  # the first one lets the engine join
-    with wrong(short_dir, fatal(point, number, gate)) as first, running(model, kvsidecar(first.socket)) as engine:
-        join(engine, first)
+    with wrong(short_dir, fatal(point, number, gate)) as first, joined(first, model) as engine:
         kill_when_held(first, point)
         (answer,) = engine.generate(LONG, tokens=40)
         assert first.process.wait(SECONDS) == -signal.SIGKILL
@@ -92,8 +95,7 @@ def test_an_engine_starts_without_a_daemon_and_uses_one_that_comes(
     with running(model, kvsidecar(str(short_dir / "kvs.sock"))) as engine:
         (answer,) = engine.generate(LONG)
         assert [answer.tokens] == truth(LONG)
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         with DaemonProcess(short_dir, *POOL) as daemon:
             works(engine, daemon.wait_ready(), truth)
 
@@ -131,9 +133,8 @@ def test_a_load_whose_copier_dies_is_computed_and_the_next_one_hits(
 ) -> None:
     with (
         DaemonProcess(short_dir, *POOL, *flags, KVSIDECAR_FAILPOINTS=rules) as daemon,
-        running(model, kvsidecar(daemon.wait_ready().socket, load_chunks=0)) as engine,
+        joined(daemon, model, kvsidecar(daemon.wait_ready().socket, load_chunks=0)) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         (answer,) = engine.generate(LONG)
         assert failed_loads(daemon) == 1
@@ -151,9 +152,8 @@ def test_a_load_whose_copier_dies_is_computed_and_the_next_one_hits(
 def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: Truth) -> None:
     with (
         wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon,
-        running(model, kvsidecar(daemon.socket)) as engine,
+        joined(daemon, model) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         together = [LONG, prompt("other", 100)]
         answers = engine.generate(*together)
@@ -162,17 +162,14 @@ def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: T
         engine.drain()
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
         assert engine.reset()
-        (hit,) = engine.generate(LONG)
-        assert hit.cached == WHOLE
-        assert [hit.tokens] == truth(LONG)
+        hits(engine, truth)
 
 
 def test_policy_fail_ends_the_request_and_not_the_engine(model: str, short_dir: Path, truth: Truth) -> None:
     with (
         wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon,
-        running(model, kvsidecar(daemon.socket, policy="fail")) as engine,
+        joined(daemon, model, kvsidecar(daemon.socket, policy="fail")) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         (answer,) = engine.generate(LONG)
         assert failed_loads(daemon) == 1
@@ -193,8 +190,7 @@ def test_a_block_that_is_gone_when_it_is_loaded_is_computed(
             operator.clear()
         return load(self, *arguments, **options)  # type: ignore[arg-type]
 
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         ask_again(engine)
         with monkeypatch.context() as patched:
             patched.setattr(Client, "load", load_too_late)
@@ -205,8 +201,7 @@ def test_a_block_that_is_gone_when_it_is_loaded_is_computed(
 
 def test_a_daemon_that_hangs_delays_a_request_and_no_more(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     transfer = kvsidecar(daemon.socket, lookup_budget="5ms", lookup_patience="100ms")
-    with running(model, transfer) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, transfer) as engine:
         ask_again(engine)
         began = time.monotonic()
         engine.generate(prompt("as long", 700))
@@ -229,9 +224,8 @@ def test_a_request_aborted_during_its_load_frees_its_blocks_when_the_load_is_ove
 ) -> None:
     with (
         wrong(short_dir, f"load.in_flight@2={gate}") as daemon,
-        running(model, kvsidecar(daemon.socket, load_chunks=0)) as engine,
+        joined(daemon, model, kvsidecar(daemon.socket, load_chunks=0)) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         free = engine.free_blocks
         name = engine.add(LONG)
@@ -248,9 +242,7 @@ def test_a_request_aborted_during_its_load_frees_its_blocks_when_the_load_is_ove
         assert engine.free_blocks == free
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
         assert engine.reset()
-        (hit,) = engine.generate(LONG)
-        assert hit.cached == WHOLE
-        assert [hit.tokens] == truth(LONG)
+        hits(engine, truth)
 
 
 def _copying(daemon: DaemonProcess) -> bool:

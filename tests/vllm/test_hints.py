@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import DaemonProcess
 from tests.vllm.conftest import SOON_FULL
-from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, kvsidecar, prompt, running, sampling
+from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, joined, kvsidecar, prompt, running, sampling
 
 pytest.importorskip("vllm.v1.kv_hints", reason="this vLLM has no KV hints")
 
@@ -80,8 +80,7 @@ def test_the_blocks_of_a_request_with_a_hint_outlive_others(model: str, daemon: 
 
 
 def test_a_demoted_requests_blocks_go_though_they_are_the_newest(model: str, daemon: DaemonProcess) -> None:
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         kept = prompt("kept", 600)
         ask(engine, kept)
         for i in range(OTHERS):

@@ -12,32 +12,24 @@ from kvsidecar.client import Blocks, Client
 from tests.harness import DaemonProcess
 from tests.vllm import models
 from tests.vllm.conftest import Truth
-from tests.vllm.engine import blocks, join, kvsidecar, prompt, running
+from tests.vllm.engine import LONG, WHOLE, ask_again, blocks, forget, hits, joined, kvsidecar, prompt
 from tests.vllm.models import BLOCK
 
 pytestmark = pytest.mark.older
-
-LONG = prompt("long", 700)
-WHOLE = 672
-"""Tokens in the full blocks of `LONG`."""
 
 
 def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         (cold,) = engine.generate(LONG)
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         (hit,) = engine.generate(LONG)
         assert (cold.cached, hit.cached) == (0, WHOLE)
         assert [cold.tokens] == [hit.tokens] == truth(LONG)
         # Attention does not see in which order the blocks behind it lie: a part of them shows that each holds its own.
         part = prompt("long", 300) + [3] * 10
-        (local,) = engine.generate(part)
-        assert local.cached == 288
-        assert [local.tokens] == truth(part)
+        hits(engine, truth, part, 288)
         counters = engine.counters()
         assert counters["vllm:external_prefix_cache_hits"] == WHOLE
         assert counters["vllm:kv_offload_load_bytes"] == daemon.get("/status")[1]["jobs"]["loaded_bytes"] > 0
@@ -51,8 +43,7 @@ def test_wrong_kv_gives_other_tokens(
     model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without this, equal tokens would prove nothing."""
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         layers = engine.runner.kv_caches
         store = Client.store
 
@@ -63,50 +54,18 @@ def test_wrong_kv_gives_other_tokens(
             return store(self, groups, **options)
 
         monkeypatch.setattr(Client, "store", store_zeros)
-        engine.generate(LONG)
-        engine.drain()
-        assert engine.reset()
+        ask_again(engine)
         (hit,) = engine.generate(LONG)
         assert hit.cached == WHOLE
         assert [hit.tokens] != truth(LONG)
 
 
-def test_local_and_external_hits_of_a_batch_add_up(model: str, daemon: DaemonProcess, truth: Truth) -> None:
-    """Each with its own prefix of the same tokens, some blocks still in the engine's own cache, some not."""
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        engine.generate(LONG)
-        engine.drain()
-        assert engine.reset()
-        short = prompt("long", 300)
-        other = prompt("long", 500) + [3] * 150
-        assert short.ids == LONG.ids[:300]
-        assert [each.cached for each in engine.generate(short)] == [288]
-        answers = engine.generate(LONG, other, prompt("new", 100))
-        assert [each.cached for each in answers] == [WHOLE, 480, 0]
-        assert [each.tokens for each in answers] == truth(LONG, other, prompt("new", 100))
-
-
-def test_the_last_token_of_a_prompt_is_always_computed(model: str, daemon: DaemonProcess, truth: Truth) -> None:
-    aligned = prompt("aligned", 8 * BLOCK)
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        engine.generate(aligned, tokens=4)
-        engine.drain()
-        assert engine.reset()
-        (hit,) = engine.generate(aligned, tokens=4)
-        assert hit.cached == 7 * BLOCK
-        assert [hit.tokens] == truth(aligned, tokens=4)
-
-
 def test_a_conversation_hits_what_the_engine_wrote_itself(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     """Decoded tokens are stored as soon as they are confirmed, not only prompts."""
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         first = prompt("turn", 100)
         (answer,) = engine.generate(first, tokens=100)
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         second = first + answer.tokens + prompt("turn 2", 20).ids
         (hit,) = engine.generate(second)
         # 199 of the 200 tokens have KV: the last one was sampled and never an input.
@@ -114,44 +73,10 @@ def test_a_conversation_hits_what_the_engine_wrote_itself(model: str, daemon: Da
         assert [hit.tokens] == truth(second)
 
 
-def test_prompt_only_stores_no_decoded_tokens(model: str, daemon: DaemonProcess) -> None:
-    with running(model, kvsidecar(daemon.socket, store_prompt_only=True)) as engine:
-        join(engine, daemon)
-        before = blocks(daemon)
-        engine.generate(prompt("turn", 100), tokens=100)
-        engine.drain()
-        assert blocks(daemon) - before == 3
-
-
-def test_another_salt_hits_nothing(model: str, daemon: DaemonProcess) -> None:
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        engine.generate(prompt("salted", 300, "mine"))
-        for salt, cached in (("yours", 0), (None, 0), ("mine", 288)):
-            engine.drain()
-            assert engine.reset()
-            (answer,) = engine.generate(prompt("salted", 300, salt))
-            assert answer.cached == cached, salt
-
-
-def test_stored_blocks_are_not_stored_again(model: str, daemon: DaemonProcess) -> None:
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        engine.generate(LONG)
-        engine.drain()
-        stored = daemon.get("/status")[1]["jobs"]["stores_done"]
-        assert engine.reset()
-        for _ in range(3):
-            engine.generate(LONG)
-            engine.drain()
-        assert daemon.get("/status")[1]["jobs"]["stores_done"] == stored
-
-
 def test_after_a_reset_with_the_connector_nothing_of_before_is_hit(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         engine.generate(LONG)
         engine.drain()
         stored = blocks(daemon)
@@ -159,58 +84,19 @@ def test_after_a_reset_with_the_connector_nothing_of_before_is_hit(
         assert blocks(daemon) == stored, "other engines may share them"
         (cold,) = engine.generate(LONG)
         assert cold.cached == 0
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         (hit,) = engine.generate(LONG)  # it stores and hits again after that
-        assert hit.cached == WHOLE
-        assert [hit.tokens] == truth(LONG)
-
-
-def test_an_idle_engine_holds_nothing(model: str, daemon: DaemonProcess) -> None:
-    """Neither GPU blocks of stores, nor leases, nor work that would keep it awake."""
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        assert engine.reset()
-        free = engine.free_blocks
-        for _ in range(2):
-            engine.generate(LONG, prompt("other", 200))
-            engine.drain()
-            assert engine.reset()  # refused while a block is referenced
-        assert engine.free_blocks == free
-        assert not engine.connector.has_pending_push_work()
-        assert daemon.get("/status")[1]["pool"]["leases"] == 0
-
-
-def test_a_second_engine_hits_what_the_first_stored(model: str, daemon: DaemonProcess, truth: Truth) -> None:
-    """An engine's restart: nothing is pinned or computed again."""
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        engine.generate(LONG)
-        engine.drain()
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        (hit,) = engine.generate(LONG)
         assert hit.cached == WHOLE
         assert [hit.tokens] == truth(LONG)
 
 
 def test_an_engine_with_other_weights_hits_nothing(model: str, daemon: DaemonProcess, tmp_path: Path) -> None:
     """Same shape, same prompts, same hashes, other KV: only the namespace keeps them apart."""
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         engine.generate(LONG)
         engine.drain()
-    with running(models.save("other", tmp_path), kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, models.save("other", tmp_path)) as engine:
         assert engine.generate(LONG)[0].cached == 0
-
-
-@pytest.mark.parametrize(
-    ("extra", "sentence"), [({"sokcet": "/x"}, "socket"), ({"store_mode": "sometimes"}, "store_mode")]
-)
-def test_a_bad_option_stops_the_start_and_is_named(model: str, extra: dict[str, str], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence), running(model, kvsidecar("/nowhere", **extra)):
-        pass
 
 
 def test_routers_are_told_of_blocks_in_the_daemon_by_their_medium(
@@ -221,8 +107,7 @@ def test_routers_are_told_of_blocks_in_the_daemon_by_their_medium(
     events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     # What the daemon itself tells is left to test_events.py: here a lookup must notice.
     transfer = kvsidecar(daemon.socket, residency=False)
-    with running(model, transfer, kv_events_config=events_config) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, transfer, kv_events_config=events_config) as engine:
         told: list[Any] = []
         monkeypatch.setattr(
             engine.scheduler.kv_event_publisher, "publish", lambda batch: told.extend(batch.events), raising=True

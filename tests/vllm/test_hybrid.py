@@ -9,11 +9,21 @@ import pytest
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL
-from tests.vllm.engine import Answer, Prompt, blocks, join, kvsidecar, prompt, rejoin, running
+from tests.vllm.engine import (
+    LONG,
+    WHOLE,
+    Answer,
+    ask_again,
+    blocks,
+    forget,
+    joined,
+    kvsidecar,
+    prompt,
+    rejoin,
+    running,
+)
 from tests.vllm.models import BLOCK
 
-LONG = prompt("long", 700)
-WHOLE = 672
 PROMPTS = {
     "long": LONG,
     "prefix": prompt("long", 500) + [3] * 150,
@@ -38,18 +48,15 @@ def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
 def test_external_hits_of_all_groups_give_the_right_tokens(
     hybrid: str, daemon: DaemonProcess, right: dict[str, tuple[int, ...]]
 ) -> None:
-    with running(hybrid, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, hybrid) as engine:
         assert tokens(engine.generate(LONG)) == [right["long"]]
         engine.generate(PROMPTS["short"])
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         answers = [engine.generate(each)[0] for each in PROMPTS.values()]
         # A prefix of what is stored can only be hit if the windows of that place were stored, too: with luck.
         assert [each.cached for each in answers][0::2] == [WHOLE, BLOCK, 0]
         assert tokens(answers) == list(right.values())
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         assert tokens(engine.generate(*PROMPTS.values())) == list(right.values())
         engine.drain()
         free = engine.free_blocks
@@ -60,8 +67,7 @@ def test_external_hits_of_all_groups_give_the_right_tokens(
 
 def test_a_restarted_engine_hits(hybrid: str, daemon: DaemonProcess, right: dict[str, tuple[int, ...]]) -> None:
     for cached in (0, WHOLE):
-        with running(hybrid, kvsidecar(daemon.socket)) as engine:
-            join(engine, daemon)
+        with joined(daemon, hybrid) as engine:
             (answer,) = engine.generate(LONG)
             assert (answer.cached, answer.tokens) == (cached, right["long"])
             engine.drain()
@@ -75,16 +81,12 @@ def test_a_load_that_fails_is_computed_instead(
 ) -> None:
     with DaemonProcess(short_dir, *POOL, KVSIDECAR_FAILPOINTS=rule) as daemon:
         daemon.wait_ready()
-        with running(hybrid, kvsidecar(daemon.socket)) as engine:
-            join(engine, daemon)
-            engine.generate(LONG)
-            engine.drain()
-            assert engine.reset()
+        with joined(daemon, hybrid) as engine:
+            ask_again(engine)
             assert daemon.process.poll() is None
             answers = engine.generate(LONG, PROMPTS["new"])
             assert tokens(answers) == [right["long"], right["new"]]
-            engine.drain()
-            assert engine.reset()
+            forget(engine)
             if dies := rule == "load.before_copy@0=kill":
                 assert daemon.process.wait(SECONDS) == -signal.SIGKILL
             else:
@@ -116,24 +118,9 @@ def test_where_a_failed_load_cannot_be_told_the_engine_serves_without_offload(
         with running(hybrid, kvsidecar(daemon.socket)) as engine:
             for _ in range(2):
                 assert tokens(engine.generate(LONG)) == [right["long"]]
-                engine.drain()
-                assert engine.reset()
+                forget(engine)
         assert daemon.get("/status")[1]["ranks"] == []
     assert "one KV cache group, and this one has" in caplog.text
-
-
-def test_preempted_requests_continue_from_what_the_daemon_holds(hybrid: str, daemon: DaemonProcess) -> None:
-    prompts: list[Prompt] = [prompt(f"preempted {i}", 100) for i in range(6)]
-    with running(hybrid, enable_prefix_caching=False) as engine:
-        expected = tokens(engine.generate(*prompts, tokens=150))
-    transfer = kvsidecar(daemon.socket)
-    with running(hybrid, transfer, num_gpu_blocks_override=48, max_model_len=448) as engine:
-        join(engine, daemon)
-        answers = engine.generate(*prompts, tokens=150)
-        assert engine.counters()["vllm:num_preemptions"] > 0
-        assert tokens(answers) == expected
-        engine.drain()
-        assert engine.reset()
 
 
 def test_lazy_mode_stores_every_group(hybrid: str, daemon: DaemonProcess) -> None:

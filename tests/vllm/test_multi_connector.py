@@ -11,9 +11,7 @@ import pytest
 from kvsidecar.integrations.vllm import register
 from tests.harness import DaemonProcess
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import Prompt, join, kvsidecar, prompt, running
-
-LONG = prompt("long", 700)
+from tests.vllm.engine import LONG, Prompt, forget, hits, join, joined, kvsidecar, prompt
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +44,11 @@ def test_beside_vllms_own_connector(
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     children = [kvsidecar(daemon.socket), files] if first else [files, kvsidecar(daemon.socket)]
-    with running(model, multi(*children)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, multi(*children)) as engine:
 
         def hit(what: Prompt) -> tuple[int, int]:
             """Tokens that were not computed, and how many loads the daemon has done for it."""
-            engine.drain()
-            assert engine.reset()
+            forget(engine)
             before = daemon.get("/status")[1]["jobs"]["loads_done"]
             (answer,) = engine.generate(what)
             assert [answer.tokens] == truth(what)
@@ -75,16 +71,13 @@ def test_all_children_store_and_the_first_with_a_hit_loads(model: str, daemon: D
         second.wait_ready()
         other = {"kv_connector": "SecondConnector", "kv_connector_module_path": "tests.vllm.second"}
         children = [kvsidecar(daemon.socket), {**kvsidecar(second.socket), **other}]
-        with running(model, multi(*children)) as engine:
-            join(engine, daemon)
+        with joined(daemon, model, multi(*children)) as engine:
             join(engine, second)
             engine.generate(LONG)
             engine.drain()
             for loads in ((1, 0), (1, 1)):
                 assert engine.reset()
-                (hit,) = engine.generate(LONG)
-                assert hit.cached == 672
-                assert [hit.tokens] == truth(LONG)
+                hits(engine, truth, LONG, 672)
                 engine.drain()
                 done = [each.get("/status")[1] for each in (daemon, second)]
                 assert tuple(each["jobs"]["loads_done"] for each in done) == loads

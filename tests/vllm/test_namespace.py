@@ -20,7 +20,7 @@ from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.namespace import identity_of, part_of
 from tests.harness import DaemonProcess
 from tests.vllm import decided, models
-from tests.vllm.engine import defaults, join, kvsidecar, prompt, running
+from tests.vllm.engine import defaults, joined, kvsidecar, prompt, running
 
 GROUPS = (Group(0, Kind.FULL, ("layer",), 32, 32, 32),)
 TESTED = "0.33.0"
@@ -161,13 +161,11 @@ def test_engines_of_other_lengths_share_nothing_of_a_model_that_turns_on_the_len
     longrope, asked = models.save("with_longrope", tmp_path), prompt("long", 300)
     with running(longrope, max_model_len=1024) as engine:
         (wanted,) = engine.generate(asked)
-    with running(longrope, kvsidecar(daemon.socket), max_model_len=512) as engine:
-        join(engine, daemon)
+    with joined(daemon, longrope, max_model_len=512) as engine:
         (short,) = engine.generate(asked)
         engine.drain()
     assert short.tokens != wanted.tokens
-    with running(longrope, kvsidecar(daemon.socket), max_model_len=1024) as engine:
-        join(engine, daemon)
+    with joined(daemon, longrope, max_model_len=1024) as engine:
         (answer,) = engine.generate(asked)
         assert (answer.cached, answer.tokens) == (0, wanted.tokens)
         engine.drain()
@@ -179,8 +177,7 @@ def test_engines_whose_length_was_fitted_to_other_memory_share(daemon: DaemonPro
     answers = []
     for nbytes in (16 << 20, 600_000):
         fitted = {"max_model_len": -1, "kv_cache_memory_bytes": nbytes}
-        with running(longrope, kvsidecar(daemon.socket), **fitted) as engine:
-            join(engine, daemon)
+        with joined(daemon, longrope, **fitted) as engine:
             answers += engine.generate(asked)
             engine.drain()
             lengths.append(engine.engine.vllm_config.model_config.max_model_len)

@@ -13,7 +13,7 @@ from kvsidecar.integrations.vllm import stores as stores_module
 from kvsidecar.integrations.vllm.stores import Stores
 from tests.harness import SECONDS, DaemonProcess, eventually
 from tests.vllm.conftest import Truth
-from tests.vllm.engine import Engine, blocks, join, kvsidecar, prompt, running
+from tests.vllm.engine import Engine, blocks, forget, join, joined, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
 
 
@@ -23,8 +23,7 @@ def test_preempted_requests_continue_from_what_the_daemon_holds(
     """Six requests that need 60 blocks with decoding, on 24."""
     prompts = [prompt(f"preempted {i}", 100) for i in range(6)]
     transfer = kvsidecar(daemon.socket)
-    with running(model, transfer, num_gpu_blocks_override=24, max_model_len=512) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, transfer, num_gpu_blocks_override=24, max_model_len=512) as engine:
         answers = engine.generate(*prompts, tokens=200)
         assert engine.counters()["vllm:num_preemptions"] > 0
         assert daemon.get("/status")[1]["jobs"]["loads_done"] > 0
@@ -67,8 +66,7 @@ def test_a_daemon_that_hangs_leaves_an_engine_under_pressure_going(
         engine.drain()
         assert engine.free_blocks == free
     # What the daemon has stored late is what these blocks held: another engine goes on as this one did.
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         hit = 0
         for each, tokens in zip(prompts, given, strict=False):
             (again,) = engine.generate(each + tokens[:190], tokens=10)
@@ -83,8 +81,7 @@ def test_a_daemon_that_hangs_with_all_blocks_of_an_engine_is_given_up(
     """Each request needs 23 of 25 blocks: while the daemon holds those of the first, the second has none."""
     first, second = prompt("all 1", 23 * BLOCK), prompt("all 2", 23 * BLOCK)
     transfer = kvsidecar(daemon.socket, lookup_budget="50ms", lookup_patience="100ms")
-    with running(model, transfer, num_gpu_blocks_override=26, max_model_len=768) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, transfer, num_gpu_blocks_override=26, max_model_len=768) as engine:
         daemon.process.send_signal(signal.SIGSTOP)
         try:
             answers = [engine.generate(each, tokens=4)[0].tokens for each in (first, second)]
@@ -101,8 +98,7 @@ def test_prompts_as_long_as_the_gpu_are_all_stored(
     for name in ("SOON_SECONDS", "HUNG_SECONDS", "GIVE_UP_SECONDS"):
         monkeypatch.setattr(stores_module, name, SECONDS)
     prompts = [prompt(f"long {i}", 23 * BLOCK) for i in range(4)]
-    with running(model, kvsidecar(daemon.socket), num_gpu_blocks_override=26, max_model_len=768) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, num_gpu_blocks_override=26, max_model_len=768) as engine:
         before = blocks(daemon)
         names = [engine.add(each, tokens=4) for each in prompts]
         answers = engine.run()
@@ -144,8 +140,7 @@ def test_lazy_mode_stores_what_the_engine_is_about_to_evict(model: str, daemon: 
         answers = [engine.generate(each)[0] for each in prompts]
         assert sum(each.cached for each in answers) > 0
         assert [each.tokens for each in answers] == truth(*prompts)
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
 
 
 def test_lazy_mode_does_not_store_what_fits_while_it_is_busy(model: str, daemon: DaemonProcess) -> None:
@@ -183,8 +178,7 @@ def test_conversations_on_too_little_memory_everywhere(model: str, short_dir: Pa
                         given.append(answer.tokens)
                         talks[i] = talks[i] + answer.tokens + prompt((turn, i), numbers.randrange(5, 40)).ids
                     if numbers.random() < 0.3:
-                        engine.drain()
-                        assert engine.reset()
+                        forget(engine)
             engine.drain()
             assert engine.counters()["vllm:external_prefix_cache_hits"] > 0
             assert engine.reset()

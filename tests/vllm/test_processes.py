@@ -9,9 +9,8 @@ import pytest
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
-from tests.vllm.failing import LAYERS
-from tests.vllm.hit_runs import LONG, WHOLE, stores_and_hits, until
+from tests.vllm.engine import LONG, WHOLE, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
+from tests.vllm.hit_runs import LAYERS, stores_and_hits, until
 from tests.vllm.replicas import ReplicasProcess
 
 
@@ -24,7 +23,6 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
         join(engine, daemon)
         join(other, daemon)
         assert len(daemon.get("/status")[1]["ranks"]) == 2
-
         mine, theirs = prompt("mine", 300), prompt("theirs", 300)
         engine.generate(mine)
         other.generate(theirs)
@@ -33,7 +31,6 @@ def test_two_engines_share_one_cache_and_one_outlives_the_other(
         (hit_theirs,), (hit_mine,) = engine.generate(theirs), other.generate(mine)
         assert (hit_theirs.cached, hit_mine.cached) == (288, 288)
         assert [hit_theirs.tokens, hit_mine.tokens] == truth(theirs, mine)
-
         other.generate(LONG)
         other.drain()
         before = blocks(daemon)

@@ -9,8 +9,7 @@ from tests.publisher.process import PublisherProcess
 from tests.router import Subscriber as Router
 from tests.vllm.conftest import POOL
 from tests.vllm.engine import EngineProcess, join, kvsidecar, prompt
-from tests.vllm.event_runs import FEW, OWN_PROCESS, whole_blocks
-from tests.vllm.subscriber import Subscriber, events_of
+from tests.vllm.subscriber import FEW, OWN_PROCESS, Subscriber, events_of, whole_blocks
 
 
 def test_the_publisher_names_an_engines_blocks_as_the_engine_does_and_outlives_it(model: str, short_dir: Path) -> None:
@@ -41,7 +40,6 @@ def test_the_publisher_names_an_engines_blocks_as_the_engine_does_and_outlives_i
             assert of_engine.cpu() == {}
             (answer,) = engine.generate(first)
             assert answer.cached >= 512, "a test without hits"
-
             engine.process.kill()
             engine.process.wait(SECONDS)
             with Router(publisher.path, None) as late:

@@ -14,8 +14,8 @@ from kvsidecar.support.cuda_driver import CudaContext
 from kvsidecar.support.units import MiB
 from tests.harness import DEVICE, DaemonProcess
 from tests.vllm import models
-from tests.vllm.engine import EngineProcess, blocks, kvsidecar, prompt, rejoin
-from tests.vllm.test_processes import LONG, WHOLE, until
+from tests.vllm.engine import LONG, WHOLE, EngineProcess, blocks, kvsidecar, prompt, rejoin
+from tests.vllm.hit_runs import until
 
 pytestmark = [
     pytest.mark.gpu,

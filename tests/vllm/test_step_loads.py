@@ -14,13 +14,10 @@ from kvsidecar.integrations.vllm.step_loads import StepLoads
 from kvsidecar.integrations.waited_jobs import WaitedJobs
 from tests.harness import SECONDS, DaemonProcess, Gate
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import Engine, join, kvsidecar, prompt, running
-from tests.vllm.failing import (
+from tests.vllm.engine import LONG, WHOLE, Engine, ask_again, forget, hits, joined, kvsidecar, prompt
+from tests.vllm.hit_runs import (
     LAYERS,
-    LONG,
     SELF_TEST,
-    WHOLE,
-    ask_again,
     failed_loads,
     fatal,
     kill_when_held,
@@ -55,17 +52,14 @@ def step_loads(engine: Engine) -> float:
 def test_a_hit_that_is_loaded_while_it_is_computed_gives_the_right_tokens(
     model: str, daemon: DaemonProcess, truth: Truth, chunks: int
 ) -> None:
-    with running(model, kvsidecar(daemon.socket, load_chunks=chunks)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, kvsidecar(daemon.socket, load_chunks=chunks)) as engine:
         before = step_loads(engine)
         ask_again(engine)
-        (hit,) = engine.generate(LONG)
-        assert (hit.cached, [hit.tokens]) == (WHOLE, truth(LONG))
+        hits(engine, truth)
         assert step_loads(engine) == before + 1
         # Each block holds its own KV, in the GPU's prefix cache too.
         part = prompt("long", 300) + [3] * 10
-        (local,) = engine.generate(part)
-        assert (local.cached, [local.tokens]) == (288, truth(part))
+        hits(engine, truth, part, 288)
 
 
 def test_the_first_layers_are_computed_while_the_last_ones_are_loaded(
@@ -84,22 +78,19 @@ def test_the_first_layers_are_computed_while_the_last_ones_are_loaded(
 
     with (
         wrong(short_dir, f"load.in_flight@{last}={gate}") as daemon,
-        running(model, kvsidecar(daemon.socket, load_chunks=LAYERS)) as engine,
+        joined(daemon, model, kvsidecar(daemon.socket, load_chunks=LAYERS)) as engine,
     ):
-        join(engine, daemon)
         assert step_loads(engine) == 0
         ask_again(engine)
         monkeypatch.setattr(StepLoads, "wait_for_layer", let_pass)
-        (hit,) = engine.generate(LONG)
-        assert (hit.cached, [hit.tokens]) == (WHOLE, truth(LONG))
+        hits(engine, truth)
         assert len(waited) == LAYERS
 
 
 def test_a_request_that_is_not_alone_is_computed_after_its_load(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
-    with running(model, kvsidecar(daemon.socket, load_chunks=LAYERS)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, kvsidecar(daemon.socket, load_chunks=LAYERS)) as engine:
         ask_again(engine)
         before = step_loads(engine)
         other = prompt("other", 100)
@@ -119,17 +110,15 @@ def test_after_a_chunk_that_fails_the_request_is_computed_and_nothing_wrong_is_k
     longer = LONG + [5] * 150  # of which whole blocks are computed on what was not loaded
     with (
         wrong(short_dir, f"load.before_copy@{chunk}=raise(planned)") as daemon,
-        running(model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
+        joined(daemon, model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         (answer,) = engine.generate(longer, tokens=40)
         assert failed_loads(daemon) == 1
         assert [answer.tokens] == truth(longer, tokens=40)
         (local,) = engine.generate(longer)
         assert [local.tokens] == truth(longer), "the GPU's prefix cache holds the right KV"
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         (hit,) = engine.generate(longer)
         assert hit.cached == len(longer.ids) // BLOCK * BLOCK
         assert [hit.tokens] == truth(longer), "and so does the daemon"
@@ -142,9 +131,8 @@ def test_a_request_that_comes_before_the_failure_is_known_hits_nothing_of_it(
     part = prompt("long", 300) + [3] * 10
     with (
         wrong(short_dir, "load.before_copy@1=raise(planned)") as daemon,
-        running(model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
+        joined(daemon, model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         engine.add(LONG, tokens=20)
         engine.step_until(lambda: failed_loads(daemon), "a load that fails")
@@ -159,9 +147,8 @@ def test_a_daemon_killed_while_a_step_waits_for_its_load(
 ) -> None:
     with (
         wrong(short_dir, fatal(point, SELF_TEST.get(point, 0) + 1, gate)) as first,
-        running(model, kvsidecar(first.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
+        joined(first, model, kvsidecar(first.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
     ):
-        join(engine, first)
         ask_again(engine)
         assert first.process.poll() is None
         kill_when_held(first, point)
@@ -182,9 +169,8 @@ def test_a_step_does_not_wait_longer_than_the_timeout_for_a_load_that_hangs(
         DaemonProcess(
             short_dir, *POOL, "--stuck-after", "3", KVSIDECAR_FAILPOINTS=f"load.in_flight@{number}={gate}"
         ) as daemon,
-        running(model, kvsidecar(daemon.wait_ready().socket, load_chunks=LAYERS, load_timeout=0.5)) as engine,
+        joined(daemon, model, kvsidecar(daemon.wait_ready().socket, load_chunks=LAYERS, load_timeout=0.5)) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         (answer,) = engine.generate(LONG, tokens=40)
         assert [answer.tokens] == truth(LONG, tokens=40)
@@ -211,9 +197,8 @@ def test_a_step_gives_a_hanging_daemon_up_long_before_the_timeout_of_loads(
         DaemonProcess(
             short_dir, *POOL, "--stuck-after", f"{SECONDS}", KVSIDECAR_FAILPOINTS=f"load.in_flight@{number}={gate}"
         ) as daemon,
-        running(model, kvsidecar(daemon.wait_ready().socket, load_chunks=LAYERS)) as engine,
+        joined(daemon, model, kvsidecar(daemon.wait_ready().socket, load_chunks=LAYERS)) as engine,
     ):
-        join(engine, daemon)
         ask_again(engine)
         (answer,) = engine.generate(LONG)
         assert reasons == ["a load within a step has not ended 2.5 s after its start"]
@@ -229,9 +214,8 @@ def test_after_a_copier_that_dies_within_a_step_the_next_one_loads(
     number = SELF_TEST["load.in_flight"] + 2 * LAYERS - 1
     with (
         wrong(short_dir, f"load.in_flight@{number}=kill") as daemon,
-        running(model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
+        joined(daemon, model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine,
     ):
-        join(engine, daemon)
         for _ in range(2):
             ask_again(engine)
         assert failed_loads(daemon) == 0
@@ -245,8 +229,7 @@ def test_after_a_copier_that_dies_within_a_step_the_next_one_loads(
 def test_a_request_that_is_aborted_while_its_step_is_computed_gives_its_blocks_back(
     model: str, daemon: DaemonProcess, truth: Truth, ahead: bool
 ) -> None:
-    with running(model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine:
-        join(engine, daemon)
+    with joined(daemon, model, kvsidecar(daemon.socket, load_chunks=LAYERS), async_scheduling=ahead) as engine:
         ask_again(engine)
         free, before = engine.free_blocks, step_loads(engine)
         name = engine.add(LONG)
@@ -256,5 +239,4 @@ def test_a_request_that_is_aborted_while_its_step_is_computed_gives_its_blocks_b
         assert engine.free_blocks == free
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
         assert engine.reset()
-        (hit,) = engine.generate(LONG)
-        assert (hit.cached, [hit.tokens]) == (WHOLE, truth(LONG))
+        hits(engine, truth)

@@ -8,16 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvsidecar.integrations.vllm import stores
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.router import View
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import Engine, EngineProcess, blocks, join, kvsidecar, prompt, running
+from tests.vllm.engine import LONG, WHOLE, Engine, EngineProcess, blocks, hits, join, joined, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
 
-LONG = prompt("long", 700)
-WHOLE = 672
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The engine's core, as it is by default: it steps for as long as the connector says that there is something to do."""
 
@@ -28,25 +25,8 @@ def lazy(daemon: DaemonProcess) -> dict[str, Any]:
 
 
 def another_engine_hits(model: str, daemon: DaemonProcess, truth: Truth) -> None:
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        (hit,) = engine.generate(LONG)
-        assert hit.cached == WHOLE
-        assert [hit.tokens] == truth(LONG)
-
-
-def test_lazy_mode_stores_what_is_hit_again(model: str, daemon: DaemonProcess, truth: Truth) -> None:
-    with running(model, lazy(daemon), async_scheduling=False) as engine:
-        join(engine, daemon)
-        before = blocks(daemon)
-        assert engine.generate(LONG)[0].cached == 0
-        assert blocks(daemon) == before, "it has no other step than those of the request"
-        assert engine.generate(LONG)[0].cached == WHOLE
-        eventually(
-            lambda: blocks(daemon) == before + WHOLE // BLOCK,
-            lambda: f"what was hit is stored: {before} blocks, then {daemon.get('/status')[1]}, {engine.counters()}",
-        )
-    another_engine_hits(model, daemon, truth)
+    with joined(daemon, model) as engine:
+        hits(engine, truth)
 
 
 @pytest.mark.alone
@@ -75,23 +55,6 @@ def test_an_engine_in_lazy_mode_that_is_ended_while_it_is_busy_stores_what_it_ha
         engine.end()
         assert blocks(daemon) >= before + WHOLE // BLOCK
     another_engine_hits(model, daemon, truth)
-
-
-def test_more_than_one_step_may_plan_is_stored_in_the_end(
-    model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
-    with running(model, kvsidecar(daemon.socket, store_interval="1h")) as engine:
-        join(engine, daemon)
-        before = blocks(daemon)
-        engine.generate(LONG)
-        engine.drain()
-        assert blocks(daemon) == before + 22
-        assert engine.reset()
-        (hit,) = engine.generate(LONG)
-        assert hit.cached == WHOLE
-        assert [hit.tokens] == truth(LONG)
-        assert "vllm:kvsidecar_given_up_blocks" not in engine.counters()
 
 
 def test_what_was_computed_while_the_pool_was_pinned_is_stored_when_it_is(

@@ -9,7 +9,7 @@ from typing import Any
 from kvsidecar.integrations.vllm.touches import AFTER_SECONDS
 from tests.harness import DaemonProcess, eventually
 from tests.vllm.conftest import SOON_FULL
-from tests.vllm.engine import Answer, Engine, Prompt, input_of, join, kvsidecar, prompt, running, sampling
+from tests.vllm.engine import Answer, Engine, Prompt, input_of, joined, prompt, sampling
 
 
 def ask(engine: Engine, what: Prompt, times: dict[str, Any] | None = None) -> Answer:
@@ -24,12 +24,11 @@ def ask(engine: Engine, what: Prompt, times: dict[str, Any] | None = None) -> An
 
 
 def test_the_blocks_of_a_request_with_a_time_expire_and_others_stay(model: str, daemon: DaemonProcess) -> None:
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        joined = daemon.metric("kvsidecar_blocks")
+    with joined(daemon, model) as engine:
+        before_all = daemon.metric("kvsidecar_blocks")
         short, idle, wrong, plain = (prompt(name, 300) for name in ("short", "idle", "wrong", "plain"))
         before = ask(engine, plain)
-        blocks = daemon.metric("kvsidecar_blocks") - joined
+        blocks = daemon.metric("kvsidecar_blocks") - before_all
         assert blocks > 0
         ask(engine, short, {"ttl": 1})
         ask(engine, idle, {"idle_ttl": "1s"})
@@ -46,8 +45,7 @@ def test_the_blocks_of_a_request_with_a_time_expire_and_others_stay(model: str, 
 def test_a_request_that_is_over_makes_room_and_one_that_pauses_does_not(model: str, short_dir: Path) -> None:
     with DaemonProcess(short_dir, *SOON_FULL, "--eviction", "rhythm") as daemon:
         daemon.wait_ready()
-        with running(model, kvsidecar(daemon.socket)) as engine:
-            join(engine, daemon)
+        with joined(daemon, model) as engine:
             waits, over, bad = (prompt(name, 300) for name in ("waits", "over", "bad"))
             ask(engine, bad, {"pause": "soon"})
             before = ask(engine, waits, {"pause": 5})

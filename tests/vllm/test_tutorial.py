@@ -87,7 +87,6 @@ def test_an_engine_that_is_started_again_hits_at_once(terminals: Terminals) -> N
     assert "kvsidecar_blocks 28.0" in said
     assert re.search(r"^vllm:kvsidecar_attached\{.*\} 1\.0$", said, re.MULTILINE)
     assert re.search(r"^vllm:kvsidecar_stored_blocks_total\{.*\} 28\.0$", said, re.MULTILINE)
-
     terminals.interrupt(engine)
     eventually(lambda: not terminals.answers("9464", "/status")["ranks"], terminals.logs, pause=0.2)
     assert "rank attached" in terminals.logs()
@@ -100,6 +99,5 @@ def test_an_engine_that_is_started_again_hits_at_once(terminals: Terminals) -> N
     assert re.search(r"^vllm:prefix_cache_hits_total\{.*\} 0\.0$", said, re.MULTILINE)
     assert re.search(rf"^vllm:external_prefix_cache_hits_total\{{.*\}} {WHOLE}\.0$", said, re.MULTILINE)
     assert 'kvsidecar_jobs_total{direction="load",outcome="done"} 4.0' in said
-
     chat = "--url http://localhost:8000 --users 2 --turns 2 --words 10 --max-tokens 4"
     assert "4 answers in " in terminals.run(f"python checkout/examples/chat.py {chat}")

@@ -8,10 +8,19 @@ from pathlib import Path
 
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import Answer, Engine, EngineProcess, blocks, join, kvsidecar, prompt, rejoin, running
-
-LONG = prompt("long", 700)
-WHOLE = 672
+from tests.vllm.engine import (
+    LONG,
+    WHOLE,
+    Answer,
+    Engine,
+    EngineProcess,
+    blocks,
+    hits,
+    join,
+    kvsidecar,
+    rejoin,
+    running,
+)
 
 
 @contextmanager
@@ -25,7 +34,7 @@ def kill(daemon: DaemonProcess) -> None:
     daemon.process.wait(SECONDS)
 
 
-def hits(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
+def loads_all_of_it(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None:
     """The prompt is loaded as a whole, is right, and nothing of it is stored again."""
     before, jobs = engine.counters(), daemon.get("/status")[1]["jobs"]
     (answer,) = engine.generate(LONG)
@@ -45,15 +54,14 @@ def test_an_engine_that_runs_on_hits_what_it_stored_before_the_kill(
     with running(model, kvsidecar(str(short_dir / "kvs.sock"))) as engine:
         with started(short_dir, pool_dir) as first:
             join(engine, first)
-            (answer,) = engine.generate(LONG)
-            assert (answer.cached, [answer.tokens]) == (0, truth(LONG))
+            hits(engine, truth, LONG, 0)
             engine.drain()
             stored = blocks(first)
             kill(first)
         with started(short_dir, pool_dir) as second:
             assert blocks(second) == stored
             rejoin(engine, second)
-            hits(engine, second, truth)
+            loads_all_of_it(engine, second, truth)
 
 
 def test_an_engine_hits_what_is_pinned_before_the_new_daemon_is_ready(
@@ -100,4 +108,4 @@ def test_an_engine_that_starts_after_both_were_killed_hits(
     with started(short_dir, pool_dir) as second, running(model, transfer) as engine:
         assert blocks(second) == stored
         join(engine, second)
-        hits(engine, second, truth)
+        loads_all_of_it(engine, second, truth)

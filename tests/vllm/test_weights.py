@@ -11,10 +11,21 @@ import pytest
 from tests.harness import DaemonProcess
 from tests.vllm import models
 from tests.vllm.conftest import Truth
-from tests.vllm.engine import Engine, EngineProcess, Prompt, join, kvsidecar, prompt, running
-
-LONG = prompt("long", 700)
-WHOLE = 672
+from tests.vllm.engine import (
+    LONG,
+    WHOLE,
+    Engine,
+    EngineProcess,
+    Prompt,
+    ask_again,
+    forget,
+    hits,
+    join,
+    joined,
+    kvsidecar,
+    prompt,
+    running,
+)
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -58,7 +69,6 @@ def test_an_updated_engine_is_not_offered_kv_of_the_old_weights_and_shares_again
         assert (mine.cached, mine.tokens) == (WHOLE, wanted), "an engine that is alone still has its own"
         engine.drain()
         assert engine.counters()["vllm:kvsidecar_unnamed_resets"] == 1
-
         name.write_text("step 1")
         other.update(new)
         assert other.reset(connector=True)
@@ -81,11 +91,8 @@ def test_a_reset_that_is_refused_must_be_asked_for_again(
     model: str, daemon: DaemonProcess, truth: Truth, tmp_path: Path
 ) -> None:
     """Requests run: the GPU keeps their KV, which nobody may share."""
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        engine.generate(LONG)
-        engine.drain()
-        assert engine.reset()
+    with joined(daemon, model) as engine:
+        ask_again(engine)
         engine.add(prompt("runs", 300), tokens=30)
         engine.step_until(lambda: engine.scheduler.running, "a request runs")
         stored = daemon.get("/status")[1]["jobs"]["stores_done"]
@@ -97,8 +104,7 @@ def test_a_reset_that_is_refused_must_be_asked_for_again(
         engine.drain()
         assert engine.reset(connector=True)
         (cold,) = engine.generate(LONG)
-        engine.drain()
-        assert engine.reset()
+        forget(engine)
         (hit,) = engine.generate(LONG)
         assert (cold.cached, hit.cached) == (0, WHOLE)
         assert [cold.tokens] == [hit.tokens] == truth(LONG)
@@ -115,8 +121,7 @@ def test_an_engine_whose_hashes_are_its_own_says_so_on_its_metrics(
     """This version makes a random seed for some algorithms only; vLLM 0.26 does for all."""
     pytest.importorskip("xxhash")
     monkeypatch.delenv("PYTHONHASHSEED")
-    with running(model, kvsidecar(daemon.socket), prefix_caching_hash_algo="xxhash") as engine:
-        join(engine, daemon)
+    with joined(daemon, model, prefix_caching_hash_algo="xxhash") as engine:
         assert engine.counters()["vllm:kvsidecar_own_hashes"] == 1
 
 
@@ -126,15 +131,11 @@ def test_two_copies_of_the_same_weights_share(model: str, daemon: DaemonProcess,
     shutil.copytree(model, copy, copy_function=shutil.copyfile)
     for number, each in enumerate(copy.iterdir()):
         os.utime(each, (number, number))
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         engine.generate(LONG)
         engine.drain()
-    with running(str(copy), kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
-        (hit,) = engine.generate(LONG)
-        assert hit.cached == WHOLE
-        assert [hit.tokens] == truth(LONG)
+    with joined(daemon, str(copy)) as engine:
+        hits(engine, truth)
         (space,) = daemon.get("/status")[1]["namespaces"]
         assert space["namespace"]["model"].startswith("LlamaForCausalLM-")
 
@@ -148,10 +149,8 @@ def test_a_copy_in_which_an_adapter_was_merged_into_one_tensor_hits_nothing(
     tensors = safetensors.load_file(weights)
     tensors["model.layers.0.self_attn.k_proj.weight"] *= 1.01
     safetensors.save_file(tensors, weights, {"format": "pt"})
-    with running(model, kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, model) as engine:
         engine.generate(LONG)
         engine.drain()
-    with running(str(merged), kvsidecar(daemon.socket)) as engine:
-        join(engine, daemon)
+    with joined(daemon, str(merged)) as engine:
         assert engine.generate(LONG)[0].cached == 0
