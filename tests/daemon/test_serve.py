@@ -65,7 +65,6 @@ def test_probes_are_answered_while_the_daemon_is_imported(short_dir: Path, gate:
         connection.request("GET", "/health", headers={"Content-Length": "none"})
         assert connection.getresponse().status == 400
         connection.close()
-
         gate.let_pass()
         daemon.wait_ready()
         assert daemon.get("/ready")[0] == 200

@@ -17,14 +17,11 @@ from tests.deploy.support import DEPLOY, ROOT
 
 HERE = DEPLOY / "kubernetes"
 
-
 PATCHES = ("disk-tier", "host-pool", "huge-pages", "publisher")
 """Components that patch the DaemonSet."""
 
-
 FIRST_VERSION = "1.29"
 """The first Kubernetes that runs native sidecars without a feature gate."""
-
 
 Manifest = dict[str, Any]
 

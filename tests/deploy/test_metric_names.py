@@ -56,7 +56,6 @@ NOT_ON_A_PANEL = {
     "kvsidecar_spans": "of the tracing, which is off by default",
 }
 
-
 ENGINES = {"vllm": vllm.GAUGES, "sglang": offload_condition.GAUGES}
 """What the integrations export with the engines' own metrics."""
 
