@@ -24,7 +24,7 @@ from tests.e2e.policies import daemon_for_others, needs_root
 from tests.e2e.unfinished import before_any_is_ended, ended, refusals
 from tests.e2e.wire import stub
 from tests.harness import SECONDS, DaemonProcess, Rank, eventually
-from tests.marks import lent_daemon
+from tests.marks import daemon_may_open, lent_daemon
 
 pytestmark = lent_daemon
 
@@ -93,6 +93,7 @@ def test_a_message_over_the_limit_is_refused_and_counted(daemon: DaemonProcess) 
     assert refusals(daemon, "limit") == 1
 
 
+@daemon_may_open(2000)  # two for each connection
 def test_a_client_beyond_the_limit_of_connections_is_told_and_does_not_hammer(daemon: DaemonProcess) -> None:
     """Its call waited for its own time limit while it connected dozens of times a second."""
     connections = [Connection(Path(daemon.socket)) for _ in range(grpc_front.MAX_CONNECTIONS)]
@@ -107,6 +108,7 @@ def test_a_client_beyond_the_limit_of_connections_is_told_and_does_not_hammer(da
         each.close()
 
 
+@daemon_may_open(2000)
 def test_what_one_user_holds_stays_below_the_stated_bound_and_is_given_back(daemon: DaemonProcess) -> None:
     """As many connections and calls as are taken, each as large as it may be."""
     block = request() + literal_fields([(b"x-large", bytes(3900)), *((b"x", bytes(60)) for _ in range(50))])

@@ -25,6 +25,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cli.command import run
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, eventually, hashes
+from tests.marks import daemon_may_open
+
+pytestmark = daemon_may_open(3000)
 
 NAMESPACES, RANKS, LARGE = 960, 200, 3
 HELLO = framed(pb.Hello(protocol=PROTOCOL, num_fds=1))

@@ -49,7 +49,8 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.skip("the last release is not in this copy of the repository")
     directory = tmp_path_factory.mktemp("last")
     with tarfile.open(fileobj=io.BytesIO(archive)) as file:
-        file.extractall(directory, filter="data")
+        file.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)  # new in Python 3.11.4
+        file.extractall(directory)
     (directory / "kvsidecar" / "_version.py").write_text(f'__version__ = version = "{version}"\n')  # the build makes it
     command = [sys.executable, "-c", "import kvsidecar.client; print(kvsidecar.client.__file__)"]
     ran = subprocess.run(command, env=environment(**variables(directory)), capture_output=True, text=True, check=True)
