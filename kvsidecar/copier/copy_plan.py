@@ -99,8 +99,8 @@ class BlockCopies:
             self._lead = False
             recipe = bound.fast
             if small_calls and bound.few is not bound.fast:
-                recipe = _better_in_small_calls(bound, ids, places, self._boundary, max_batch, chunk or CALL_BYTES)
-            pitched, pieces = _copies(recipe, ids, places, self._boundary)
+                recipe = _better_in_small_calls(bound, ids, places, max_batch, chunk or CALL_BYTES)
+            pitched, pieces = _copies(recipe, ids, places)
             pitched, pieces = _apart(pitched, pieces, np.uint64(self._boundary))
             return _calls(pitched, MAX_PITCHED, chunk) + _calls(pieces, max_batch, chunk)
         return []
@@ -110,14 +110,13 @@ def _better_in_small_calls(
     bound: BoundGroup,
     ids: npt.NDArray[np.uint64],
     slots: npt.NDArray[np.uint64],
-    boundary: int,
     max_batch: int,
     call_bytes: int,
 ) -> Recipe:
     """The recipe that takes less time for these blocks, with a start-up cost for each batch."""
     num_runs = in_runs = 0
     if len(bound.fast.narrow):
-        _, lengths, _ = _runs(ids, slots, boundary)
+        _, lengths, _ = _runs(ids, slots)
         long = lengths[lengths >= bound.fast.long_run]
         num_runs, in_runs = len(long), int(long.sum())
     few, fast = (
@@ -126,13 +125,11 @@ def _better_in_small_calls(
     return bound.fast if fast < few else bound.few
 
 
-def _copies(
-    recipe: Recipe, ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64], boundary: int
-) -> tuple[Copies, Copies]:
+def _copies(recipe: Recipe, ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64]) -> tuple[Copies, Copies]:
     """Pitched copies, and pieces, of one slice of blocks."""
     pitched = _records(recipe.pitched, ids, slots)
     if recipe.contiguous or len(recipe.narrow):
-        firsts, lengths, step = _runs(ids, slots, boundary)
+        firsts, lengths, step = _runs(ids, slots)
         columns = recipe.wide if len(recipe.wide) else recipe.narrow
         if recipe.contiguous and step == int(columns.row_bytes[0]):  # no gaps between the slots
             joined = _records(columns, ids[firsts], slots[firsts])
@@ -205,15 +202,14 @@ def _records(columns: Columns, ids: npt.NDArray[np.uint64], slots: npt.NDArray[n
 
 
 def _runs(
-    ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64], boundary: int
+    ids: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], int]:
     """Runs of consecutive blocks in equally spaced slots: index of the first, length, and the distance of slots."""
     distance = np.diff(slots.astype(np.int64))
     # A pitch is not negative, so both ids and slots must ascend.
     ascending = (np.diff(ids.astype(np.int64)) == 1) & (distance > 0)
     step = int(distance[ascending].min()) if ascending.any() else 0
-    same_chunk = slots[1:] // np.uint64(boundary) == slots[:-1] // np.uint64(boundary)
-    joins = ascending & (distance == step) & same_chunk
+    joins = ascending & (distance == step)
     firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
     lengths = np.diff(np.append(firsts, len(ids)))
     return firsts, lengths, step

@@ -13,6 +13,7 @@ from tests.cache.integrity import check_integrity
 from tests.cache.support import (
     PAGE,
     begin,
+    find,
     key,
     keys,
     lease,
@@ -124,6 +125,17 @@ def test_there_is_no_place_if_every_block_is_in_use() -> None:
     assert cache.find_place(2 * PAGE) is not None
 
 
+def test_a_place_does_not_reach_beyond_the_offset() -> None:
+    """There, memory may not be pinned."""
+    cache = new_cache(4)
+    space = open_space(cache, shards=(2,))
+    store(cache, space, "a", "b")
+    lease(cache, space, "a")
+    cache.clear_blocks(space, keys("b"))
+    assert cache.find_place(3 * PAGE) is None
+    assert cache.find_place(4 * PAGE) == (2 * PAGE, 2 * PAGE)
+
+
 # -- store --------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +199,21 @@ def test_a_small_shard_leaves_the_last_full_slab_to_a_large_one_of_the_same_requ
 # -- leases -------------------------------------------------------------------------------------------------------
 
 
+def test_hits_are_not_added_to_the_lease_of_another_owner() -> None:
+    cache = new_cache(2)
+    space = open_space(cache)
+    store(cache, space, "a", "b")
+    lease(cache, space, "a", owner="them")  # its id is 0, which names no lease
+    theirs = lease(cache, space, "a", owner="them")
+    mine, _ = cache.lookup_and_lease([(space, keys("b"))], LookupMode.PREFIX, 0, 10, "me", theirs)
+    assert mine is not None
+    assert mine.id != theirs
+    assert (cache.held("them"), cache.held("me")) == ((2, 2), (1, 1))
+    cache.drop_owner("them")
+    assert cache.lease(mine.id, 0) is mine
+    check_integrity(cache)
+
+
 def test_lease_ids_come_from_the_given_source() -> None:
     cache = BlockCache(SlotAllocator(PAGE, PAGE), next_id=iter([99]).__next__)
     space = open_space(cache)
@@ -220,6 +247,17 @@ def test_a_corrupt_block_is_a_miss_and_its_slot_is_withdrawn_when_the_last_load_
     assert (stats.quarantined_bytes, stats.used_bytes, stats.free_bytes) == (PAGE, PAGE, 0)
     assert refused(cache, space, "x", "y")
     check_integrity(cache)
+
+
+def test_a_refused_store_of_all_shards_of_its_blocks_leaves_nothing_of_them() -> None:
+    cache = new_cache(3)
+    space = open_space(cache, shards=(1, 1))
+    names = keys(*range(20))
+    assert cache.begin_store([(space, shard, names) for shard in (0, 1)]) is Refusal.POOL_FULL
+    check_integrity(cache)
+    assert [find(space, name) for name in names] == [None] * len(names)
+    store(cache, space, "a")
+    assert names_readable(cache, space, "a") == ["a"]
 
 
 def test_the_other_shards_of_a_corrupt_block_free_their_slots() -> None:

@@ -31,6 +31,18 @@ def test_an_id_that_is_given_again_is_of_the_new_lease() -> None:
     check_leases(table)
 
 
+def test_an_owner_holds_the_blocks_of_those_leases_that_have_not_ended() -> None:
+    table = LeaseTable()
+    first, second, third = (table.add("o", [chain(blocks)], float(blocks)) for blocks in (1, 2, 4))
+    table.release(first.id)
+    assert table.held("o") == (2, 6)
+    assert table.pop_expired(2.0) == [second]
+    assert table.held("o") == (1, 4)
+    check_leases(table)
+    assert table.pop_owner("o") == [third]
+    assert table.held("o") == (0, 0)
+
+
 def test_an_id_in_use_is_not_given_again() -> None:
     ids = iter([7, 7, 8])
     table = LeaseTable(lambda: next(ids))

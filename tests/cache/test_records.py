@@ -18,7 +18,7 @@ from kvsidecar.cache.records import COMMIT, DIGEST, HASH, RECORD_WORDS, SIZE, SL
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.space_blocks import Space
 from kvsidecar.types import Namespace
-from tests.cache.cuts import NUM_SPACES, recorded_cache, words_for
+from tests.cache.cuts import NUM_SPACES, CutMemory, OrderAlone, recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.loops import loops_up_to
 from tests.cache.support import (
@@ -68,17 +68,21 @@ class Life:
                 self.filled[slot] = (space.namespace.model, names[index], shard)
             self.cache.seal_all(grant)
 
-    def check(self, names: range = range(100)) -> int:
-        """Every block that is found has the bytes that were stored. Returns how many are found."""
-        found = 0
-        for space in self.cache.spaces:
+    def check(self, names: range = range(100), run: BlockCache | None = None) -> int:
+        """Every block that is found has the bytes that were stored. Returns how many are found.
+
+        Args:
+            run: another one than that of `cache`.
+        """
+        found, cache = 0, run or self.cache
+        for space in cache.spaces:
             for name in names:
                 if find(space, key(name)) is None:
                     continue
                 found += 1
                 for shard in range(space.num_shards):
                     assert self.filled[slot_of(space, key(name), shard)] == (space.namespace.model, name, shard)
-        assert found == self.cache.stats().blocks
+        assert found == cache.stats().blocks
         return found
 
     @property
@@ -145,6 +149,45 @@ def test_slots_that_were_being_filled_are_free_and_incomplete_blocks_are_dropped
     assert life.cache.stats().free_bytes == (PAGES - 2) * PAGE
     life.run()
     assert not life.cache.adopted.dropped, "what was dropped once is still there"
+
+
+@pytest.mark.parametrize("blocks", [1, FEW + 1])
+def test_blocks_whose_slots_another_store_was_filling_are_gone(blocks: int) -> None:
+    life = Life(blocks, blocks)
+    space = open_space(life.cache)
+    life.store(space, *range(blocks))
+    begin(life.cache, space, keys(*range(100, 100 + blocks)))
+    life.run()
+    assert life.cache.adopted.kept_blocks == life.check(range(200)) == 0
+
+
+@pytest.mark.parametrize("blocks", [1, FEW + 1])
+def test_a_kill_at_any_word_of_a_store_leaves_no_block_with_other_bytes(blocks: int) -> None:
+    life, cuts = Life(blocks, blocks), 0
+
+    def cut() -> None:
+        nonlocal cuts
+        cuts += 1
+        life.check(range(200), recorded_cache(np.array(life.words, subok=False), blocks, blocks, OrderAlone))
+
+    life.words = CutMemory.create(words_for(blocks, blocks), cut)
+    space = open_space(life.run())
+    life.store(space, *range(blocks))
+    before = cuts
+    life.store(space, *range(100, 100 + blocks))
+    assert cuts > before
+    assert life.check(range(200)) == blocks
+
+
+@pytest.mark.parametrize("lose", ["mark_corrupt", "forget"])
+def test_a_block_whose_bytes_are_wrong_is_gone_though_its_load_has_not_ended(lose: str) -> None:
+    life = Life()
+    space = open_space(life.cache)
+    life.store(space, 1, 2)
+    load = life.cache.begin_load([(space, 0, keys(1))], None, 0.0)
+    getattr(life.cache, lose)(load, 0, 0)
+    life.run()
+    assert names_readable(life.cache, life.space(), 1, 2) == [2]
 
 
 def test_what_was_cleared_stays_cleared_though_the_sweep_never_came() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from kvsidecar.client import Client
 from kvsidecar.client.jobs import Jobs
-from kvsidecar.client.ledger import MAX_UNPOLLED, Job, Ledger
-from kvsidecar.client.types import NOT_ATTACHED, JobDone
+from kvsidecar.client.ledger import MAX_UNPOLLED, Flush, Job, Ledger, Phase
+from kvsidecar.client.types import BACKPRESSURE, NOT_ATTACHED, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, Outcome
 from tests.harness import SECONDS
@@ -26,6 +26,24 @@ class FakeSession:
         self._ledger = ledger
         self.looked = 0
         self.ended: list[int] = []
+        self.sent: list[int] = []
+        self.flushes: list[Flush] = []
+        """That were asked for, and are not forgotten."""
+        self.named: list[int] = []
+        """The jobs of all flushes."""
+
+    def send(self, job: Job) -> None:
+        self.sent.append(job.number)
+
+    def flush(self, flush: Flush, jobs: list[int], seconds: float) -> None:
+        self.flushes.append(flush)
+        self.named += jobs
+
+    def forget_flush(self, flush: Flush) -> None:
+        self.flushes.remove(flush)
+
+    def wait_readable(self, seconds: float) -> bool:
+        return False
 
     def read_now(self) -> None:
         self.looked += 1
@@ -34,7 +52,7 @@ class FakeSession:
 
 
 def jobs_of(ledger: Ledger, session: FakeSession | None) -> Jobs:
-    return Jobs(SimpleNamespace(session=session), ledger, Monitor())  # type: ignore[arg-type]
+    return Jobs(SimpleNamespace(session=session, error=None), ledger, Monitor())  # type: ignore[arg-type]
 
 
 def test_the_end_of_jobs_is_looked_for_unless_all_were_added_since_the_last_time() -> None:
@@ -55,6 +73,26 @@ def test_the_end_of_jobs_is_looked_for_unless_all_were_added_since_the_last_time
     session.ended.append(2)
     assert [done.job for done in jobs.poll()] == [2]
     assert (jobs.poll(), session.looked) == ([], 2)
+
+
+def test_more_jobs_than_the_limit_are_declined_and_not_sent() -> None:
+    ledger = Ledger(2)
+    session = FakeSession(ledger)
+    jobs = jobs_of(ledger, session)
+    first, second, third = (jobs.submit(jobs.new(Direction.STORE, (), None, None), None) for _ in range(3))
+    assert session.sent == [first, second]
+    assert [(done.job, done.reason) for done in jobs.poll()] == [(third, BACKPRESSURE)]
+    ledger.finish(JobDone(first, Outcome.DONE))
+    assert jobs.submit(jobs.new(Direction.STORE, (), None, None), None) in session.sent
+
+
+def test_a_flush_that_is_over_is_forgotten_whether_its_jobs_have_ended_or_not() -> None:
+    ledger = Ledger(2)
+    session = FakeSession(ledger)
+    jobs = jobs_of(ledger, session)
+    ledger.add(Job(1, Direction.STORE, (), phase=Phase.SENT))
+    assert jobs.flush([1], 0.05, cancel=False) == {1}
+    assert (session.named, session.flushes) == ([1], [])
 
 
 def test_ends_that_nobody_asks_for_are_kept_up_to_a_limit(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

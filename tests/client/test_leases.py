@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from kvsidecar.client import Client, LeaseRenewal, Namespace
+from kvsidecar.client import Client, LeaseRenewal, LookupMode, Namespace
 from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.local_transport import LocalTransport
-from kvsidecar.client.messages import TransportError
+from kvsidecar.client.lookups import Lookups
+from kvsidecar.client.messages import LookupQuery, TransportError
+from kvsidecar.client.types import NO_ANSWER
+from kvsidecar.support.breaker import CircuitBreaker
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_daemon import FakeDaemon
-from tests.harness import SECONDS, hashes
+from tests.harness import NAMESPACE, SECONDS, hashes
 
 
 class FakeTransport:
@@ -75,6 +80,70 @@ def test_one_that_is_refused_is_logged(
     lease.release()
     assert "somebody else's" in caplog.text
     assert lease.renewed is None
+
+
+class Lookup(FakeTransport):
+    """Takes a lookup, which `on_answer` answers."""
+
+    connection = SimpleNamespace(token=b"t")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: set[object] = set()
+        self.woken = False
+        self.on_answer: Callable[[Any], None] = lambda _: None
+
+    def post(self, request: pb.LocalRequest, then: Any) -> bool:
+        if request.WhichOneof("message") != "lookup":
+            return super().post(request, then)
+        self.on_answer = then
+        return True
+
+    def call(self, request: pb.LocalRequest, seconds: float, on_late: Any) -> Any:
+        """It is not answered in time."""
+        self.on_answer = on_late
+        return TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "", comes_late=True)
+
+    def lookups(self) -> Lookups:
+        supervisor: Any = SimpleNamespace(transport=self, late_answers=self.late, wake=self.wake, attempts=1)
+        dialling: Any = SimpleNamespace(breaker=CircuitBreaker(), step_budget=1.0, socket="")
+        return Lookups(supervisor, dialling)
+
+    def wake(self) -> None:
+        self.woken = True
+
+
+QUERY = LookupQuery(NAMESPACE, {0: hashes("a")}, LookupMode.PREFIX, lease_seconds=2.0)
+
+
+def test_one_that_a_cancelled_lookup_brings_is_released_though_nobody_asks_for_anything_any_more() -> None:
+    transport = Lookup()
+    pending = transport.lookups().begin(QUERY)
+    assert pending is not None
+    pending.cancel()
+    assert (transport.late, transport.woken) == ({pending}, True), "nobody reads the answer"
+    transport.on_answer(pb.LookupReply(ready=True, lease=7, groups=[pb.GroupHits(hits=1)]))
+    assert transport.released == [7]
+    assert not transport.late
+
+
+def test_one_that_a_late_answer_brings_is_released() -> None:
+    transport = Lookup()
+    assert transport.lookups().lookup(QUERY, 0.1).reason == NO_ANSWER
+    assert (len(transport.late), transport.woken) == (1, True), "nobody reads the answer"
+    transport.on_answer(pb.LookupReply(ready=True, lease=7, groups=[pb.GroupHits(hits=1)]))
+    assert transport.released == [7]
+    assert not transport.late
+
+
+def test_one_of_a_daemon_that_has_begun_to_decline_lookups_is_released() -> None:
+    transport = Lookup()
+    pending = transport.lookups().begin(QUERY)
+    assert pending is not None
+    transport.on_answer(pb.LookupReply(ready=False, lease=7, groups=[pb.GroupHits()]))
+    result = pending.result(0.0)
+    assert (result.ready, result.lease) == (False, None)
+    assert transport.released == [7]
 
 
 @pytest.mark.parametrize("local_protocol", [True, False])

@@ -216,6 +216,19 @@ async def test_a_load_has_its_references_when_it_is_taken_whatever_comes_behind_
     await world.stored("e")
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_a_job_that_names_a_group_twice_is_declined(world: World, direction: Direction) -> None:
+    """Its two parts might name one block of the engine."""
+    await world.stored("a", "b")
+    parts = [JobBlocks(0, [hashlib.sha256(name.encode()).digest()], np.array([3])) for name in "ab"]
+    job = Job(100, direction, parts)
+    world.runner.start(world.session, job)
+    await job.over()
+    assert job.result is not None
+    assert job.result.reason is Refusal.INVALID_REQUEST
+    assert "twice" in job.result.error
+
+
 async def test_a_load_of_what_is_not_there_copies_nothing(world: World) -> None:
     await world.stored("a")
     result = await world.job(Direction.LOAD, "a", "b")

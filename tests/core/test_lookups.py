@@ -14,6 +14,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
+from tests.cache.limits import limits
 from tests.cache.support import PAGE, keys, namespace, new_cache, open_space, store
 
 NAMES = keys(*range(4))
@@ -69,6 +70,24 @@ def test_blocks_in_leases_are_counted_and_given_back_with_their_owner(world: Wor
     world.cache.drop_owner(b"a1")
     assert world.lookup(b"a2", 4).lease is not None
     assert world.limited == 1
+
+
+def test_a_lease_lasts_no_longer_than_the_daemon_allows(world: World) -> None:
+    packed = PackedHashes(NAMES[0], 32)
+    answer = world.lookups.lookup(namespace(), [(0, packed)], LookupMode.PREFIX, lease_seconds=1e9, owner=b"b")
+    assert answer.lease is not None
+    assert answer.lease_seconds == 60.0
+    assert world.lookups.renew(answer.lease, 1e9) == 60.0
+    assert world.cache.lease(answer.lease, 59.9) is not None
+    assert world.cache.lease(answer.lease, 60.0) is None
+
+
+def test_hits_that_cannot_be_leased_because_of_a_guarantee_are_answered_and_counted(world: World) -> None:
+    world.cache.set_shares(limits(model=(0, None), other=(8, None)))
+    answer = world.lookup(b"b", 4)
+    assert (answer.groups[0].hits, answer.lease, answer.lease_seconds) == (4, None, 0.0)
+    assert world.metrics.value("kvsidecar_refusals_total", reason="quota") == 1
+    assert world.limited == 0
 
 
 def test_kept_blocks_are_looked_up_and_leased_before_the_daemon_is_ready(world: World) -> None:

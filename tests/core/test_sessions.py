@@ -13,22 +13,26 @@ from typing import Any
 import pytest
 
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import HostBuffer
-from kvsidecar.core.access import Access
+from kvsidecar.core.access import Access, Identity, Policy, Rule
+from kvsidecar.core.job import Job, JobResult
 from kvsidecar.core.layout_checks import MAX_REGIONS, MAX_ROWS
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.registration import MAX_GROUPS, FdAllocation, RangesAllocation, RankRegistration
-from kvsidecar.core.sessions import Instances, RankSession
+from kvsidecar.core.sessions import MAX_RANKS, Instances, RankSession
 from kvsidecar.device.base import DeviceMemory
 from kvsidecar.errors import (
     AccessDenied,
     DeviceError,
     DeviceLost,
+    DeviceNotFound,
     ImportRefused,
     InvalidRequest,
     Refusal,
     Unavailable,
+    UnknownPeer,
 )
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire
 from kvsidecar.server.convert import registration_from
@@ -36,7 +40,7 @@ from kvsidecar.support import fence
 from kvsidecar.support.host_memory import create_file
 from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.support.peer import Credentials
-from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, Region
+from kvsidecar.types import MAX_TEXT_BYTES, Direction, GroupLayout, LookupMode, Outcome, Region
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.copiers import NoProcessCopiers
 from tests.harness import NAMESPACE, SECONDS, layout
@@ -168,6 +172,100 @@ async def test_different_users_may_attach_memory_of_their_own(buffer: HostBuffer
     await world.attach(world.peer(other, uid=1001))
     assert len(world.instances) == 2
     other.close()
+
+
+async def test_memory_is_unmapped_when_the_jobs_are_over_and_not_before(buffer: HostBuffer) -> None:
+    """Under a running copy it would be a fault of the copier's context."""
+    world, seen = World(), []
+    session = await world.attach(world.peer(buffer, uid=1000))
+    world.copier.on_request = seen.append
+    job = running(session)
+    ending = [asyncio.create_task(world.instances.end(session, gone=False)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await world.attach(world.peer(buffer, uid=1000))  # what the copier is asked, it does in order
+    assert seen == ["open"]
+    assert not any(task.done() for task in ending), "the second one waits for the end as well"
+    session.remove(job)
+    job.end(JobResult(Outcome.DONE), 0.0)
+    await asyncio.gather(*ending)
+    assert seen == ["open", "close"]
+
+
+async def test_jobs_of_a_process_that_has_gone_are_cancelled_and_those_of_others_are_finished(
+    buffer: HostBuffer,
+) -> None:
+    world = World()
+    for gone in (True, False):
+        session = await world.attach(world.peer(buffer, uid=1000))
+        job = running(session)
+        ending = asyncio.create_task(world.instances.end(session, gone=gone))
+        await asyncio.sleep(0)
+        assert job.stopped is (Refusal.CANCELLED if gone else None)
+        session.remove(job)
+        job.end(JobResult(Outcome.DONE), 0.0)
+        await ending
+
+
+def running(session: RankSession) -> Job:
+    """A job of this session, which the test ends."""
+    job = Job(1, Direction.STORE, [])
+    session.add(job)
+    return job
+
+
+async def test_a_process_that_has_gone_leaves_no_lease(buffer: HostBuffer) -> None:
+    world = World()
+    space = world.cache.open_space(NAMESPACE, 0, 1, 0, 4096)
+    hashes = [bytes([each]) * 32 for each in range(2)]
+    grant = world.cache.begin_store([(space, 0, hashes)])
+    assert isinstance(grant, StoreGrant)
+    world.cache.seal_all(grant)
+    one, other = (world.peer(buffer, uid=1000) for _ in range(2))
+    for peer in (one, other):
+        world.cache.lookup_and_lease([(space, hashes)], LookupMode.PREFIX, 0.0, 9.0, peer.token)
+    one.fds = ()  # the fixture's
+    world.instances.remove_peer(one)
+    assert (world.cache.held(one.token), world.cache.held(other.token)) == ((0, 0), (1, 2))
+
+
+async def test_a_rank_whose_process_goes_while_its_memory_is_imported_is_not_attached(buffer: HostBuffer) -> None:
+    """Nothing would end its session."""
+    world = World()
+    loop, peer = asyncio.get_running_loop(), world.peer(buffer, uid=1000)
+    peer.fds = (os.dup(buffer.fd),)
+
+    async def go() -> None:
+        world.instances.remove_peer(peer)
+
+    def goes(request: str) -> None:
+        if request == "open":
+            asyncio.run_coroutine_threadsafe(go(), loop).result(SECONDS)
+
+    world.copier.after_request = goes
+    with pytest.raises(UnknownPeer):
+        await world.attach(peer)
+    world.nothing_is_left()
+    assert peer.fds == (), "its descriptors are closed when nothing uses them any more"
+
+
+async def test_refused_ranks_do_not_count_against_their_user(buffer: HostBuffer) -> None:
+    world = World()
+    peer = world.peer(buffer, uid=1000)
+    for _ in range(MAX_RANKS):
+        with pytest.raises(DeviceNotFound):
+            await world.attach(peer, device="no such device")
+    assert await world.attach(peer) is not None
+
+
+async def test_a_new_policy_concerns_the_ranks_that_are_attached(buffer: HostBuffer) -> None:
+    world = World()
+    one, other = [await world.attach(world.peer(buffer, uid=1000)), await world.attach(world.peer(buffer, uid=1000))]
+    other.peer.caller = dataclasses.replace(other.peer.caller, identity=Identity(1001))
+    rules = Policy((Rule(uids=frozenset({1000}), namespaces=("*",)),))
+    world.instances.access = Access(rules, owner=0)
+    assert (one.denied, other.denied) == (False, True)
+    world.instances.access = Access(None, owner=0)
+    assert (one.denied, other.denied) == (False, False)
 
 
 async def test_a_process_that_the_client_cannot_watch_is_not_used(buffer: HostBuffer) -> None:

@@ -217,6 +217,24 @@ def test_a_late_read_is_a_miss_at_once_and_keeps_its_slot_until_it_returns(bench
     assert readable(bench.cache, bench.space, 1) == [True], "it is there after all"
 
 
+def test_more_blocks_than_may_wait_are_not_asked_for_until_some_of_them_wait_no_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_fetches, "MAX_WAITING", 4)
+    monkeypatch.setattr(tier_fetches, "CHUNKS", 1)
+    bench.keep(*range(8))
+    bench.ask(*range(8))
+    bench.find()
+    assert bench.fetches.waiting_blocks == 6, "two are being read"
+    assert bench.ask(20) == NOTHING
+    assert bench.refused == [(FetchRefusal.BUSY, 1)]
+    bench.now += INTEREST_SECONDS + 1
+    bench.read()
+    assert bench.refused[1:] == [(FetchRefusal.ABANDONED, 6)]
+    assert bench.fetches.waiting_blocks == 0
+    assert bench.ask(20).asking
+
+
 def test_a_tier_that_is_off_is_not_asked(bench: Bench) -> None:
     bench.tier.off = "out of order"
     assert bench.ask(1) == NOTHING
