@@ -14,8 +14,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
-from tests.cache.limits import limits
-from tests.cache.support import PAGE, keys, namespace, new_cache, open_space, store
+from tests.cache.support import PAGE, keys, limits, namespace, new_cache, open_space, store
 
 NAMES = keys(*range(4))
 USERS = {b"a1": [b"a1", b"a2"], b"a2": [b"a1", b"a2"], b"b": [b"b"]}
