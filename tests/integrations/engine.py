@@ -16,7 +16,7 @@ from kvsidecar.client import BreakerState
 from kvsidecar.client.types import NO_ANSWER, GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.hits import limit, lookup_range
-from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
+from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.recomputing import Recompute
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -443,6 +443,13 @@ def computed(
     """`run` of a request whose tokens are the numbers from ``first`` on."""
     request = Request(name, list(range(first, first + tokens)))
     return request, run(made, pool, request, tokens)
+
+
+def planned_load(made: SchedulerSide, request: Request, blocks: Allocated | LiveTables, tokens: int) -> LoadJob:
+    """The job of the next step for a request that has been given these blocks for a hit."""
+    made.update_state_after_alloc(request, blocks, tokens)
+    (job,) = made.build_plan(Step()).loads
+    return job
 
 
 def with_stored(tokens: int) -> tuple[SchedulerSide, TinyDaemon, Request]:

@@ -54,6 +54,13 @@ def ends(made: SchedulerSide, pool: TinyPool, request: Request, blocks: Sequence
     pool.free_blocks(reversed(blocks))
 
 
+def over(made: SchedulerSide, pool: TinyPool, tokens: int, name: str = "r", first: int = 0) -> Request:
+    """A request that was computed and has ended."""
+    request, blocks = computed(made, pool, tokens, name, first)
+    ends(made, pool, request, blocks)
+    return request
+
+
 def drain(made: SchedulerSide, failed: bool = False) -> list[list[bytes]]:
     """Idle steps until there is nothing to do. Returns what each job stored."""
     jobs = []
@@ -119,8 +126,7 @@ def test_what_a_step_has_no_room_for_when_a_request_ends_is_stored_by_later_step
 def test_what_is_due_leaves_the_engine_seven_eighths_of_its_blocks() -> None:
     pool = TinyPool(33)
     made = side(pool=pool)
-    request = Request("r", list(range(44)))
-    ends(made, pool, request, run(made, pool, request, 44))
+    request = over(made, pool, 44)
     made.take_report(ATTACHED)
     (job,) = made.build_plan(IDLE).stores
     assert len(stored_hashes((job,))) == 4
@@ -132,8 +138,7 @@ def test_what_is_due_leaves_the_engine_seven_eighths_of_its_blocks() -> None:
 def test_what_was_computed_without_a_daemon_is_stored_when_there_is_one_as_far_as_the_gpu_has_it() -> None:
     pool = TinyPool(16)
     made = side(pool=pool)
-    request = Request("r", list(range(20)))
-    ends(made, pool, request, run(made, pool, request, 20))
+    request = over(made, pool, 20)
     pool.take(12)  # the ten that were never used, and the last two of the prefix
     assert not made.has_pending_push_work()
     made.take_report(ATTACHED)
@@ -143,10 +148,8 @@ def test_what_was_computed_without_a_daemon_is_stored_when_there_is_one_as_far_a
 
 
 def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -> None:
-    clock = Clock()
-    made, pool = pooled(40, clock=clock)
-    request = Request("r", list(range(8)))
-    ends(made, pool, request, run(made, pool, request, 8))
+    made, pool = pooled(40, clock=(clock := Clock()))
+    request = over(made, pool, 8)
     tries = []
     for _ in range(60):
         if drain(made, failed=True):
@@ -162,10 +165,8 @@ def test_a_declined_store_is_tried_again_later_and_later_until_one_is_stored() -
 
 
 def test_a_store_that_is_not_admitted_is_no_failure_and_is_not_tried_again() -> None:
-    clock = Clock()
-    made, pool = pooled(40, clock=clock)
-    request = Request("r", list(range(8)))
-    ends(made, pool, request, run(made, pool, request, 8))
+    made, pool = pooled(40, clock=(clock := Clock()))
+    over(made, pool, 8)
     (job,) = made.build_plan(IDLE).stores
     number = frozenset({job.number})
     made.take_report(RankReport(stored={job.number: 1}, not_stored=number, not_admitted=number))
@@ -182,10 +183,8 @@ def test_a_store_that_is_not_admitted_is_no_failure_and_is_not_tried_again() -> 
 def test_a_sleeping_engine_is_woken_when_a_declined_store_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     alarms: list[float] = []
     monkeypatch.setattr(Alarm, "set", lambda _, seconds: alarms.append(seconds))
-    clock = Clock()
-    made, pool = pooled(40, clock=clock)
-    request = Request("r", list(range(8)))
-    ends(made, pool, request, run(made, pool, request, 8))
+    made, pool = pooled(40, clock=(clock := Clock()))
+    request = over(made, pool, 8)
     assert drain(made, failed=True)
     assert alarms.pop() == pytest.approx(RETRY_SECONDS, abs=1e-3)
     clock.now += RETRY_SECONDS / 4
@@ -201,15 +200,13 @@ def test_without_a_daemon_nobody_is_woken(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Alarm, "set", lambda *_: pytest.fail("woken"))
     pool = TinyPool(16)
     made = side(pool=pool)
-    request = Request("r", list(range(8)))
-    ends(made, pool, request, run(made, pool, request, 8))
+    over(made, pool, 8)
     assert not made.has_pending_push_work()
 
 
 def test_another_run_of_the_daemon_is_given_at_once_what_the_one_before_did_not_take() -> None:
     made, pool = pooled(40)
-    request = Request("r", list(range(8)))
-    ends(made, pool, request, run(made, pool, request, 8))
+    request = over(made, pool, 8)
     drain(made, failed=True)
     assert not made.has_pending_push_work()
     made.take_report(RankReport(attached={0: EPOCH + 1}))
@@ -218,10 +215,8 @@ def test_another_run_of_the_daemon_is_given_at_once_what_the_one_before_did_not_
 
 def test_a_store_that_ends_after_the_daemon_was_restarted_is_made_again() -> None:
     """Nobody knows which of the two runs stored it."""
-    clock = Clock()
-    made, pool = pooled(40, clock=clock)
-    request = Request("r", list(range(8)))
-    ends(made, pool, request, run(made, pool, request, 8))
+    made, pool = pooled(40, clock=(clock := Clock()))
+    request = over(made, pool, 8)
     (job,) = made.build_plan(IDLE).stores
     made.take_report(RankReport(attached={0: EPOCH + 1}, stored={job.number: 1}))
     clock.now += RETRY_SECONDS
@@ -229,12 +224,10 @@ def test_a_store_that_ends_after_the_daemon_was_restarted_is_made_again() -> Non
 
 
 def test_a_reset_forgets_what_is_due_and_what_running_stores_leave() -> None:
-    clock = Clock()
-    made, pool = pooled(40, clock=clock)
-    requests = [Request(name, list(range(first, first + 8))) for name, first in (("a", 0), ("b", 100))]
-    ends(made, pool, requests[0], run(made, pool, requests[0], 8))
+    made, pool = pooled(40, clock=(clock := Clock()))
+    over(made, pool, 8)
     drain(made, failed=True)
-    ends(made, pool, requests[1], run(made, pool, requests[1], 8))
+    over(made, pool, 8, "s", 100)
     (job,) = made.build_plan(IDLE).stores
     assert made.reset_cache() is False
     made.take_report(RankReport(stored={job.number: 1}, not_stored=frozenset({job.number})))
@@ -249,8 +242,7 @@ def test_what_no_step_comes_to_is_bounded_by_what_the_gpu_has_and_counted() -> N
     pool = TinyPool(9)
     made = side(pool=pool)
     for number in range(5):
-        request = Request(f"r{number}", list(range(100 * number, 100 * number + 16)))
-        ends(made, pool, request, run(made, pool, request, 16))
+        over(made, pool, 16, f"r{number}", 100 * number)
     assert made.counters.given_up_blocks == 11
     made.take_report(ATTACHED)
     assert sum(len(each) for each in drain(made)) == 8

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from tests.integrations.engine import EPOCH, Request, Step, TinyPool, pooled, run, stored_hashes
+from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyPool, pooled, run, stored_hashes
 
 NAMES = ("r", "s", "t")
 
@@ -43,7 +43,8 @@ def test_requests_whose_blocks_were_declined_together_are_asked_for_one_by_one()
 
 
 def test_what_a_request_has_behind_a_declined_part_is_not_offered() -> None:
-    made, pool = pooled(40)
+    clock = Clock()
+    made, pool = pooled(40, clock=clock)
     requests, job = together(made, pool)
     report(made, (job,), declined=True)
     jobs = made.build_plan(Step()).stores
@@ -60,7 +61,9 @@ def test_what_a_request_has_behind_a_declined_part_is_not_offered() -> None:
     made.request_finished(requests["r"])
     assert made.build_plan(Step()).stores == ()
     assert made.counters.unoffered_blocks == 3, "the last one is not computed, but has a hash"
-    assert made._stores._backlog.count == 0
+    report(made, jobs, declined=False)
+    clock.now += 100
+    assert not made.has_pending_push_work(), "nothing is to be tried again"
 
 
 def test_the_next_request_of_a_declined_prompt_offers_it_again() -> None:
@@ -99,7 +102,9 @@ def test_a_request_that_was_declined_in_two_jobs_has_one_of_its_own() -> None:
     assert [stored_hashes((job,)) for job in jobs] == [each.block_hashes[:3] for each in requests.values()]
     report(made, jobs, declined=True)
     assert not made.has_pending_push_work()
-    assert not made._stores._is_held.any()
+    assert all(block.ref_cnt == 1 for block in pool.blocks if block.block_hash), "they are the requests' alone"
+    made.take_report(RankReport(attached={0: EPOCH + 1}))
+    assert len(stored_hashes(made.build_plan(Step(dict.fromkeys(NAMES, 1))).stores)) == 9, "none of them counts as held"
 
 
 def test_after_a_reset_nothing_is_asked_again() -> None:
@@ -108,4 +113,4 @@ def test_after_a_reset_nothing_is_asked_again() -> None:
     made.reset_cache()
     report(made, (job,), declined=True)
     assert made.build_plan(Step()).stores == ()
-    assert not made._stores._is_held.any()
+    assert all(block.ref_cnt == 1 for block in pool.blocks if block.block_hash)

@@ -50,6 +50,20 @@ class Engine:
         assert client.wait([job], SECONDS)[job].outcome is Outcome.DONE
         self.worker.kv[...] = 0
 
+    def offered(self) -> Request:
+        """A request that has been offered the blocks of its first tokens."""
+        request = Request("r", list(range(9)))
+        self.stores(request)
+        assert self.side.get_num_new_matched_tokens(request, 0) == (8, True)
+        return request
+
+    def loaded(self, request: Request, *block_ids: int) -> None:
+        """The request has been given these blocks, and goes on when the first two have been loaded."""
+        self.side.update_state_after_alloc(request, Allocated(block_ids), 8)
+        self.until(lambda: self.worker.results.finished)
+        assert not self.worker.results.failed
+        assert (self.worker.kv[:, :, block_ids[:2]] == 5).all()
+
     def press(self) -> None:
         """Store five times what the pool holds: all goes that may."""
         evicted = self.daemon.metric("kvsidecar_evicted_blocks_total")
@@ -87,14 +101,9 @@ def engine(daemon: DaemonProcess) -> Iterator[Engine]:
 
 @pytest.mark.usefixtures("longer_offers")
 def test_an_offer_is_loaded_though_the_pool_was_short_before_it_was_taken(engine: Engine) -> None:
-    request = Request("r", list(range(9)))
-    engine.stores(request)
-    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    request = engine.offered()
     engine.press()
-    engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 8)
-    engine.until(lambda: engine.worker.results.finished)
-    assert not engine.worker.results.failed
-    assert (engine.worker.kv[:, :, [4, 5]] == 5).all()
+    engine.loaded(request, 4, 5, 6)
     counters = engine.side.counters
     assert (counters.loads, counters.failed_loads, counters.gone_loads, counters.unleased_loads) == (1, 0, 0, 0)
     engine.until(lambda: engine.leases() == 0)
@@ -104,9 +113,7 @@ def test_an_offer_is_loaded_though_the_pool_was_short_before_it_was_taken(engine
 
 @pytest.mark.usefixtures("longer_offers")
 def test_an_offer_that_vllm_asks_for_no_more_is_given_up(engine: Engine) -> None:
-    request = Request("r", list(range(9)))
-    engine.stores(request)
-    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    engine.offered()
     assert engine.leases() == 1
     engine.clock.now += UNCLAIMED_SECONDS
     engine.step()
@@ -115,17 +122,13 @@ def test_an_offer_that_vllm_asks_for_no_more_is_given_up(engine: Engine) -> None
 
 
 def test_an_offer_of_an_engine_that_stands_still_ends_by_itself(engine: Engine) -> None:
-    request = Request("r", list(range(9)))
-    engine.stores(request)
-    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    engine.offered()
     eventually(lambda: engine.expired() == 1)
     assert engine.leases() == 0
 
 
 def test_a_request_whose_offer_has_gone_is_computed_and_loads_again_when_it_was_preempted(engine: Engine) -> None:
-    request = Request("r", list(range(9)))
-    engine.stores(request)
-    assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
+    request = engine.offered()
     eventually(lambda: engine.leases() == 0)
     engine.press()
     engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 8)
@@ -137,10 +140,7 @@ def test_a_request_whose_offer_has_gone_is_computed_and_loads_again_when_it_was_
     engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 0)  # it is computed, and then preempted
     assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
     engine.worker.results = type(engine.worker.results)()
-    engine.side.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    engine.until(lambda: engine.worker.results.finished)
-    assert not engine.worker.results.failed
-    assert (engine.worker.kv[:, :, [1, 2]] == 5).all()
+    engine.loaded(request, 1, 2, 3)
 
 
 def test_what_was_asked_for_as_the_request_arrived_is_offered_and_loaded(engine: Engine) -> None:
@@ -149,9 +149,7 @@ def test_what_was_asked_for_as_the_request_arrived_is_offered_and_loaded(engine:
     engine.side.on_new_request(request)
     eventually(lambda: engine.leases() == 1)
     assert engine.side.get_num_new_matched_tokens(request, 0) == (8, True)
-    engine.side.update_state_after_alloc(request, Allocated([4, 5, 6]), 8)
-    engine.until(lambda: engine.worker.results.finished)
-    assert (engine.worker.kv[:, :, [4, 5]] == 5).all()
+    engine.loaded(request, 4, 5, 6)
     engine.until(lambda: engine.leases() == 0)
 
 

@@ -35,6 +35,7 @@ from tests.integrations.engine import (
     computed,
     full,
     group,
+    planned_load,
     pooled,
     run,
     side,
@@ -54,8 +55,7 @@ def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every
     daemon.put(0, request.block_hashes)
     assert made.get_num_new_matched_tokens(request, 4) == (8, True)
     assert (list(daemon.leases), daemon.kept) == ([1], set())  # a short one
-    made.update_state_after_alloc(request, Allocated([5, 9, 3, 8]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([5, 9, 3, 8]), 8)
     (blocks,) = load.blocks
     assert (load.request_id, blocks.hashes) == ("r", b"".join(request.block_hashes[1:3]))
     assert blocks.ids() == [9, 3]
@@ -256,8 +256,7 @@ def test_requests_that_must_not_read_the_cache_and_unaligned_local_hits_get_noth
 def test_a_request_whose_load_failed_is_computed() -> None:
     made, daemon, request = with_stored(9)
     made.get_num_new_matched_tokens(request, 0)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([1, 2, 3]), 8)
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     assert made.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (8, True)
@@ -274,8 +273,7 @@ def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None
     made.get_num_new_matched_tokens(request, 0)
     daemon.blocks.clear()
     daemon.expire()
-    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([1, 2, 3]), 8)
     assert [len(each) for each in load.blocks] == [2]
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
     assert (made.counters.failed_loads, made.counters.gone_loads) == (1, 1)
@@ -287,8 +285,7 @@ def test_a_hit_that_cannot_be_leased_at_once_is_loaded_all_the_same_and_counted(
     made, daemon, request = with_stored(9)
     made.get_num_new_matched_tokens(request, 0)
     monkeypatch.setattr(daemon, "renew_nowait", lambda *_: LeaseRenewal(None))
-    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([1, 2, 3]), 8)
     made.take_report(RankReport(loaded={load.number: 1}))
     assert (made.counters.unleased_loads, made.counters.gone_loads, made.counters.failed_loads) == (1, 0, 0)
 
@@ -299,8 +296,7 @@ def test_a_load_without_a_lease_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     lookup = daemon.lookup
     monkeypatch.setattr(daemon, "lookup", lambda *a, **k: replace(lookup(*a, **k), lease=None))
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([1, 2, 3]), 8)
     made.take_report(RankReport(loaded={load.number: 1}))
     assert (made.counters.unleased_loads, made.counters.failed_loads) == (1, 0)
 
@@ -343,8 +339,7 @@ def test_what_is_loaded_is_what_the_request_needs_at_its_allocation() -> None:
     request, other = Request("r", list(range(9))), Request("r", [9, *range(8)])
     daemon.put(0, request.block_hashes)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
-    made.update_state_after_alloc(other, Allocated([1, 2, 3]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, other, Allocated([1, 2, 3]), 8)
     assert load.blocks[0].split() == other.block_hashes[:2]
 
 
@@ -365,8 +360,7 @@ def test_a_hybrid_load_skips_null_blocks_and_takes_the_last_hash_of_a_coarse_blo
     daemon.put(1, hashes[3:4])
     daemon.put(2, hashes[3:4])
     assert made.get_num_new_matched_tokens(request, 0) == (16, True)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 8, 9]), 16)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 8, 9]), 16)
     loaded = {each.group: (each.hashes, each.ids()) for each in load.blocks}
     assert loaded == {0: (b"".join(hashes[:4]), [1, 2, 3, 4]), 1: (hashes[3], [6]), 2: (hashes[3], [8])}
 
@@ -378,8 +372,7 @@ def test_a_load_whose_needed_block_is_null_fails_instead_of_going_on_without_it(
     for index in range(3):
         daemon.put(index, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 0, 9]), 16)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([1, 2, 3, 4, 5], [0, 0, 0, 6, 7], [0, 0, 9]), 16)
     (state,) = (each for each in load.blocks if each.group == 2)
     assert state.hashes == bytes(32)  # which nobody has
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset({load.number})))
@@ -464,8 +457,7 @@ def test_what_was_loaded_is_not_stored_unless_the_load_failed(failed: bool) -> N
     daemon.put(0, request.block_hashes)
     made.get_num_new_matched_tokens(request, 0)
     blocks = pool.take(3)
-    made.update_state_after_alloc(request, Allocated([each.block_id for each in blocks]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, request, Allocated([each.block_id for each in blocks]), 8)
     made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset([load.number] * failed)))
     for block, each in zip(blocks, request.block_hashes, strict=False):
         pool.cache(block, each + bytes(4))
@@ -726,8 +718,7 @@ def test_what_is_stored_after_a_reset_is_this_engines_alone() -> None:
     assert other.get_num_new_matched_tokens(Request("s", list(range(9))), 0) == (0, False)
     loading = Request("t", list(range(9)))
     assert made.get_num_new_matched_tokens(loading, 0) == (8, True)
-    made.update_state_after_alloc(loading, Allocated([14, 15, 13]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, loading, Allocated([14, 15, 13]), 8)
     assert set(daemon.blocks) == {(0, each) for each in load.blocks[0].split()}
     (lease,) = daemon.kept
     assert daemon.leases[lease] == {0: load.blocks[0].hashes}
@@ -862,8 +853,7 @@ def test_a_load_carries_its_requests_traceparent_and_a_store_that_of_its_first_s
     loaded = Request("l", list(range(500, 509)), trace_headers={"traceparent": "t-l", "tracestate": "x"})
     daemon.put(0, loaded.block_hashes)
     made.get_num_new_matched_tokens(loaded, 0)
-    made.update_state_after_alloc(loaded, Allocated([14, 15, 13]), 8)
-    (load,) = made.build_plan(Step()).loads
+    load = planned_load(made, loaded, Allocated([14, 15, 13]), 8)
     assert load.traceparent == "t-l"
     headers = (None, {"traceparent": "t-b-00"}, {"traceparent": "t-c-01"}, {"traceparent": "t-d-01"})
     requests = [

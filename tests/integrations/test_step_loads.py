@@ -25,6 +25,7 @@ from tests.integrations.engine import (
     TinyPool,
     attached,
     full,
+    planned_load,
     run,
 )
 from tests.integrations.workers import Worker, load, store
@@ -73,8 +74,7 @@ def test_beside_another_request_it_is_loaded_before_the_step(others: str) -> Non
         assert made.get_num_new_matched_tokens(other, 0) == (0, False)
         made.update_state_after_alloc(other, LiveTables([pool.take(5)]), 0)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
-    made.update_state_after_alloc(request, LiveTables([pool.take(5)]), 8)
-    (job,) = made.build_plan(Step()).loads
+    job = planned_load(made, request, LiveTables([pool.take(5)]), 8)
     assert not job.in_step
     made.take_report(RankReport(loaded={job.number: 1}))
     for each in (other, request):
@@ -87,8 +87,7 @@ def test_a_hit_that_found_no_room_and_is_not_alone_any_more_is_loaded_before_its
     assert made.get_num_new_matched_tokens(request, 0) == (8, False)
     run(made, TinyPool(9), Request("other", list(range(100, 120))), 20)
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
-    made.update_state_after_alloc(request, Allocated([1, 2, 3, 4, 5]), 8)
-    (job,) = made.build_plan(Step()).loads
+    job = planned_load(made, request, Allocated([1, 2, 3, 4, 5]), 8)
     assert not job.in_step
 
 

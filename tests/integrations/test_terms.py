@@ -1,4 +1,4 @@
-"""What requests say of the times of their blocks reaches the daemon with their stores."""
+"""What requests say of their blocks reaches the daemon with their stores: priorities, and how long they are kept."""
 
 from __future__ import annotations
 
@@ -9,18 +9,73 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.metadata import RankReport
+from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, SHORTEST, Terms, terms_of
-from kvsidecar.types import MAX_IDLE_SECONDS
-from tests.integrations.engine import Clock, Request, Step, pooled, run, stored_hashes
+from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, MAX_ACTIONS, SHORTEST, Terms, priority_of, terms_of
+from kvsidecar.types import MAX_IDLE_SECONDS, Priority
+from tests.integrations.engine import ATTACHED, Clock, Request, Step, TinyPool, pooled, run, side, stored_hashes
+
+LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 
 
 @dataclass(eq=False)
-class Timed(Request):
-    """As vLLM's request."""
+class Said(Request):
+    """As vLLM's request since 0.32."""
 
+    kv_hints: Any = None
+    priority: int = 0
     kv_transfer_params: Any = None
+
+
+def hints(*kinds: str) -> Any:
+    return SimpleNamespace(actions=[SimpleNamespace(action_type=kind) for kind in kinds])
+
+
+def asked(*kinds: str, number: int = 0, **options: bool) -> tuple[Priority, Counters]:
+    counters = Counters()
+    request = SimpleNamespace(kv_hints=hints(*kinds) if kinds else None, priority=number)
+    return priority_of(request, counters, Options(**options)), counters
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["kv.retain"], HIGH),
+        (["Retain"], HIGH),
+        (["kv.pin"], HIGH),
+        (["kv.demote"], LOW),
+        (["kv.demote", "kv.retain"], HIGH),
+        (["kv.retain", "kv.demote"], HIGH),
+        (["kv.prefetch"], NORMAL),
+        (["kv.fetch"], NORMAL),
+        ([], NORMAL),
+    ],
+)
+def test_a_hint_means_a_priority(kinds: list[str], expected: Priority) -> None:
+    assert asked(*kinds)[0] is expected
+
+
+def test_hints_are_counted_and_those_of_other_kinds_ignored() -> None:
+    priority, counters = asked("kv.retain", "kv.pin", "kv.prefetch", "kv.fetch", "", "x.y.z")
+    assert (priority, counters.hints, counters.pin_hints, counters.unknown_hints) == (HIGH, 3, 1, 3)
+    _, counters = asked(*["kv.retain"] * (MAX_ACTIONS + 5))
+    assert (counters.hints, counters.unknown_hints) == (MAX_ACTIONS, 5)
+
+
+def test_hints_can_be_switched_off() -> None:
+    assert asked("kv.retain", kv_hints=False)[0] is NORMAL
+
+
+@pytest.mark.parametrize(("number", "expected"), [(-1, HIGH), (0, NORMAL), (3, LOW)])
+def test_the_schedulers_priority_counts_only_when_that_is_wanted(number: int, expected: Priority) -> None:
+    assert asked(number=number)[0] is NORMAL
+    assert asked(number=number, request_priority=True)[0] is expected
+    assert asked("kv.retain", number=number, request_priority=True)[0] is HIGH, "a hint says it more clearly"
+
+
+def test_a_request_of_a_version_without_hints_is_normal() -> None:
+    assert priority_of(Request("r", [1]), Counters(), Options(request_priority=True)) is NORMAL
 
 
 def terms(params: Any) -> tuple[Terms, Counters]:
@@ -71,26 +126,86 @@ def test_a_request_without_times_has_the_terms_of_others(params: Any) -> None:
     assert (found, counters.ttl_requests) == (DEFAULT_TERMS, 0)
 
 
-def test_requests_with_times_of_their_own_are_told_apart_also_when_they_are_stored_later() -> None:
-    clock = Clock()
-    made, pool = pooled(128, clock=clock)
-    expected, requests = {}, []
-    for number, times in enumerate(({"ttl": 5}, {"idle_ttl": 5}, {"ttl": 5, "idle_ttl": 5}, None)):
-        tokens = list(range(100 * number, 100 * number + 13))
-        request = Timed(str(number), tokens, kv_transfer_params={"kvsidecar": times})
-        requests.append(request)
+# -- in the scheduler ----------------------------------------------------------------------------------------------
+
+
+def said() -> dict[Terms, Request]:
+    """A request for each of several terms."""
+    kinds: dict[Terms, dict[str, Any]] = {
+        DEFAULT_TERMS: {},
+        Terms(HIGH): {"kv_hints": hints("kv.retain")},
+        Terms(LOW): {"kv_hints": hints("kv.demote")},
+        Terms(ttl=5): {"kv_transfer_params": {"kvsidecar": {"ttl": 5}}},
+        Terms(ttl=5, idle_ttl=5): {"kv_transfer_params": {"kvsidecar": {"ttl": 5, "idle_ttl": 5}}},
+    }
+    return {
+        terms: Said(str(number), list(range(100 * number, 100 * number + 13)), **words)
+        for number, (terms, words) in enumerate(kinds.items())
+    }
+
+
+def computed(made: SchedulerSide, pool: TinyPool) -> dict[Terms, list[bytes]]:
+    """Let each request of `said` be computed, and end. Returns their blocks."""
+    requests = said()
+    for request in requests.values():
         made.on_new_request(request)
         run(made, pool, request, 13)
-        expected[Terms(**(times or {}))] = request.block_hashes
-    for request in requests:
+    for request in requests.values():
         made.request_finished(request)
-    assert not made._stores.terms, "a request that has ended is forgotten"
+    return {terms: request.block_hashes for terms, request in requests.items()}
+
+
+def by_terms(jobs: tuple[StoreJob, ...]) -> dict[Terms, list[bytes]]:
+    assert len({job.terms for job in jobs}) == len(jobs)
+    return {job.terms: stored_hashes((job,)) for job in jobs}
+
+
+def in_any_order(blocks: dict[Terms, list[bytes]]) -> dict[Terms, list[bytes]]:
+    return {terms: sorted(hashes) for terms, hashes in blocks.items()}
+
+
+def test_blocks_of_requests_with_terms_of_their_own_are_stored_in_jobs_of_their_own_also_when_tried_again() -> None:
+    clock = Clock()
+    made, pool = pooled(128, store_interval=1000, clock=clock)
+    expected = computed(made, pool)
+    assert made.counters.hints == 2
     jobs = made.build_plan(Step()).stores
-    assert {job.terms: stored_hashes((job,)) for job in jobs} == expected
+    assert by_terms(jobs) == expected
     numbers = frozenset(job.number for job in jobs)
     made.take_report(RankReport(stored=dict.fromkeys(numbers, 1), not_stored=numbers))
     clock.now += 100
     again = made.build_plan(Step()).stores
-    assert {job.terms: sorted(stored_hashes((job,))) for job in again} == {
-        each: sorted(found) for each, found in expected.items()
-    }
+    assert in_any_order(by_terms(again)) == in_any_order(expected)
+    for job in again:
+        made.take_report(RankReport(stored={job.number: 1}))
+    assert not made.has_pending_push_work()
+
+
+def test_terms_end_with_their_request() -> None:
+    made, pool = pooled(128)
+    computed(made, pool)
+    made.build_plan(Step())
+    others = [Request(str(number), list(range(900 + 10 * number, 910 + 10 * number))) for number in range(len(said()))]
+    for other in others:
+        run(made, pool, other, 10)
+    for other in others:
+        made.request_finished(other)
+    assert {job.terms for job in made.build_plan(Step()).stores} == {DEFAULT_TERMS}
+
+
+def test_requests_that_are_considered_together_are_told_apart() -> None:
+    made, pool = pooled(128)
+    requests = said()
+    for request in requests.values():
+        made.on_new_request(request)
+        run(made, pool, request, 13)
+    jobs = made.build_plan(Step({request.request_id: 1 for request in requests.values()})).stores
+    assert by_terms(jobs) == {terms: request.block_hashes for terms, request in requests.items()}
+
+
+def test_what_is_computed_without_a_daemon_is_stored_later_with_its_terms() -> None:
+    pool = TinyPool(128)
+    made = side(pool=pool)
+    expected = computed(made, pool)
+    made.take_report(ATTACHED)
+    assert in_any_order(by_terms(made.build_plan(Step()).stores)) == in_any_order(expected)

@@ -33,6 +33,12 @@ def ended(count: int) -> tuple[SchedulerSide, TinyDaemon, Clock, list[Request]]:
     return made, daemon, clock, requests
 
 
+def later(made: SchedulerSide, clock: Clock) -> None:
+    """A step as the touches are due."""
+    clock.now += touches.AFTER_SECONDS
+    made.build_plan(Step())
+
+
 def test_all_blocks_of_a_request_are_touched_once_a_while_after_its_end() -> None:
     made, daemon, clock, (request,) = ended(1)
     made.build_plan(Step())
@@ -48,8 +54,7 @@ def test_a_step_touches_one_request_and_of_very_many_those_that_ended_first_are_
 ) -> None:
     monkeypatch.setattr(touches, "MAX_WAITING", 2)
     made, daemon, clock, requests = ended(3)
-    clock.now += touches.AFTER_SECONDS
-    made.build_plan(Step())
+    later(made, clock)
     assert len(daemon.touched) == 1
     made.build_plan(Step())
     made.build_plan(Step())
@@ -61,8 +66,7 @@ def test_a_step_touches_one_request_and_of_very_many_those_that_ended_first_are_
 def test_of_a_long_request_the_head_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(touches, "MAX_HASHES", 1)
     made, daemon, clock, (request,) = ended(1)
-    clock.now += touches.AFTER_SECONDS
-    made.build_plan(Step())
+    later(made, clock)
     assert daemon.touched == [{0: request.block_hashes[0]}]
 
 
@@ -83,8 +87,7 @@ def test_touches_that_nobody_hears_are_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(touches, "MAX_WAITING", 2)
     made, daemon, clock, _ = ended(3)
     assert made.counters.unsent_touches == 1, "more ended than are remembered"
-    clock.now += touches.AFTER_SECONDS
-    made.build_plan(Step())
+    later(made, clock)
     assert made.counters.unsent_touches == 1
     daemon.reason = NO_ANSWER
     made.build_plan(Step())
@@ -112,8 +115,7 @@ def test_what_a_request_says_of_its_next_use_goes_with_its_touch(
     run(made, pool, request, 8)
     request.append(answer)
     made.request_finished(request)
-    clock.now += touches.AFTER_SECONDS
-    made.build_plan(Step())
+    later(made, clock)
     assert (len(daemon.touched), daemon.pauses) == (1, [pause])
     assert made.counters.pauses == (said is not None)
 
@@ -121,6 +123,5 @@ def test_what_a_request_says_of_its_next_use_goes_with_its_touch(
 def test_after_a_reset_nothing_of_before_is_touched() -> None:
     made, daemon, clock, _ = ended(1)
     made.reset_cache()
-    clock.now += touches.AFTER_SECONDS
-    made.build_plan(Step())
+    later(made, clock)
     assert daemon.touched == []
