@@ -9,6 +9,34 @@ from tests.cache.cache_machine import Told, split
 from tests.cache.support import begin, keys, lease, namespace, new_cache, one_space, open_space, store
 
 
+def test_a_block_is_told_with_its_last_shard_and_not_before() -> None:
+    cache = new_cache(8)
+    told, space = Told(cache), open_space(cache, shards=(1, 1))
+    store(cache, space, "a", "b", shard=0)
+    store(cache, space, "b", shard=1)
+    assert told.readable == {0: set(keys("b"))}
+    store(cache, space, "a", "c", shard=1)
+    assert told.readable == {0: set(keys("a", "b"))}
+
+
+def test_a_block_that_lacks_a_shard_was_never_told_and_is_not_taken_back() -> None:
+    cache = new_cache(4)
+    told, space = Told(cache), open_space(cache, shards=(1, 1))
+    store(cache, space, "a", "b", shard=0)
+    cache.abort_all(begin(cache, space, keys("a"), 1))
+    store(cache, space, "c", "d")  # for which the halves of a and b go
+    assert (told.said.count("removed"), told.readable) == (0, {0: set(keys("c", "d"))})
+
+
+def test_of_blocks_that_go_together_only_the_whole_ones_are_taken_back() -> None:
+    cache = new_cache(3)
+    told, space = Told(cache), open_space(cache, shards=(1, 1))
+    store(cache, space, "a", "half", shard=0)
+    store(cache, space, "a", shard=1)
+    store(cache, open_space(cache, "big", shards=(3,)), "x")
+    assert told.readable == {0: set()}
+
+
 @pytest.mark.parametrize("how", ["corrupt", "forgotten"])
 def test_a_block_whose_bytes_are_wrong_is_taken_back_while_it_is_being_read(how: str) -> None:
     cache = new_cache(4)
