@@ -25,8 +25,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.attacks.lookup_times import OWN_SECONDS, Waits, longest_wait
 from benchmarks.attacks.support import behind_all
-from tests.e2e.lookup_times import OWN_SECONDS, Waits, longest_wait
 
 SLICE_SECONDS: Final = 0.0001
 PAUSE_SECONDS: Final = 0.0002

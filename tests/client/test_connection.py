@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,15 @@ from typing import Any
 import grpc
 import pytest
 
-from kvsidecar.client import AttachRefused, BreakerState, Client, ClientError, DaemonUnreachable
+from kvsidecar.client import AttachRefused, BreakerState, Client, ClientError, DaemonUnreachable, HostBuffer
 from kvsidecar.client.connection import DaemonProcess, LostDaemon, connect
+from kvsidecar.client.local_operator import Operator
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.quiescing import quiesce
+from kvsidecar.errors import RequestDenied
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.harness import NAMESPACE, SECONDS, eventually, hashes
+from tests.harness import NAMESPACE, SECONDS, eventually, hashes, layout
 from tests.open_files import open_files
 
 
@@ -288,3 +291,58 @@ def test_giving_up_in_the_middle_of_an_answer_leaves_no_descriptor_behind(short_
         server.join(SECONDS)
     os.close(cancel)
     assert pidfds() == before
+
+
+class ClosesItsClient:
+    """An event ring; what another thread may do while `Client.attach` begins, it does when it is asked for handles."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def handles(self) -> tuple[bytes, ...]:
+        self._client.close(0.0)
+        return ()
+
+    def record(self, index: int) -> None:
+        """Never called."""
+
+    mark = None
+
+
+def test_an_attach_ends_when_its_client_is_closed(short_dir: Path) -> None:
+    """And not when its own time is over: it would use a core until then."""
+    buffer = HostBuffer(1 << 20)
+    client = Client(str(short_dir / "kvs.sock"))
+    ring = ClosesItsClient(client)
+    with pytest.raises(ClientError, match="was closed while it attached"):
+        client.attach(
+            instance="i",
+            namespace=NAMESPACE,
+            buffers=buffer.kv_buffers(),
+            groups=[layout()],
+            events=ring,  # type: ignore[arg-type]
+            timeout=100 * SECONDS,
+        )
+    buffer.close()
+
+
+def test_a_daemon_that_does_not_know_the_request_is_of_another_release(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_link(*_: object, **__: object) -> None:
+        raise AttachRefused("nobody needs one here")
+
+    monkeypatch.setattr(f"{Operator.__module__}.{connect.__name__}", no_link)
+    socket = str(short_dir / "kvs.sock")
+    server = grpc.server(ThreadPoolExecutor(1))  # knows no request at all
+    server.add_insecure_port(f"unix:{socket}")
+    server.start()
+    operator = Operator(socket, timeout=30.0)
+    try:
+        with pytest.raises(ClientError, match=f"the daemon at {socket} runs a different release") as raised:
+            operator.call("CancelDrain", pb.CancelDrainRequest())
+        assert not isinstance(raised.value, DaemonUnreachable | RequestDenied)
+    finally:
+        operator.close()
+        server.stop(None)

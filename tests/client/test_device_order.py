@@ -228,15 +228,3 @@ def test_a_deadline_counts_from_the_submission_and_a_late_job_is_not_sent(attach
     for job in jobs:
         stream.done(job)
     assert client.close()
-
-
-def test_a_job_that_makes_no_message_is_declined_and_costs_no_other(attach: Attach) -> None:
-    client, stream = attach(None)
-    for blocks in ([Blocks(0, ["no bytes"], [0])], [Blocks(0, hashes("a"), [2**70])], [Blocks(0, [bytes(5 << 20)], [0])]):  # type: ignore[list-item]  # fmt: skip  # noqa: E501
-        job = client.store(blocks)
-        declined = client.wait([job], SECONDS)[job]
-        assert (declined.outcome, declined.reason) == (Outcome.DECLINED, "invalid_request")
-    job = client.store([Blocks(0, hashes("a"), [0])])
-    assert stream.store().job == job
-    stream.done(job)
-    assert client.close()

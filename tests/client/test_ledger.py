@@ -138,12 +138,13 @@ def test_a_job_whose_time_is_over_at_its_turn_is_declined_and_not_said(ledger: L
 
 def test_what_makes_no_message_is_declined(ledger: Ledger) -> None:
     send_queue = SendQueue(ledger)
-    huge, wrong = job(ledger, 1), job(ledger, 2)
+    huge, wrong, text = (job(ledger, number) for number in (1, 2, 3))
     huge.blocks = [Blocks(0, bytes(5 << 20), [0])]
     wrong.blocks = [Blocks(0, hashes("a"), [2**70])]
-    send_queue.put(huge, wrong)
-    assert not said(send_queue)
-    assert ends(ledger) == {1: "invalid_request", 2: "invalid_request"}
+    text.blocks = [Blocks(0, ["no bytes"], [0])]
+    send_queue.put(huge, wrong, text, job(ledger, 4, phase=Phase.QUEUED))
+    assert [message.store.job for message in said(send_queue)] == [4], "it costs another job"
+    assert ends(ledger) == dict.fromkeys((1, 2, 3), "invalid_request")
 
 
 def test_an_outbox_that_nobody_listens_to_forgets_what_waits(ledger: Ledger) -> None:
@@ -198,3 +199,26 @@ def test_a_job_is_overdue_once_it_could_be_sent_and_its_deadline_is_past() -> No
         assert (ledger.is_overdue(5.0), ledger.is_overdue(5.1)) == (False, True)
     ledger.finish(JobDone(1, Outcome.DONE))
     assert not ledger.is_overdue(6.0)
+
+
+# -- the ring of events ------------------------------------------------------------------------------------------------
+
+
+def test_ring_slots_go_round_so_that_an_entry_rests_as_long_as_possible() -> None:
+    ring = RingSlots(3, lambda job: True)
+    taken = []
+    for job in range(6):
+        index = ring.take(job)
+        assert index is not None
+        taken.append(index)
+        ring.issued(index)
+    assert taken == [0, 1, 2, 0, 1, 2]
+
+
+def test_ring_slots_ignore_what_they_do_not_know() -> None:
+    ring = RingSlots(1, lambda job: True)
+    assert ring.take(1) == 0
+    ring.issued(5)
+    ring.issued(-1)
+    assert ring.take(2) is None
+    assert RingSlots(0, lambda job: True).take(1) is None

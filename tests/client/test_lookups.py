@@ -223,7 +223,7 @@ def test_one_that_is_given_up_between_two_parts_leaves_no_lease(short_dir: Path,
             eventually(lambda: gate.holds(daemon.process.pid))
         gate.let_pass()
         eventually(lambda: daemon.metric("kvsidecar_leases") == 0 and not client._supervisor.late_answers)
-        assert daemon.metric('kvsidecar_refusals_total{reason="lease_expired"}') == 0
+        assert daemon.refused("lease_expired") == 0
         rank.close()
     gate.close()
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
+from kvsidecar.client.ledger import Job, Ledger, Phase
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.session import Session
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
-from kvsidecar.types import Direction, Outcome, State
+from kvsidecar.types import Direction, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.client.fake_transport import FakeStream, FakeTransport
 from tests.harness import SECONDS, hashes
@@ -52,12 +52,6 @@ def opened() -> Iterator[Opened]:
     opened.session.join()
 
 
-def test_what_the_daemon_answers_is_known_when_it_has_registered(opened: Opened) -> None:
-    assert (opened.session.id, opened.session.epoch) == (11, 7)
-    opened.stream.reply(readiness=pb.Readiness(state=pb.Readiness.STATE_READY))
-    opened.until(lambda: opened.session.readiness.state is State.READY)
-
-
 def test_a_daemon_that_has_failed_is_told_of_in_the_log_once(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     for bytes_pinned in (1, 2):
         failed = pb.Readiness(state=pb.Readiness.STATE_FAILED, reason="no memory to lock", pinned_bytes=bytes_pinned)
@@ -83,51 +77,6 @@ def test_jobs_are_sent_in_order_and_what_was_to_be_said_goes_with_the_next(opene
     assert opened.ledger.is_outstanding(2)
 
 
-def test_a_job_that_has_ended_is_not_sent(opened: Opened) -> None:
-    job = opened.job(1)
-    opened.session.fail(job, "no event")
-    opened.session.send(job)
-    (failed,) = opened.ledger.take_finished()
-    assert (failed.outcome, failed.reason, failed.error) == (Outcome.FAILED, "event_failed", "no event")
-    opened.session.send(opened.job(2))
-    assert opened.stream.next().store.job == 2
-
-
-def test_an_event_of_the_ring_is_free_when_the_daemon_says_so_or_its_job_has_ended(opened: Opened) -> None:
-    first, second, third = (opened.job(number) for number in (1, 2, 3))
-    with opened.monitor.lock:
-        opened.session.device_order = True
-        assert [opened.session.take_event(first), opened.session.take_event(second)] == [0, None]
-    opened.stream.reply(wait_issued=pb.WaitIssued(event=1))
-    opened.stream.done(4711)  # what was said before it has been heard when this has: it notifies
-    opened.stream.done(2)
-    opened.until(lambda: not opened.ledger.is_outstanding(2))
-    with opened.monitor.lock:
-        assert opened.session.take_event(third) == 0
-
-
-def test_a_flush_is_told_what_the_daemon_answers_to_it_and_nobody_who_has_gone(opened: Opened) -> None:
-    for number in (1, 2):
-        opened.session.send(opened.job(number))
-        opened.stream.next()
-    flushes = [Flush(opened.ledger, (1, 2), cancel=cancel) for cancel in (False, True)]
-    numbers = []
-    for flush in flushes:
-        with opened.monitor.lock:
-            opened.session.flush(flush, flush.take_unrequested(), 5.0)
-        message = opened.stream.next().flush
-        assert list(message.jobs) == [1, 2]
-        assert message.mode == (pb.Flush.MODE_CANCEL if flush.cancel else pb.Flush.MODE_FINISH)
-        assert 0 < message.timeout_ms <= 5000
-        numbers.append(message.flush)
-    with opened.monitor.lock:
-        opened.session.forget_flush(flushes[0])
-    for number in numbers:
-        opened.stream.reply(flushed=pb.Flushed(flush=number, pending=[2]))
-    opened.until(lambda: flushes[1].pending() == {2})
-    assert flushes[0].pending() == {1, 2}
-
-
 @pytest.mark.parametrize("error", [None, TransportError(grpc.StatusCode.UNAVAILABLE, "gone")])
 def test_what_was_said_before_the_end_is_taken_and_nothing_is_sent_after_it(
     opened: Opened, error: TransportError | None
@@ -144,10 +93,3 @@ def test_what_was_said_before_the_end_is_taken_and_nothing_is_sent_after_it(
     opened.session.send(opened.job(3))
     assert opened.stream.said.empty()
     assert queued.phase is Phase.QUEUED, "the daemon cannot have heard of it"
-
-
-def test_a_session_that_is_half_closed_says_nothing_more(opened: Opened) -> None:
-    opened.session.half_close()
-    assert opened.stream.finished.wait(SECONDS)
-    opened.session.send(opened.job(1))
-    assert opened.stream.said.empty()

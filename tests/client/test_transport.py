@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -139,17 +139,6 @@ def test_a_registration_that_is_refused_ends_the_stream_with_the_daemons_words(
     assert "protocol" in rank.stream.error.text
 
 
-def test_a_job_that_ended_before_its_turn_is_not_sent(transport: Transport, buffer: HostBuffer) -> None:
-    rank = Rank(transport, buffer)
-    ended = Job(1, Direction.STORE, [Blocks(0, hashes(1), [1])], phase=Phase.QUEUED)
-    rank.put(ended)
-    rank.store(2)
-    assert rank.next().done.job == 2
-    assert ended.phase is Phase.QUEUED
-    rank.finish()
-    rank.read_to_the_end()
-
-
 def test_a_job_that_ends_in_the_outbox_is_told_to_who_waits(transport: Transport, buffer: HostBuffer) -> None:
     rank = Rank(transport, buffer)
     late = Job(1, Direction.STORE, [Blocks(0, hashes(1), [1])], deadline=time.monotonic())
@@ -176,19 +165,12 @@ def test_calls_are_answered_refused_or_late(transport: Transport, daemon: Daemon
     assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def until(is_done: Callable[[], object], then: Callable[[], None]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_done():
-        assert time.monotonic() < deadline
-        then()
-
-
 def test_what_is_posted_is_handed_on_when_it_has_arrived(transport: Transport) -> None:
     transport.call(lookup("a"), SECONDS)
     got: list[Any] = []
     assert transport.post(pb.LocalRequest(renew=pb.RenewRequest(lease=4711, lease_ms=1)), got.append)
     assert transport.post(pb.LocalRequest(release=pb.ReleaseRequest(lease=4711)), None)
-    until(lambda: got, transport.collect)
+    eventually(lambda: transport.collect() or got)
     assert [answer.renewed for answer in got] == [False]
 
 
@@ -211,7 +193,7 @@ def test_a_refusal_of_what_is_posted_is_handed_on(transport: Transport) -> None:
     got: list[Any] = []
     bad = pb.LocalRequest(lookup=pb.LookupRequest(namespace=pb.Namespace(block_size=0)))
     assert transport.post(bad, got.append)
-    until(lambda: got, transport.collect)
+    eventually(lambda: transport.collect() or got)
     assert [error.code for error in got] == [grpc.StatusCode.INVALID_ARGUMENT]
 
 

@@ -51,8 +51,7 @@ def no_leaks() -> Iterator[None]:
 def job_ends(client: Client, count: int) -> list[JobDone]:
     """The next ends of jobs, all that `poll` gives until there are so many."""
     ends: list[JobDone] = []
-    with client._changed:
-        client._changed.wait_for(lambda: ends.extend(client.poll()) or len(ends) >= count, SECONDS)
+    eventually(lambda: ends.extend(client.poll()) or len(ends) >= count, lambda: ends)
     return ends
 
 
@@ -79,3 +78,14 @@ def until_declined(daemon: DaemonProcess, direction: str, count: int) -> None:
 
 def _until(daemon: DaemonProcess, metric: str, count: int) -> None:
     eventually(lambda: daemon.metric(metric) == count, lambda: f"{metric} is {daemon.metric(metric)}, not {count}")
+
+
+def deaths(daemon: DaemonProcess) -> float:
+    return daemon.metric('kvsidecar_copier_deaths_total{device="host"}')
+
+
+def attached_again(rank: Rank, daemon: DaemonProcess) -> None:
+    daemon.wait_log("the copier works")
+    daemon.wait_log("rank attached")  # its client has left the session before
+    assert rank.client.wait_attached(SECONDS)
+    assert rank.client.wait_ready(SECONDS).ready

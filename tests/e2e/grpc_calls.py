@@ -12,8 +12,11 @@ import grpc
 import pytest
 
 from benchmarks.attacks.http2_client import DATA, END_HEADERS, END_STREAM, HEADERS, frame, message, request
+from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.harness import SECONDS
+from tests.harness import NAMESPACE, SECONDS
+
+LOOKUP = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX)
 
 
 def half_send_a_call_and_go_on(

@@ -1,13 +1,16 @@
-"""What a daemon has left of an engine."""
+"""What a daemon holds, and what it has left of an engine."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from tests.harness import DaemonProcess, Rank, done
+from tests.harness import DaemonProcess, Rank, done, eventually
+from tests.open_files import open_files
 
 ENGINE = """
 import sys
@@ -51,3 +54,31 @@ def nothing_is_left_of(daemon: DaemonProcess) -> None:
     done(rank.load("healthy", at=[5]))
     assert rank.holds(5, "healthy")
     rank.close()
+
+
+def rss_mib(daemon: DaemonProcess) -> float:
+    with open(f"/proc/{daemon.process.pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def port_of(daemon: DaemonProcess) -> int:
+    return int(daemon.http.rpartition(":")[2])
+
+
+def holders(daemon: DaemonProcess) -> set[int]:
+    """Processes of the daemon that have an engine's memfd open or mapped: either keeps its memory allocated."""
+    found = set()
+    for pid in (daemon.process.pid, *daemon.copiers()):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        if any("memfd:kvsidecar-kv" in each for each in (*open_files(pid).values(), maps)):
+            found.add(pid)
+    return found
+
+
+def only_copiers_hold(daemon: DaemonProcess) -> None:
+    """For a copy that may still use it. The daemon has heard of the end of the engine, whose descriptor it had."""
+    eventually(lambda: holders(daemon) == set(daemon.copiers()), lambda: f"{holders(daemon)} hold it")
+
+
+def open_fds(daemon: DaemonProcess) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))

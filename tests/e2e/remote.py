@@ -68,9 +68,6 @@ class Remote:
         self.port = port
         self.address = f"localhost:{port}"
 
-    def denied(self) -> float:
-        return self.daemon.metric('kvsidecar_refusals_total{reason="denied"}')
-
 
 @pytest.fixture
 def remote(short_dir: Path, pki: Pki) -> Iterator[Remote]:

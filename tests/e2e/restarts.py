@@ -1,4 +1,4 @@
-"""Daemons that are killed, and started again."""
+"""How daemons start: the first one, and those that come after one that was killed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from kvsidecar.pool.kept_files import FILES
 from kvsidecar.pool.record_table import Owner, RecordTable, map_table
 from tests.harness import SECONDS, DaemonProcess, Rank, done
+
+CHUNKS = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
+"""A pool in eight chunks, pinned one after the other."""
 
 
 @contextmanager
@@ -44,3 +50,10 @@ def owners_in(pool_dir: Path) -> list[Owner]:
         return RecordTable.owners(map_table(fd))
     finally:
         os.close(fd)
+
+
+def grpc_health(daemon: DaemonProcess, service: str = "kvsidecar.v1.Sidecar") -> int:
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=SECONDS).status
+        return status

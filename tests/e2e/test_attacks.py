@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attacks.lookup_flood import HASHES
+from benchmarks.attacks.lookup_times import Asked, Waits
 from benchmarks.attacks.support import attack
 from kvsidecar.server.arrivals import TABLE_SHARE
-from tests.e2e.lookup_times import Asked, Waits
+from tests.e2e.leftovers import open_fds, port_of
 from tests.e2e.policies import daemon_for_others, needs_root
-from tests.e2e.ports import port_of
-from tests.e2e.unfinished import open_fds
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
 from tests.marks import daemon_may_open
 

@@ -19,15 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks.lookup_times import Asked, Waits
 from benchmarks.attacks.support import attack, behind_all
 from kvsidecar.core.block_notes import MAX_NOTES_BYTES
 from kvsidecar.server.grpc_front import USER_BYTES
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from kvsidecar.support import protobuf_trim
-from tests.e2e.lookup_times import Asked, Waits
-from tests.e2e.memory import rss_mib
-from tests.e2e.ports import port_of
-from tests.e2e.unfinished import open_fds
+from tests.e2e.leftovers import open_fds, port_of, rss_mib
 from tests.harness import DaemonProcess, Rank, done, eventually
 from tests.publisher.process import PublisherProcess
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Outcome
-from tests.e2e.copiers import attached_again, deaths
-from tests.e2e.endings import job_ends, no_leaks, quick, until_queued, works
+from tests.e2e.endings import attached_again, deaths, job_ends, no_leaks, quick, until_queued, works
 from tests.e2e.leftovers import nothing_is_left_of
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols

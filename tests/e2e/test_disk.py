@@ -330,16 +330,6 @@ def test_a_directory_that_cannot_be_used_is_named_and_the_daemon_serves(short_di
         rank.close()
 
 
-def test_what_is_cleared_does_not_come_back_from_disk(short_dir: Path) -> None:
-    with disk_daemon(short_dir) as daemon:
-        rank = Rank(daemon.wait_ready())
-        keep_on_disk(daemon, rank, "a")
-        rank.client.clear(rank.namespace)
-        eventually(lambda: tier_metric(daemon, "up") == 1)
-        assert fetched(rank, "a").groups[0].hits == 0
-        rank.close()
-
-
 def test_a_warm_restart_waits_for_the_tiers_process_too(short_dir: Path, pool_dir: Path) -> None:
     """It might still fill a slot that the new daemon has given to another block."""
     with disk_daemon(short_dir, "--pool-dir", str(pool_dir)) as daemon:
@@ -390,21 +380,6 @@ def test_a_disk_that_takes_no_writes_is_off_until_it_does_and_says_why(short_dir
         done(rank.load("a", at=[1]))
         eventually(lambda: written(daemon) == 1)
         assert rank.holds(1, "a")
-        rank.close()
-
-
-def test_what_the_disk_cannot_read_is_a_miss_and_the_next_read_works(short_dir: Path) -> None:
-    with disk_daemon(short_dir, KVSIDECAR_FAILPOINTS="tier.read@0=raise(a bad place)") as daemon:
-        rank = Rank(daemon.wait_ready())
-        keep_on_disk(daemon, rank, "a")
-        keep_on_disk(daemon, rank, "b")
-        evict_all(rank)
-        assert fetched(rank, "a").groups[0].hits == 0
-        assert tier_metric(daemon, "unfetched_blocks_total", reason="failed") == 1
-        assert fetched(rank, "b").groups[0].hits == 1
-        done(rank.load("b", at=[0]))
-        assert rank.holds(0, "b")
-        assert daemon.metric("kvsidecar_pool_reserved_bytes") == 0
         rank.close()
 
 

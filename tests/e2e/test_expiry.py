@@ -13,7 +13,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.types import MAX_IDLE_SECONDS
-from tests.e2e.holding import hold_blocks, seconds_left
+from tests.cli.command import hold_blocks, seconds_left
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes
 
 SECRET = dataclasses.replace(NAMESPACE, model="secret/llama")

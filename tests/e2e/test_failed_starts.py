@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.restarts import CHUNKS
 from tests.harness import SECONDS, DaemonProcess, Rank, done
 from tests.service_manager import ServiceManager
-
-CHUNKS = ("--pool-size", "1MiB", "--slab-size", "128KiB", "--chunk-size", "128KiB")
 
 
 def refused(directory: Path, *flags: str, **variables: str) -> tuple[int, str, list[str]]:
@@ -34,6 +34,7 @@ def refused(directory: Path, *flags: str, **variables: str) -> tuple[int, str, l
         (("--pool-sise", "1MiB"), 2, "--pool-sise"),
         (("--devices", "host,none"), 78, "device none is not visible"),
         (("--socket-group", "no-such-group", "--socket-mode", "0660"), 78, "'no-such-group' does not exist"),
+        (("--admin-group", "no such group"), 78, "admin_group='no such group' does not exist on this machine"),
         (("--pool-size", "900GiB"), 78, "the pool needs 900 GiB"),
     ],
 )
@@ -73,6 +74,7 @@ def test_a_file_in_the_sockets_place_is_said(short_dir: Path) -> None:
     assert code == 73
     assert "is not a socket" in said
     assert statuses[-1] == f"failed: {said.removeprefix('kvsidecar: ')}"
+    assert (short_dir / "kvs.sock").read_text() == "precious"
 
 
 def test_a_daemon_that_stays_though_its_pool_cannot_be_pinned_keeps_the_reason_while_it_is_stopped(
@@ -84,9 +86,12 @@ def test_a_daemon_that_stays_though_its_pool_cannot_be_pinned_keeps_the_reason_w
         variables = {"NOTIFY_SOCKET": manager.address, "KVSIDECAR_FAILPOINTS": failpoints}
         with DaemonProcess(short_dir, "--on-pin-failure", "stay", **variables) as daemon:
             assert "no more pages" in manager.wait("STATUS", "not ready: ")["STATUS"]
+            daemon.process.send_signal(signal.SIGHUP)
+            daemon.wait_log("settings reloaded")
             assert daemon.terminate() == 0
         manager.drain()
         assert "no more pages" in manager.fields("STATUS")[-1][1]
+        assert manager.fields("READY", "STOPPING") == [("STOPPING", "1")]
 
 
 # -- nothing is left ---------------------------------------------------------------------------------------------------

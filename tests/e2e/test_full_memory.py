@@ -12,7 +12,7 @@ import pytest
 from kvsidecar.client import Blocks
 from kvsidecar.pool.kept_files import FILES
 from tests.e2e.restarts import all_there, cold_reason, kill, started
-from tests.harness import NUM_BLOCKS, DaemonProcess, Rank, done, hashes
+from tests.harness import NUM_BLOCKS, Rank, done, hashes
 
 PAGE = 4096
 POOL, TABLE = FILES
@@ -65,10 +65,6 @@ def try_store(rank: Rank, name: str) -> str | None:
     return rank.finish(rank.client.store([Blocks(0, hashes(name), [0])])).reason
 
 
-def declined(daemon: DaemonProcess) -> float:
-    return daemon.metric('kvsidecar_refusals_total{reason="table_full"}')
-
-
 def leave_a_block(short_dir: Path, small: Path) -> None:
     """A daemon has stored "a", and was killed."""
     with started(short_dir, *flags(small)) as daemon:
@@ -85,7 +81,7 @@ def test_a_store_whose_records_find_no_room_is_declined_until_there_is_some(shor
         assert try_store(rank, "a") == "table_full"
         assert try_store(rank, "b") == "table_full"
         assert "No space left" in daemon.wait_log(NO_ROOM)["reason"]
-        assert declined(daemon) == 2
+        assert daemon.refused("table_full") == 2
         assert rank.hits("a", "b") == 0
         filler.unlink()
         done(rank.store("a"))
@@ -115,7 +111,7 @@ def test_stores_go_on_in_the_slabs_that_there_are_and_evict_the_oldest(short_dir
             assert rank.hits(*range(number - NUM_BLOCKS, number)) == NUM_BLOCKS
         assert daemon.metric("kvsidecar_pool_free_bytes") > (64 << 20) / 2, "the pool is full, and this tests nothing"
         assert rank.hits("a") == 0
-        assert declined(daemon) == 0
+        assert daemon.refused("table_full") == 0
         daemon.wait_log(NO_ROOM)
         filler.unlink()
         before = daemon.metric("kvsidecar_evicted_blocks_total")

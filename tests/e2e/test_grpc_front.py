@@ -17,11 +17,10 @@ from benchmarks.attacks.http2_client import DATA, END_HEADERS, HEADERS, Connecti
 from kvsidecar.server import grpc_front, http2_gate
 from kvsidecar.server.header_block import literal_fields
 from kvsidecar.support.child_process import environment
-from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
-from tests.e2e.grpc_messages import LOOKUP
-from tests.e2e.memory import rss_mib
+from tests.e2e.grpc_calls import LOOKUP, half_send_a_call_and_go_on, send_a_message_over_the_limit
+from tests.e2e.leftovers import rss_mib
 from tests.e2e.policies import daemon_for_others, needs_root
-from tests.e2e.unfinished import before_any_is_ended, ended, refusals
+from tests.e2e.unfinished import before_any_is_ended, ended
 from tests.e2e.wire import stub
 from tests.harness import SECONDS, DaemonProcess, Rank, eventually
 from tests.marks import daemon_may_open, lent_daemon
@@ -58,7 +57,7 @@ def test_headers_that_become_a_hundred_times_as_large_cost_nothing(daemon: Daemo
             assert rank.hits("a") == 0
         assert sent(process)["calls"] > 100
     assert most - start < 64
-    assert refusals(daemon, "limit") > 0, "nothing is counted"
+    assert daemon.refused("limit") > 0, "nothing is counted"
     daemon.wait_log("gRPC refused")
     said = [line for line in daemon.read_so_far() if line["event"] == "gRPC refused"]
     assert len(said) <= 10, "one line for each"
@@ -70,7 +69,7 @@ def test_half_sent_calls_of_one_user_lock_nobody_else_out(short_dir: Path) -> No
     with daemon_for_others(short_dir) as daemon:
         start = rss_mib(daemon)
         with attack("half_sent_calls", daemon, 8.0, OTHER_UID) as process:
-            eventually(lambda: process.poll() is not None or refusals(daemon, "limit") > grpc_front.MAX_CALLS)
+            eventually(lambda: process.poll() is not None or daemon.refused("limit") > grpc_front.MAX_CALLS)
             for _ in range(20):
                 with stub(daemon) as sidecar:
                     assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
@@ -83,14 +82,14 @@ def test_half_sent_calls_are_ended_in_words_and_their_connection_goes_on(daemon:
         assert sidecar.Lookup(LOOKUP, timeout=SECONDS).ready
     connection = Connection(Path(daemon.socket))
     half_send_a_call_and_go_on(connection.socket, LOOKUP)
-    assert refusals(daemon, "unfinished") == 1
+    assert daemon.refused("unfinished") == 1
     connection.close()
 
 
 def test_a_message_over_the_limit_is_refused_and_counted(daemon: DaemonProcess) -> None:
     with stub(daemon) as sidecar:
         send_a_message_over_the_limit(sidecar, LOOKUP)
-    assert refusals(daemon, "limit") == 1
+    assert daemon.refused("limit") == 1
 
 
 @daemon_may_open(2000)  # two for each connection
@@ -99,7 +98,7 @@ def test_a_client_beyond_the_limit_of_connections_is_told_and_does_not_hammer(da
     connections = [Connection(Path(daemon.socket)) for _ in range(grpc_front.MAX_CONNECTIONS)]
     turned_away = Connection(Path(daemon.socket))
     eventually(lambda: not turned_away.send(b""))
-    assert refusals(daemon, "limit") == 1
+    assert daemon.refused("limit") == 1
     for _ in range(10):  # whether it has begun when it is turned away is a race
         with stub(daemon) as sidecar, pytest.raises(grpc.RpcError) as caught:
             sidecar.Lookup(LOOKUP, timeout=SECONDS)

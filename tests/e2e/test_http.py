@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.e2e.unfinished import http as connected
-from tests.e2e.unfinished import refusals, until_closed
+from tests.e2e.unfinished import until_closed
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
 from tests.marks import lent_daemon
 
@@ -24,6 +24,8 @@ REFUSED = (
     b"GET /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc",
     b"GET /metrics HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 8\r\n\r\nnot gzip",
     b"GET /metrics HTTP/1.1\r\nHost: x\r\nExpect: nothing\r\nConnection: close\r\n\r\n",
+    b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"G\x01T / HTTP/1.1\r\n\r\n",
 )
 
 
@@ -51,13 +53,15 @@ def test_every_answer_forbids_to_guess_its_type(daemon: DaemonProcess) -> None:
         assert b"nosniff" in late
 
 
-@pytest.mark.parametrize("request_", REFUSED)
+@pytest.mark.parametrize("request_", REFUSED, ids=lambda request: repr(request[:40]))
 def test_what_is_refused_is_counted_and_said_without_a_trace(daemon: DaemonProcess, request_: bytes) -> None:
     with connected(daemon, request_) as raw:
         assert until_closed(raw).split()[1] in (b"400", b"405", b"417")
-    assert refusals(daemon, "invalid_request") == 1
+    assert daemon.refused("invalid_request") == 1
     assert daemon.terminate() == 0
-    assert not [line for line in daemon.read_log() if line.get("level") == "error" or line["event"] == "stderr"]
+    said = daemon.read_log()
+    assert {line["level"] for line in said if line["event"] == "request refused"} <= {"debug"}
+    assert not [line for line in said if line.get("level") == "error" or line["event"] == "stderr"]
 
 
 def test_who_asks_alone_sees_what_has_just_happened(daemon: DaemonProcess) -> None:

@@ -1,16 +1,18 @@
-"""Jobs as the wire has them: deadlines, flushes and events in raw messages, on both carriers."""
+"""Deadlines, flushes and events of jobs, on both carriers: in raw messages, and by a client where it has a part."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvsidecar.client import Blocks
+from kvsidecar.client import Blocks, Outcome
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.raw_rank import MINUTES, raw_rank
+from tests.e2e.endings import until_declined
+from tests.e2e.wire import MINUTES, raw_rank
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols, lent_daemon
 
@@ -40,7 +42,7 @@ def test_a_copy_that_has_not_started_at_its_deadline_never_does(held_daemon: Dae
         gate.let_pass()
         assert sorted(rank.ended(2)) == [(1, ""), (3, "")]
         assert held_daemon.metric("kvsidecar_pool_reserved_bytes") == 0
-        assert held_daemon.metric('kvsidecar_refusals_total{reason="deadline"}') == 1
+        assert held_daemon.refused("deadline") == 1
         other = Rank(held_daemon)
         assert [other.hits(job) for job in (1, 2, 3)] == [1, 0, 1]
         other.close()
@@ -103,21 +105,60 @@ def test_a_flush_names_what_still_runs_at_its_deadline(held_daemon: DaemonProces
         assert list(rank.flush(mode=pb.Flush.MODE_FINISH).pending) == []
 
 
-def test_blocks_may_be_overwritten_right_after_a_flush_and_load_as_they_were(
-    held_daemon: DaemonProcess, gate: Gate
-) -> None:
-    rank = Rank(held_daemon)
-    jobs = []
-    for block in range(4):
-        rank.fill(block, ("v", block))
-        jobs.append(rank.client.store([Blocks(0, hashes(("v", block)), [block])]))
-    assert rank.client.flush(timeout=0.05) == frozenset(jobs), "the first one runs, and the others wait behind it"
-    gate.let_pass()
-    assert rank.client.flush(timeout=SECONDS) == frozenset()
-    rank.kv[:] = 0xEE
-    done(rank.load(*[("v", block) for block in range(4)], at=[7, 6, 5, 4]))
-    for block in range(4):
-        assert rank.holds(7 - block, ("v", block))
+@pytest.mark.parametrize("cancel", [False, True])
+def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Gate, cancel: bool, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}", local=local) as daemon:
+        rank = Rank(daemon.wait_ready())
+        names = ["a", "b", "c", "d", "e"]
+        jobs = []
+        for block_id, name in enumerate(names):
+            rank.fill(block_id, name)
+            jobs.append(rank.client.store([Blocks(0, hashes(name), [block_id])]))
+        daemon.wait_log("failpoint")
+        # All have arrived: a flush that cancels ends here what was not sent.
+        eventually(lambda: sum(daemon.get("/status")[1]["jobs"][each] for each in ("queued", "running")) == len(jobs))
+        running = frozenset(jobs[:1] if cancel else jobs)
+        assert rank.client.flush(jobs, timeout=0.5, cancel=cancel) >= running
+        if cancel:  # whenever the daemon has come to it: of what runs on, nothing could be cancelled
+            until_declined(daemon, "store", len(jobs) - 1)
+        gate.let_pass()
+        assert rank.client.flush(jobs, timeout=SECONDS, cancel=cancel) == frozenset()
+        rank.kv[:] = 0
+        ended = rank.client.wait(jobs, SECONDS)
+        stored = [name for name, job in zip(names, jobs, strict=True) if ended[job].outcome is Outcome.DONE]
+        if cancel:
+            others = [end for end in ended.values() if end.outcome is not Outcome.DONE]
+            assert {(end.outcome, end.reason) for end in others} <= {(Outcome.DECLINED, "cancelled")}
+            assert others, "nothing was cancelled: the first copy took longer than all messages"
+        else:
+            assert stored == names
+        for name in names:
+            assert rank.hits(name) == (name in stored)
+        for name in stored:
+            done(rank.load(name, at=[7]))
+            assert rank.holds(7, name), "the store read after the flush had returned"
+        rank.close()
+
+
+class Mark:
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.over.wait(SECONDS)
+
+
+def test_a_flush_does_not_wait_for_the_event_of_another_job(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    rank.fill(0, "a")
+    event = Mark()
+    waiting = rank.client.store([Blocks(0, hashes("b"), [1])], after=event)
+    job = rank.client.store([Blocks(0, hashes("a"), [0])])
+    assert rank.client.flush([job], timeout=SECONDS) == frozenset()
+    assert rank.client.flush(timeout=0.05) == {waiting}, "a job that still waits has not read its blocks yet"
+    event.over.set()
+    done(rank.finish(waiting))
+    done(rank.finish(job))
     rank.close()
 
 

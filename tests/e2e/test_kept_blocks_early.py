@@ -15,7 +15,7 @@ import pytest
 from kvsidecar.client import Blocks, LookupMode, Outcome, State
 from kvsidecar.support import child_process
 from tests.e2e.leftovers import nothing_is_left_of
-from tests.e2e.readiness import CHUNKS, grpc_health
+from tests.e2e.restarts import CHUNKS, grpc_health
 from tests.harness import (
     NAMESPACE,
     SECONDS,

@@ -21,6 +21,7 @@ from kvsidecar.server.convert import MAX_PARTS
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from tests.e2e.leftovers import open_fds
 from tests.e2e.wire import crowd, framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes
 from tests.marks import daemon_may_open, lent_daemon
@@ -28,10 +29,6 @@ from tests.marks import daemon_may_open, lent_daemon
 pytestmark = lent_daemon
 
 HELLO = framed(pb.Hello(protocol=PROTOCOL))
-
-
-def limited(daemon: DaemonProcess) -> float:
-    return daemon.metric('kvsidecar_refusals_total{reason="limit"}')
 
 
 @daemon_may_open(9000)  # one user's share of them is less than half
@@ -47,12 +44,12 @@ def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProces
             held += 1
         assert "one user may have 1024 connections" in reply.error
         assert arrivals.MAX_CONNECTIONS - 8 < held <= arrivals.MAX_CONNECTIONS
-        assert limited(daemon) == 1
+        assert daemon.refused("limit") == 1
         done(rank.store("a"))
         with daemon.client() as client:  # the operator of the same user is not locked out
             assert client.status().pool.blocks == 1
     rank.close()
-    eventually(lambda: limited(daemon) and _attaches(daemon))
+    eventually(lambda: daemon.refused("limit") and _attaches(daemon))
 
 
 def _attaches(daemon: DaemonProcess) -> bool:
@@ -74,7 +71,7 @@ def test_descriptors_handed_over_by_one_user_are_limited(daemon: DaemonProcess) 
             for _ in range(arrivals.MAX_SHARED_FDS // 253 + 1)
         ]
     assert ["4096 descriptors" in reply.error for reply in replies] == [False] * 16 + [True]
-    assert limited(daemon) == 1
+    assert daemon.refused("limit") == 1
 
 
 @daemon_may_open(3000)
@@ -92,7 +89,7 @@ def test_ranks_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> 
             streams.append(replies)
         with pytest.raises(ClientError, match="one user may have 256 ranks"):
             Rank(daemon)
-        assert limited(daemon) == 1
+        assert daemon.refused("limit") == 1
     eventually(lambda: _attaches(daemon))
     buffer.close()
 
@@ -135,20 +132,17 @@ def test_an_attach_stream_that_says_nothing_is_ended(daemon: DaemonProcess) -> N
             list(sidecar.Attach(nothing(), timeout=SECONDS))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
         silent.set()
-    assert limited(daemon) == 1
+    assert daemon.refused("limit") == 1
 
 
 @daemon_may_open(9000)
 def test_a_connection_that_is_turned_away_leaves_no_descriptor(daemon: DaemonProcess) -> None:
-    def open_fds() -> int:
-        return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-
-    assert limited(daemon) == 0  # libuv opens one, for good, at its first stream
-    before = open_fds()
+    assert daemon.refused("limit") == 0  # libuv opens one, for good, at its first stream
+    before = open_fds(daemon)
     with crowd(daemon, arrivals.MAX_CONNECTIONS + 50):
-        eventually(lambda: limited(daemon) == 50)
-        assert open_fds() <= before + arrivals.MAX_CONNECTIONS + 5
-    eventually(lambda: open_fds() <= before)
+        eventually(lambda: daemon.refused("limit") == 50)
+        assert open_fds(daemon) <= before + arrivals.MAX_CONNECTIONS + 5
+    eventually(lambda: open_fds(daemon) <= before)
 
 
 def test_lookups_and_jobs_of_too_many_parts_are_refused_before_they_are_looked_at(daemon: DaemonProcess) -> None:

@@ -192,15 +192,6 @@ def test_a_reader_that_is_stuck_holds_up_nothing_and_is_told_what_it_missed(shor
         assert daemon.process.wait(SECONDS) == 0
 
 
-def test_a_daemon_without_standard_error_gives_its_number_to_no_file(short_dir: Path) -> None:
-    closed = ("sh", "-c", 'exec "$@" 2>&-', "sh")
-    with DaemonProcess(short_dir, under=closed, stderr=os.open(os.devnull, os.O_WRONLY)) as daemon:
-        wait_ready(daemon)
-        assert os.readlink(f"/proc/{daemon.process.pid}/fd/2") == os.devnull
-        serves(daemon)
-        assert daemon.terminate() == 0
-
-
 @pytest.mark.parametrize("flags", [["--pool-size", "lots"], ["--pool-size", "1MiB", "--http-host", "no such host"]])
 def test_the_exit_code_is_right_though_nobody_reads_why(short_dir: Path, flags: list[str]) -> None:
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", str(short_dir / "kvs.sock")]

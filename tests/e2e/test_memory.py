@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from kvsidecar.client import Blocks
-from tests.e2e.memory import rss_mib
+from tests.e2e.leftovers import rss_mib
 from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, done, eventually, hashes, layout
 from tests.marks import lent_daemon
 

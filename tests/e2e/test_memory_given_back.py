@@ -1,4 +1,4 @@
-"""A dead engine's memory is free again when the last copy of it is over, or the copier that has it is dead.
+"""A dead engine's memory is free again when the copier that has it is dead. Behind a last copy: test_faults.py.
 
 Not by time, because no test knows how long a second of this machine is: nobody has it when the daemon says so.
 """
@@ -16,28 +16,8 @@ import pytest
 
 from kvsidecar.support.cuda_driver import CudaContext
 from tests.e2e.gpu_engine import ENGINE
-from tests.e2e.leftovers import engine, nothing_is_left_of
-from tests.e2e.memory_holders import holders
+from tests.e2e.leftovers import engine, holders, only_copiers_hold
 from tests.harness import FIRST, DaemonProcess, Gate, eventually
-
-
-def only_copiers_hold(daemon: DaemonProcess) -> None:
-    """For a copy that may still use it. The daemon has heard of the end of the engine, whose descriptor it had."""
-    eventually(lambda: holders(daemon) == set(daemon.copiers()), lambda: f"{holders(daemon)} hold it")
-
-
-def test_behind_the_last_copy_nobody_has_the_memory(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
-        daemon.wait_ready()
-        with engine(daemon, "store") as victim:
-            daemon.wait_log("failpoint")
-            victim.kill()
-            victim.wait()
-            only_copiers_hold(daemon)
-            gate.let_pass()
-            daemon.wait_log("rank detached")
-            assert holders(daemon) == set()
-        nothing_is_left_of(daemon)
 
 
 def test_behind_its_copiers_death_nobody_has_the_memory(short_dir: Path, gate: Gate) -> None:

@@ -18,7 +18,7 @@ from kvsidecar.errors import ClientError
 from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.types import MAX_DESCRIPTORS
-from tests.e2e.memory_holders import holders
+from tests.e2e.leftovers import holders
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 from tests.marks import both_protocols, daemon_may_open, lent_daemon
 from tests.open_files import open_files

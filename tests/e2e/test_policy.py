@@ -72,10 +72,6 @@ def ruled(short_dir: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-def denied(daemon: DaemonProcess, reason: str = "denied") -> float:
-    return daemon.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}')
-
-
 @needs_root
 @pytest.mark.parametrize("carrier", ["local", "grpc"])
 def test_a_user_gets_the_namespaces_of_the_policy_and_is_refused_others(ruled: DaemonProcess, carrier: str) -> None:
@@ -84,7 +80,7 @@ def test_a_user_gets_the_namespaces_of_the_policy_and_is_refused_others(ruled: D
         assert alice.ask("lookup", HERS) == [0, None]
         for refused in (alice.ask("lookup", HIS), bob.ask("lookup", HERS), bob.ask("attach", HERS)):
             assert "the policy grants uid 4100" in refused
-        assert denied(ruled) == 3
+        assert ruled.refused("denied") == 3
         assert bob.ask("attach", HIS) == "attached", "after a refusal"
         # Whether the other namespace exists is not told apart.
         never = dataclasses.replace(HERS, model="alice/never")
@@ -181,7 +177,7 @@ def test_without_a_token_a_policy_gives_nothing_and_tells_how(ruled: DaemonProce
         refused = alice.ask("raw lookup", HERS)
     assert refused.startswith("UNAUTHENTICATED: this daemon has a policy")
     assert TOKEN_METADATA in refused
-    assert denied(ruled, "unidentified") == 1
+    assert ruled.refused("unidentified") == 1
     with grpc.insecure_channel(f"unix:{ruled.socket}") as channel:
         sidecar = pb_grpc.SidecarStub(channel)
         orders = (("Drain", pb.DrainRequest()), ("CancelDrain", pb.CancelDrainRequest()))
@@ -226,13 +222,6 @@ def test_a_member_of_the_admin_group_is_an_admin_and_a_command_says_who_is_not(s
             assert operator.ask("drain") is None
             assert operator.ask("cancel drain") is True
         rank.close()
-
-
-def test_an_admin_group_that_is_none_stops_the_start(short_dir: Path) -> None:
-    socket = ["--socket", str(short_dir / "kvs.sock"), "--http-port", "0"]
-    refused = run("serve", *socket, "--device", "host", "--admin-group", "no such group")
-    assert refused.returncode == 78
-    assert "admin_group='no such group' does not exist on this machine" in refused.stderr
 
 
 def test_with_a_private_socket_raw_clients_are_admins_as_ever(daemon: DaemonProcess) -> None:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, State
 from kvsidecar.support.file_lock import STAYS_SECONDS, try_lock
-from tests.e2e.readiness import CHUNKS, grpc_health
+from tests.e2e.restarts import CHUNKS, grpc_health
 from tests.harness import (
     FIRST,
     LAYERS,
@@ -60,17 +60,17 @@ def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir
         assert lookup.lease is None
         declined = rank.store("a")
         assert (declined.outcome, declined.reason) == (Outcome.DECLINED, "not_ready")
-        assert daemon.metric('kvsidecar_refusals_total{reason="not_ready"}') == 2
+        assert daemon.refused("not_ready") == 2
         assert rank.client.readiness.state is State.PINNING
 
         for chunk in range(1, 8):
             gate.let_pass()
-            with rank.client._changed:
-                told = rank.client._changed.wait_for(
-                    lambda pinned=chunk << 17: rank.client.readiness.pinned_bytes == pinned,  # type: ignore[misc]
-                    SECONDS,
-                )
-            assert told, f"the attached rank was not told of chunk {chunk}"
+            pinned = chunk << 17
+            eventually(lambda pinned=pinned: rank.client.readiness.pinned_bytes == pinned, f"chunk {chunk} is told")  # type: ignore[misc]
+        _, ready = daemon.get("/ready")
+        assert ready["pinned_bytes"] == daemon.metric("kvsidecar_pool_pinned_bytes") == 7 << 17
+        assert ready["pin_bytes_per_second"] > 0
+        assert ready["eta_seconds"] >= 0
         gate.let_pass()
         wait_until_ready(rank.client)
 
@@ -80,18 +80,6 @@ def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir
         done(rank.store("a"))
         assert rank.hits("a") == 1
         rank.close()
-
-
-def test_progress_has_bytes_rate_and_an_estimate(short_dir: Path, gate: Gate) -> None:
-    gate.let_pass(3)
-    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
-        while daemon.wait_log("pinning")["pinned_bytes"] == 0:
-            pass
-        _, ready = daemon.get("/ready")
-        assert 0 < ready["pinned_bytes"] < ready["pool_bytes"]
-        assert ready["pin_bytes_per_second"] > 0
-        assert ready["eta_seconds"] >= 0
-        assert daemon.metric("kvsidecar_pool_pinned_bytes") > 0
 
 
 def test_a_pin_that_fails_leaves_a_live_daemon_that_says_why_everywhere(short_dir: Path) -> None:
@@ -118,33 +106,10 @@ def test_a_pin_that_fails_leaves_a_live_daemon_that_says_why_everywhere(short_di
         assert daemon.terminate() == 0
 
 
-def test_a_pin_that_fails_ends_the_daemon_if_it_was_told_so(short_dir: Path) -> None:
-    failpoint = "pool.pin_chunk@3=raise(no more pages)"
-    flags = (*CHUNKS, "--on-pin-failure", "exit")
-    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=failpoint) as daemon:
-        assert "no more pages" in daemon.wait_log("not ready")["reason"]
-        assert daemon.process.wait(SECONDS) == 1
-
-
-def test_a_pool_over_the_memory_of_the_machine_is_refused_with_both_numbers(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, "--pool-size", "900GiB") as daemon:
-        reason = daemon.wait_log("not ready")["reason"]
-        assert "900 GiB" in reason
-        assert "--pool-size" in reason
-
-
-def test_sigterm_while_pinning_stops_between_chunks(short_dir: Path, gate: Gate) -> None:
+def test_sigterm_while_pinning_stops_behind_the_chunk_until_which_the_probes_answer(
+    short_dir: Path, gate: Gate
+) -> None:
     with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
-        daemon.wait_log("failpoint")
-        daemon.process.send_signal(signal.SIGTERM)
-        daemon.wait_log("stopping")
-        gate.let_pass()  # the chunk that it is at, and none of the seven that would come
-        assert daemon.process.wait(SECONDS) == 0
-        assert not Path(daemon.socket).exists()
-
-
-def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_done(short_dir: Path, gate: Gate) -> None:
-    with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk@2={gate}") as daemon:
         daemon.wait_log("failpoint")
         daemon.process.send_signal(signal.SIGTERM)
         daemon.wait_log("stopping")
@@ -155,22 +120,8 @@ def test_the_probes_answer_until_the_chunk_that_is_being_pinned_at_the_end_is_do
             assert daemon.get("/health") == (200, {"alive": True, "reason": ""})
             assert daemon.metric('kvsidecar_state{state="draining"}') == 1
             assert daemon.get("/status")[1]["readiness"]["state"] == "draining"
-        gate.let_pass()
+        gate.let_pass()  # the chunk that it is at, and none of the seven that would come
         assert daemon.process.wait(SECONDS) == 0
-
-
-def test_a_draining_daemon_takes_no_new_work_and_stays_alive(daemon: DaemonProcess) -> None:
-    rank = Rank(daemon)
-    done(rank.store("a"))
-    rank.client.drain()
-    assert rank.client.wait_ready(0.0).state in (State.READY, State.DRAINING)
-    refused = rank.store("b")
-    assert (refused.outcome, refused.reason) == (Outcome.DECLINED, "draining")
-    code, ready = daemon.get("/ready")
-    assert (code, ready["state"]) == (503, "draining")
-    assert daemon.get("/health")[0] == 200
-    rank.close()
-    assert daemon.terminate() == 0
 
 
 @both_protocols
@@ -179,6 +130,8 @@ def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonPr
     done(rank.store("a"))
     rank.client.drain()
     assert rank.store("b").reason == "draining"
+    code, ready = daemon.get("/ready")
+    assert (code, ready["state"], daemon.get("/health")[0]) == (503, "draining", 200)
     late = daemon.client(name="late")
     buffer = HostBuffer(LAYERS * NUM_BLOCKS * ROW_BYTES)
     kv = {"namespace": NAMESPACE, "buffers": buffer.kv_buffers(), "groups": [layout()]}
@@ -337,14 +290,3 @@ def test_both_sockets_have_the_configured_mode(short_dir: Path, mode: str) -> No
     with DaemonProcess(short_dir, "--socket-mode", mode) as daemon:
         for path in (daemon.socket, daemon.socket + ".attach"):
             assert f"{Path(path).stat().st_mode & 0o777:04o}" == mode
-
-
-def test_a_file_in_the_sockets_place_is_not_removed(short_dir: Path) -> None:
-    path = short_dir / "kvs.sock"
-    path.write_text("precious")
-    command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", str(path)]
-    command += ["--http-port", "0"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
-    assert refused.returncode == 73
-    assert "is not a socket" in refused.stderr
-    assert path.read_text() == "precious"

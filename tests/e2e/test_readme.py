@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from kvsidecar.support.memory_limits import memlock_limit
 from tests.harness import SECONDS, DaemonProcess, environment
 
@@ -38,21 +36,3 @@ def test_the_client_example_runs_against_the_daemon_of_the_readme(short_dir: Pat
         assert "state=<State.READY" in ran.stdout
         for path in ("/ready", "/metrics"):
             assert daemon.get(path)[0] == 200
-
-
-def test_the_readme_names_only_make_targets_that_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"\bmake ([a-z]+)\b", README)) - {"it"}
-    assert {"demo", "test", "check"} <= targets
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_the_readme_names_only_files_that_exist() -> None:
-    for path in re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"`((?:kvsidecar|proto|docs)/[\w./]*)`", README):
-        assert (ROOT / path).exists(), path
-
-
-@pytest.mark.parametrize("words", ["pool_size", "KVSIDECAR_POOL_SIZE", "--pool-size"])
-def test_the_readme_shows_the_three_ways_to_set_an_option(words: str) -> None:
-    assert words in README

@@ -1,4 +1,4 @@
-"""The sockets, their directory and the lock are removed under a daemon that runs."""
+"""Sockets at paths of any name; and sockets, their directory and the lock that are removed under a daemon that runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from kvsidecar.client import Client
 from kvsidecar.errors import ClientError
+from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
 from tests.marks import both_protocols
 
@@ -129,3 +130,19 @@ def test_a_second_daemon_that_has_taken_the_sockets_keeps_them(directory: Path, 
         daemon.wait_log("sockets are gone and cannot be created again")
         assert daemon.terminate() == 0
         assert answers(second), "the first one has removed the second one's sockets"
+
+
+@pytest.mark.parametrize("name", ["a%2Fb%20c", "100%", "a#b", "a?b=c", "a b", "ü", "a:b@c"])
+def test_whatever_its_path_is_both_protocols_find_the_socket(short_dir: Path, name: str) -> None:
+    (directory := short_dir / name).mkdir()
+    with DaemonProcess(directory) as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("a"))
+        daemon.local = False
+        over_grpc = Rank(daemon)
+        assert over_grpc.hits("a") == 1
+        assert run("status", "--socket", daemon.socket).returncode == 0
+        over_grpc.close()
+        rank.close()
+        assert daemon.terminate() == 0
+    assert [each.name for each in directory.iterdir()] == ["kvs.sock.lock"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import grpc
@@ -15,9 +16,10 @@ from kvsidecar.core.block_notes import MAX_NOTES_BYTES
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import PROTOCOL, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.e2e.disks import disk_daemon, evict_all, fetched, keep_on_disk, tier_metric, tier_pid
 from tests.e2e.policies import daemon_for_others
-from tests.e2e.raw_client import RawClient
 from tests.e2e.watcher import Watcher
+from tests.e2e.wire import RawClient
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, done, eventually, hashes
 from tests.marks import both_protocols
 
@@ -180,5 +182,102 @@ def test_watchers_that_break_the_rules_are_refused(short_dir: Path) -> None:
                 assert raw.ended()[0] is code, why
             raw.connection.close()
         eventually(lambda: daemon.metric("kvsidecar_watchers") == 0)
-        assert daemon.metric('kvsidecar_refusals_total{reason="unidentified"}') == 1
-        assert daemon.metric('kvsidecar_refusals_total{reason="invalid_request"}') == 2
+        assert daemon.refused("unidentified") == 1
+        assert daemon.refused("invalid_request") == 2
+
+
+# -- with a disk: what was evicted from the pool may still be on the node ---------------------------------------------
+
+
+@both_protocols
+def test_watchers_are_told_what_moves_to_the_disk_and_back(short_dir: Path, local: bool) -> None:
+    with disk_daemon(short_dir, local=local) as daemon:
+        rank = Rank(daemon.wait_ready())
+        watcher = Watcher(daemon)
+        watcher.wait_complete()
+        keep_on_disk(daemon, rank, "a", "b", "c")
+        watcher.wait_for("a", "b", "c")
+        watcher.wait_for_disk("a", "b", "c")
+        evict_all(rank)
+        others = [f"other {each}" for each in range(8)]
+        watcher.wait_for(*others)
+        assert watcher.on_disk, "the disk still has what the pool has not"
+        assert fetched(rank, "a", "b").groups[0].hits == 2
+        eventually(lambda: len(watcher.read() & set(watcher.on_disk)) == 2)
+        rank.client.clear(NAMESPACE)
+        watcher.wait_for()
+        watcher.wait_for_disk()
+        watcher.close()
+        rank.close()
+
+
+def test_a_snapshot_ends_when_the_disk_has_been_told(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        keep_on_disk(daemon, rank, "a", "b", "c")
+        evict_all(rank)
+        first = Watcher(daemon)
+        first.wait_complete()
+        later = Watcher(daemon)
+        later.wait_complete()
+        assert [len(each.complete[0]) for each in (first, later)] == [3, 3]
+        first.wait_for_disk("a", "b", "c")
+        keep_on_disk(daemon, rank, "d")
+        for each in (first, later):
+            each.wait_for_disk("a", "b", "c", "d")
+        first.close()
+        rank.client.clear(NAMESPACE)
+        later.wait_for_disk()
+        later.close()
+        rank.close()
+
+
+def test_a_disk_that_makes_room_says_what_has_gone(short_dir: Path) -> None:
+    with disk_daemon(short_dir, "--disk-size=512KiB", "--disk-admission=all") as daemon:
+        rank = Rank(daemon.wait_ready())
+        eventually(lambda: tier_metric(daemon, "up") == 1)
+        watcher = Watcher(daemon)
+        number = 0
+        while Residency.TIER_REMOVED not in watcher.said:
+            done(rank.store(number))
+            last = set(hashes(number))
+            eventually(lambda last=last: watcher.read() is not None and last <= watcher.on_disk)  # type: ignore[misc]
+            number += 1
+        eventually(lambda: len(watcher.on_disk) == tier_metric(daemon, "blocks"), lambda: len(watcher.on_disk))
+        assert 0 < len(watcher.on_disk) < number
+        watcher.close()
+        rank.close()
+
+
+def test_what_a_dead_tier_had_is_told_again_by_the_next_one(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        watcher = Watcher(daemon)
+        keep_on_disk(daemon, rank, "a", "b")
+        watcher.wait_for_disk("a", "b")
+        os.kill(tier_pid(daemon), signal.SIGKILL)
+        eventually(lambda: watcher.read() is not None and Residency.TIER_CLEARED in watcher.said)
+        watcher.wait_for_disk("a", "b")
+        assert watcher.read(), "the pool is as it was"
+        watcher.close()
+        rank.close()
+
+
+def test_the_disk_is_told_again_after_a_restart_of_the_daemon(short_dir: Path) -> None:
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        watcher = Watcher(daemon)
+        keep_on_disk(daemon, rank, "a", "b", "c")
+        watcher.wait_for_disk("a", "b", "c")
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+        watcher.wait_for_disk()
+        rank.close()
+    with disk_daemon(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        watcher.wait_for_disk("a", "b", "c")
+        assert not watcher.read(), "the pool is new"
+        rank.client.clear(NAMESPACE)
+        watcher.wait_for_disk()
+        watcher.close()
+        rank.close()

@@ -10,7 +10,7 @@ import pytest
 
 from kvsidecar.client import Blocks
 from kvsidecar.daemon.systemd import EXTEND_SECONDS
-from tests.e2e.readiness import CHUNKS
+from tests.e2e.restarts import CHUNKS
 from tests.harness import FIRST, DaemonProcess, Gate, Rank, done, hashes
 from tests.service_manager import ServiceManager
 
@@ -59,21 +59,6 @@ def test_a_pin_that_hangs_extends_nothing_any_more(short_dir: Path) -> None:
         assert manager.fields("EXTEND_TIMEOUT_USEC", "READY", "WATCHDOG") == [EXTEND] * 3
         assert daemon.get("/health")[0] == 200
         daemon.process.kill()  # only that ends a pin that hangs
-
-
-def test_a_pin_that_fails_is_never_ready_and_says_why(short_dir: Path) -> None:
-    failpoints = "pool.pin_chunk@3=raise(no more pages)"
-    flags = (*CHUNKS, "--on-pin-failure", "stay")
-    with (
-        ServiceManager(short_dir) as manager,
-        DaemonProcess(short_dir, *flags, NOTIFY_SOCKET=manager.address, KVSIDECAR_FAILPOINTS=failpoints) as daemon,
-    ):
-        assert "no more pages" in manager.wait("STATUS", "not ready: ")["STATUS"]
-        daemon.process.send_signal(signal.SIGHUP)
-        daemon.wait_log("settings reloaded")
-        assert daemon.terminate() == 0
-        manager.drain()
-        assert manager.fields("READY", "STOPPING") == [("STOPPING", "1")]
 
 
 def test_an_event_loop_that_hangs_stops_the_watchdog(short_dir: Path) -> None:
@@ -139,18 +124,6 @@ def test_a_copy_that_is_stuck_costs_its_copier_and_the_watchdog_is_fed(short_dir
         rank.close()
 
 
-def test_the_watchdog_of_another_process_is_not_fed(short_dir: Path) -> None:
-    with (
-        ServiceManager(short_dir) as manager,
-        DaemonProcess(
-            short_dir, NOTIFY_SOCKET=manager.address, WATCHDOG_USEC=WATCHDOG_USEC, WATCHDOG_PID="1"
-        ) as daemon,
-    ):
-        manager.wait("READY")
-        assert manager.silent_for(0.5)
-        assert daemon.terminate() == 0
-
-
 def test_sighup_brings_what_can_change_into_force_and_names_what_cannot(short_dir: Path) -> None:
     file = short_dir / "kvsidecar.toml"
     file.write_text("")
@@ -179,19 +152,3 @@ def test_sighup_brings_what_can_change_into_force_and_names_what_cannot(short_di
         done(rank.store("a"))
         rank.close()
         assert daemon.terminate() == 0
-
-
-def test_a_reloaded_log_level_is_in_force(short_dir: Path) -> None:
-    file = short_dir / "kvsidecar.toml"
-    file.write_text('log_level = "info"')
-    with (
-        ServiceManager(short_dir) as manager,
-        DaemonProcess(short_dir, "--config", str(file), NOTIFY_SOCKET=manager.address) as daemon,
-    ):
-        manager.wait("READY")
-        for text in ('log_level = "error"\nstuck_after = 5', 'log_level = "info"\nstuck_after = 5'):
-            file.write_text(text)
-            daemon.process.send_signal(signal.SIGHUP)
-            manager.wait("RELOADING")
-            manager.wait("READY")
-        assert daemon.wait_log("settings reloaded")["changed"] == ["log_level"], "the first one is not logged"

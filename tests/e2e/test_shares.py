@@ -65,7 +65,7 @@ def test_two_tenants_of_one_pool(shared: DaemonProcess, file: Path) -> None:
     assert chat.hits(*(f"c{number}" for number in range(40))) == 40, "what is guaranteed to chat was evicted"
     refused = batch.store(*map(str, range(80)), at=list(range(80)))
     assert refused.reason == "quota"
-    assert shared.metric('kvsidecar_refusals_total{reason="quota"}') >= 1
+    assert shared.refused("quota") >= 1
     done(chat.load(*(f"c{number}" for number in range(40)), at=list(range(40))))
     table = run("status", "--socket", shared.socket).stdout
     assert "Shares" in table
@@ -96,7 +96,7 @@ def test_a_greedy_lease_does_not_keep_a_guarantee_from_its_owner(shared: DaemonP
     names = hashes(*(f"b{number}" for number in range(20, 70)))
     answer = batch.client.lookup(BATCH, {0: names}, lease_seconds=30.0)
     assert (answer.groups[0].hits, answer.lease) == (50, None)
-    assert shared.metric('kvsidecar_refusals_total{reason="quota"}') == 1
+    assert shared.refused("quota") == 1
     batch.close()
 
 

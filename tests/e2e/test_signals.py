@@ -1,18 +1,20 @@
-"""SIGHUP at a terminal. Apart from one it reloads: test_service_manager.py. SIGTERM: test_readiness.py."""
+"""SIGHUP at a terminal; apart from one it reloads: test_service_manager.py. SIGTERM: test_readiness.py. And SIGSTOP."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvsidecar.client import Blocks, Client
-from tests.harness import FIRST, SECONDS, Gate, Rank, done, eventually, hashes
+from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.terminal import Terminal
 
 NOHUP = ("sh", "-c", 'trap "" HUP; exec "$@"', "nohup")
@@ -64,3 +66,26 @@ def test_a_daemon_that_is_to_outlive_its_terminal_reloads(short_dir: Path) -> No
         terminal.until("changed=['stuck_after']")
         terminal.press(b"\x03")
         assert terminal.end() == 0
+
+
+MODULES = {"copier": "kvsidecar.copier.process", "tier": "kvsidecar.tiers.process"}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_what_is_stopped_in_its_first_instants_holds_no_lock(short_dir: Path, pool_dir: Path, kind: str) -> None:
+    flags = ["--disk-dir", str(short_dir / "disk"), "--disk-size", "1MiB", "--pool-dir", str(pool_dir)]
+    with DaemonProcess(short_dir, *flags, until="starting" if kind == "copier" else "listening") as daemon:
+        while not (stopped := daemon.children(MODULES[kind])):  # no pause: it asks for the signal soon
+            assert daemon.process.poll() is None
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        daemon.process.kill()
+        daemon.process.wait()
+        try:
+            with DaemonProcess(short_dir, *flags, "--lock-wait", "2") as after:
+                after.wait_ready()
+        finally:
+            for pid in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        daemon.read_log()  # until all that had its standard error has ended: those see that the daemon is dead

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Client
-from tests.e2e.readiness import CHUNKS
+from tests.e2e.restarts import CHUNKS
 from tests.e2e.systemd_manager import Systemd, unusable
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes, wait_until_ready
 
@@ -29,8 +29,7 @@ def attach(systemd: Systemd, directory: Path | None = None) -> Rank:
 
 def joined_another(rank: Rank, epoch: int) -> int:
     """Wait until this rank is attached to another daemon than that of ``epoch``; returns its epoch."""
-    with rank.client._changed:
-        assert rank.client._changed.wait_for(lambda: rank.client.epoch not in (0, epoch), SECONDS)
+    eventually(lambda: rank.client.epoch not in (0, epoch))
     wait_until_ready(rank.client)
     return rank.client.epoch
 

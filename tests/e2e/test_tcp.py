@@ -7,19 +7,17 @@ import os
 import shutil
 import socket
 import ssl
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
-from kvsidecar.client import DaemonUnreachable, RemoteClient, RequestDenied
+from kvsidecar.client import RemoteClient, RequestDenied
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
-from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.cli.command import run
 from tests.e2e import remote as remotes
-from tests.e2e.remote import Pki, Remote, stub, trustme
+from tests.e2e.remote import Pki, Remote, stub
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
 
 pki, remote = remotes.pki, remotes.remote
@@ -45,7 +43,7 @@ def test_a_certificate_that_the_policy_names_looks_up_and_is_refused_the_rest(re
         with pytest.raises(RequestDenied, match="only admins may clear all"):
             client.clear()
         assert client.clear(NAMESPACE) == 2
-    assert remote.denied() == 2
+    assert remote.daemon.refused("denied") == 2
     rank.close()
 
 
@@ -78,7 +76,7 @@ def test_nothing_attaches_over_tcp_and_nothing_is_leased(remote: Remote, pki: Pk
             with pytest.raises(grpc.RpcError, match=text) as caught:
                 ask()
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
-    assert remote.denied() == len(asked)
+    assert remote.daemon.refused("denied") == len(asked)
     assert remote.daemon.metric("kvsidecar_leases") == 0
 
 
@@ -92,35 +90,6 @@ def test_a_certificate_that_no_rule_names_gets_nothing(remote: Remote, pki: Pki)
             client.clear(NAMESPACE)
         assert not client.status().namespaces
     rank.close()
-
-
-@pytest.mark.parametrize("shown", ["none", "of another CA"])
-def test_without_a_certificate_of_the_ca_there_is_no_connection(remote: Remote, pki: Pki, shown: str) -> None:
-    if shown == "none":
-        context = ssl.create_default_context(cafile=str(pki.ca_file))
-        context.set_alpn_protocols(["h2"])
-        with (
-            socket.create_connection(("localhost", remote.port), SECONDS) as raw,
-            context.wrap_socket(raw, server_hostname="localhost") as connection,
-            # In TLS 1.3 the client hears of it with its first read; a server that takes it sends its settings.
-            suppress(OSError),
-        ):
-            assert connection.recv(1) == b""
-    else:
-        with (
-            RemoteClient(remote.address, pki.client("ops.example", ca=trustme.CA()), timeout=3) as client,
-            pytest.raises(DaemonUnreachable),
-        ):
-            client.status()
-
-
-def test_plain_text_is_not_answered(remote: Remote) -> None:
-    with (
-        grpc.insecure_channel(remote.address) as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        pb_grpc.SidecarStub(channel).Status(pb.StatusRequest(), timeout=SECONDS)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_certificates_are_read_again_when_they_change_and_bad_ones_are_not_taken(remote: Remote, pki: Pki) -> None:

@@ -19,11 +19,10 @@ from kvsidecar.client import DaemonUnreachable, RemoteClient, Tls
 from kvsidecar.server import handshakes, http2_gate, tls_front
 from kvsidecar.server.header_block import literal_fields
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.grpc_calls import half_send_a_call_and_go_on, send_a_message_over_the_limit
-from tests.e2e.grpc_messages import LOOKUP
-from tests.e2e.memory import rss_mib
+from tests.e2e.grpc_calls import LOOKUP, half_send_a_call_and_go_on, send_a_message_over_the_limit
+from tests.e2e.leftovers import open_fds, rss_mib
 from tests.e2e.remote import Pki, Remote, pki, remote, stub
-from tests.e2e.unfinished import before_any_is_ended, ended, open_fds, refusals
+from tests.e2e.unfinished import before_any_is_ended, ended
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
 
 trustme = pytest.importorskip("trustme")
@@ -115,7 +114,7 @@ def test_headers_that_become_a_hundred_times_as_large_cost_nothing(remote: Remot
             most = max(most, rss_mib(daemon))
             if most - start > 200:
                 pytest.fail(f"the daemon has grown by {most - start:.0f} MiB")
-        eventually(lambda: refusals(daemon, "limit") >= headers_bomb.CONNECTIONS)
+        eventually(lambda: daemon.refused("limit") >= headers_bomb.CONNECTIONS)
         most = max(most, rss_mib(daemon))
     assert most - start < 64
     line = daemon.wait_log("gRPC refused")
@@ -127,14 +126,14 @@ def test_headers_that_become_a_hundred_times_as_large_cost_nothing(remote: Remot
 def test_half_sent_calls_are_ended_in_words_and_their_connection_goes_on(remote: Remote, pki: Pki) -> None:
     connection = Connection(shake(remote, context_of(pki, pki.client(HOSTILE)))).socket
     half_send_a_call_and_go_on(connection, LOOKUP, lambda: honest(remote, pki))
-    assert refusals(remote.daemon, "unfinished") == 1
+    assert remote.daemon.refused("unfinished") == 1
     connection.close()
 
 
 def test_a_message_over_the_limit_is_refused_and_counted(remote: Remote, pki: Pki) -> None:
     with stub(remote, pki.client(HONEST)) as sidecar:
         send_a_message_over_the_limit(sidecar, LOOKUP)
-    assert refusals(remote.daemon, "limit") == 1
+    assert remote.daemon.refused("limit") == 1
 
 
 def test_what_one_certificate_holds_stays_below_the_stated_bound_and_is_given_back(remote: Remote, pki: Pki) -> None:
@@ -199,7 +198,7 @@ def test_handshakes_that_never_end_are_bounded_and_ended_and_keep_nobody_out(rem
 
         def hold(stack: ExitStack) -> tuple[list[socket.socket], float]:
             """Begin them, from all sources, until those beyond the limit are ended. Returns how many were, too."""
-            refused, held = refusals(daemon, "limit"), list[socket.socket]()
+            refused, held = daemon.refused("limit"), list[socket.socket]()
             for source in sources:
                 for number in range(each):
                     held.append(stack.enter_context(raw(remote, source)))
@@ -210,7 +209,7 @@ def test_handshakes_that_never_end_are_bounded_and_ended_and_keep_nobody_out(rem
             assert open_fds(daemon) - fds <= handshakes.MAX_ALL_HANDSHAKES + 4
             print(f"{handshakes.MAX_ALL_HANDSHAKES} handshakes hold {rss_mib(daemon) - start:.0f} MiB")
             assert (rss_mib(daemon) - start) * 2**20 < handshakes.MAX_ALL_HANDSHAKES * tls_front.HANDSHAKE_BYTES
-            return held, refusals(daemon, "limit") - refused
+            return held, daemon.refused("limit") - refused
 
         connections, (held, refused) = before_any_is_ended(daemon, hold)
         stack.enter_context(connections)
@@ -218,7 +217,7 @@ def test_handshakes_that_never_end_are_bounded_and_ended_and_keep_nobody_out(rem
         with honest(remote, pki):
             assert hits(client) == 0
         eventually(lambda: all(map(is_closed, held)))
-        assert refusals(daemon, "unfinished") >= handshakes.MAX_ALL_HANDSHAKES - 4
+        assert daemon.refused("unfinished") >= handshakes.MAX_ALL_HANDSHAKES - 4
         assert open_fds(daemon) - fds <= 4
         line = next(each for each in daemon.read_so_far() if "not complete within 10 s" in each.get("reason", ""))
         assert line["address"] in sources
@@ -236,7 +235,7 @@ def test_a_handshake_of_endless_bytes_is_ended(remote: Remote, pki: Pki) -> None
             for _ in range(1000):
                 connection.sendall(record + bytes(0x4000))
             pytest.fail("all is taken")
-    eventually(lambda: refusals(remote.daemon, "limit") + refusals(remote.daemon, "invalid_request") == 1)
+    eventually(lambda: remote.daemon.refused("limit") + remote.daemon.refused("invalid_request") == 1)
 
 
 def test_certificates_over_the_limit_of_a_handshake_are_refused(remote: Remote, pki: Pki) -> None:
@@ -244,7 +243,7 @@ def test_certificates_over_the_limit_of_a_handshake_are_refused(remote: Remote, 
     names = (HOSTILE, *(f"{number}.{'x' * 60}.example" for number in range(900)))
     with suppress(OSError), shake(remote, context_of(pki, pki.client(*names))) as connection:
         eventually(lambda: is_closed(connection))
-    eventually(lambda: refusals(remote.daemon, "limit") == 1)
+    eventually(lambda: remote.daemon.refused("limit") == 1)
     assert remote.daemon.wait_log("gRPC refused")["reason"] == "a TLS handshake of more than 32768 bytes"
 
 
@@ -278,7 +277,7 @@ def test_who_is_refused_is_counted_and_the_log_says_why_once(
                     continue
             eventually(lambda: is_closed(connection))  # noqa: B023 - called at once
             connection.close()
-    eventually(lambda: refusals(remote.daemon, reason) == 8)
+    eventually(lambda: remote.daemon.refused(reason) == 8)
     line = remote.daemon.wait_log("gRPC refused")
     assert line["address"] == "127.0.0.1"
     assert said in line["reason"]
@@ -290,7 +289,7 @@ def test_a_probe_of_the_port_is_no_refusal(remote: Remote, pki: Pki) -> None:
         raw(remote).close()
     with honest(remote, pki):
         assert not logged(remote.daemon)
-    assert sum(refusals(remote.daemon, reason) for reason in ("client_gone", "unfinished", "invalid_request")) == 0
+    assert sum(remote.daemon.refused(reason) for reason in ("client_gone", "unfinished", "invalid_request")) == 0
 
 
 # -- identity ----------------------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from kvsidecar.server import http_connection
 from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
-from tests.e2e.memory import rss_mib
-from tests.e2e.raw_client import RawClient, raw_client
-from tests.e2e.unfinished import http, open_fds, refusals, until_closed
-from tests.e2e.wire import framed, hello, welcome
+from tests.e2e.leftovers import open_fds, rss_mib
+from tests.e2e.unfinished import http, until_closed
+from tests.e2e.wire import RawClient, framed, hello, raw_client, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
 from tests.marks import lent_daemon
 
@@ -84,8 +83,8 @@ def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProce
             assert re.search(r"was not complete 10 s after|there was no room", text), text
             with suppress(ConnectionResetError):  # what it had sent, and the daemon had not read
                 assert raw.closed()
-        assert refusals(daemon, "unfinished") >= fit
-        assert refusals(daemon, "unfinished") + refusals(daemon, "limit") == many
+        assert daemon.refused("unfinished") >= fit
+        assert daemon.refused("unfinished") + daemon.refused("limit") == many
         assert rss_mib(daemon) - start < 0.5 * with_fit, "what was read is kept"
     eventually(lambda: open_fds(daemon) <= fds + OWN_FDS)
     done(rank.store("b"))
@@ -113,15 +112,15 @@ def test_a_slow_client_is_served_beside_those_that_do_not_go_on(daemon: DaemonPr
         assert (reply.call, reply.lookup.ready) == (7, True)
         for raw in bad[fit // 2 :]:
             assert "was not complete" in raw.error(0)[1]
-    assert refusals(daemon, "unfinished") == fit - fit // 2
-    assert refusals(daemon, "limit") == 0
+    assert daemon.refused("unfinished") == fit - fit // 2
+    assert daemon.refused("limit") == 0
 
 
 def test_a_hello_without_its_end_is_told_so(daemon: DaemonProcess) -> None:
     with hello(daemon, framed(pb.Hello(protocol=PROTOCOL))[:-1], []) as connection:
         assert "no Hello was complete within 5 s" in welcome(connection).error
         assert connection.recv(1) == b""
-    assert refusals(daemon, "unfinished") == 1
+    assert daemon.refused("unfinished") == 1
 
 
 @pytest.mark.parametrize(("announced", "sent"), [(0, 2), (2, 0), (1, 2), (3, 1)])
@@ -136,7 +135,7 @@ def test_a_hello_with_other_descriptors_than_it_says_is_told_so(
         assert not reply.token
         assert connection.recv(1) == b""
     eventually(lambda: open_fds(daemon) <= before)
-    assert refusals(daemon, "invalid_request") == 1
+    assert daemon.refused("invalid_request") == 1
     buffer.close()
 
 
@@ -160,7 +159,7 @@ def test_half_a_request_is_ended_and_a_slow_one_is_answered(daemon: DaemonProces
         for connection in (*hanging, kept):
             assert b"408" in until_closed(connection)
         assert time.monotonic() - began < SECONDS
-    assert refusals(daemon, "unfinished") == 4
+    assert daemon.refused("unfinished") == 4
 
 
 def test_connections_that_are_held_keep_no_probe_out(daemon: DaemonProcess) -> None:
@@ -171,7 +170,7 @@ def test_connections_that_are_held_keep_no_probe_out(daemon: DaemonProcess) -> N
         assert daemon.get("/health")[0] == 200
         assert daemon.get("/ready")[0] == 200
         assert open_fds(daemon) <= before + http_connection.MAX_CONNECTIONS + 1
-        assert refusals(daemon, "limit") >= 2 * http_connection.MAX_CONNECTIONS
+        assert daemon.refused("limit") >= 2 * http_connection.MAX_CONNECTIONS
     eventually(lambda: open_fds(daemon) <= before + 1)
 
 
@@ -197,28 +196,8 @@ def test_an_answer_that_nobody_reads_is_ended(daemon: DaemonProcess) -> None:
         def refused_after_more() -> bool:
             with suppress(BlockingIOError):
                 connection.send(requests)
-            return refusals(daemon, "unfinished") >= 1
+            return daemon.refused("unfinished") >= 1
 
         eventually(refused_after_more, pause=0.05)
         connection.setblocking(True)
         until_closed(connection)
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"G\x01T / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nbad\r\n\r\n",
-    ],
-    ids=["a long URL", "no method", "no header"],
-)
-def test_a_bad_request_is_counted_and_one_quiet_line_of_the_log(daemon: DaemonProcess, request_: bytes) -> None:
-    with http(daemon, request_) as connection:
-        assert b"400" in until_closed(connection)
-    assert refusals(daemon, "invalid_request") == 1
-    assert daemon.terminate() == 0
-    line = daemon.wait_log("request refused")
-    daemon.wait_log("stopped")
-    assert line["level"] == "debug"
-    assert not [each for each in daemon.log if each.get("level") == "error" or each["event"] == "stderr"], daemon.log

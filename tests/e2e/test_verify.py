@@ -11,8 +11,7 @@ import pytest
 
 from kvsidecar.client import Blocks, Outcome
 from kvsidecar.pool.kept_files import FILES
-from tests.e2e.copiers import attached_again, deaths
-from tests.e2e.endings import job_ends, no_leaks, quick, works
+from tests.e2e.endings import attached_again, deaths, job_ends, no_leaks, quick, works
 from tests.e2e.leftovers import nothing_is_left_of
 from tests.e2e.restarts import kill, started
 from tests.harness import DaemonProcess, Gate, Rank, done, hashes
@@ -46,7 +45,7 @@ def test_a_block_whose_bytes_changed_in_the_pool_is_a_miss(short_dir: Path, loca
         assert (wrong.outcome, wrong.reason) == (Outcome.DECLINED, "checksum")
         assert rank.holds(6, "before"), "wrong bytes were loaded"
         assert (rank.hits("a"), rank.hits("b")) == (0, 1)
-        assert daemon.metric('kvsidecar_refusals_total{reason="checksum"}') == 1
+        assert daemon.refused("checksum") == 1
         done(rank.store("a"))
         works(rank, "b")
         rank.close()
@@ -101,7 +100,7 @@ def test_a_block_whose_bytes_changed_while_no_daemon_ran_is_a_miss(
                 done(job)
             assert rank.holds(block_id, "before" if name == "b" else name)
         assert (rank.hits("a"), rank.hits("b"), rank.hits("c")) == (1, 0, 1)
-        assert daemon.metric('kvsidecar_refusals_total{reason="checksum"}') == 1
+        assert daemon.refused("checksum") == 1
         assert daemon.metric("kvsidecar_pool_quarantined_bytes") > 0
         kill(daemon)
         rank.close()

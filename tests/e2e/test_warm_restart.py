@@ -128,12 +128,6 @@ def test_a_second_daemon_on_the_directory_is_refused_soon_in_one_sentence(
         all_there(first, "a")
 
 
-def test_a_directory_on_a_disk_is_a_wrong_setting(short_dir: Path) -> None:
-    with DaemonProcess(short_dir, "--pool-dir", "/proc", until="stderr") as daemon:
-        assert daemon.process.wait(SECONDS) == 78
-        assert "pool_dir='/proc' is not in memory: use a directory on tmpfs" in daemon.log[-1]["text"]
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

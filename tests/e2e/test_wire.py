@@ -19,6 +19,7 @@ from kvsidecar.protocol.framing import frame
 from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.e2e.leftovers import open_fds
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import lent_daemon
@@ -32,10 +33,6 @@ def refusal(daemon: DaemonProcess, *messages: pb.AttachRequest) -> tuple[grpc.St
         for _ in sidecar.Attach(iter(messages), timeout=SECONDS):
             pass
     return caught.value.code(), caught.value.details()
-
-
-def open_fds(daemon: DaemonProcess) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
 def test_the_first_message_must_register(daemon: DaemonProcess) -> None:
@@ -129,7 +126,7 @@ def test_a_job_number_in_use_ends_the_stream_and_no_block_is_lost(short_dir: Pat
             with ThreadPoolExecutor(1) as thread:
                 refused = thread.submit(refusal, daemon, first, job, job)
                 try:
-                    eventually(lambda: daemon.metric('kvsidecar_refusals_total{reason="invalid_request"}') == 1)
+                    eventually(lambda: daemon.refused("invalid_request") == 1)
                 finally:
                     gate.let_pass()
                 code, text = refused.result()
@@ -138,6 +135,23 @@ def test_a_job_number_in_use_ends_the_stream_and_no_block_is_lost(short_dir: Pat
         rank = Rank(daemon)
         assert rank.hits("a") == 1, "the store that had begun was not finished"
         rank.close()
+
+
+def test_jobs_may_follow_the_registration_at_once_and_the_end_comes_behind_them(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(1 << 20)
+    with (
+        hello(daemon, framed(pb.Hello(protocol=PROTOCOL, num_fds=1)), [buffer.fd]) as connection,
+        stub(daemon) as sidecar,
+    ):
+        messages = [pb.AttachRequest(register=register(welcome(connection).token, buffer))]
+        for job in range(3):
+            blocks = [pb.Blocks(group=0, hashes=hashes(job)[0], block_ids=pack_ids([job]))]
+            messages.append(pb.AttachRequest(store=pb.Store(job=job, blocks=blocks)))
+        first, *replies = sidecar.Attach(iter(messages), timeout=SECONDS)
+        assert first.registered.session
+        assert [each.done.outcome for each in replies if each.HasField("done")] == [pb.JobDone.OUTCOME_DONE] * 3
+        assert daemon.metric("kvsidecar_attached_ranks") == 0, "the end was told before the memory was unmapped"
+    buffer.close()
 
 
 def test_reflection_lists_the_service(daemon: DaemonProcess) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,13 +40,6 @@ def holds_only(pool_dir: Path, rank: Rank, *names: str) -> bool:
             return False
         rest[at : at + len(block)] = 0
     return not rest.any()
-
-
-@pytest.fixture
-def gate(short_dir: Path) -> Iterator[Gate]:
-    gate = Gate(short_dir)
-    yield gate
-    gate.close()
 
 
 @pytest.mark.parametrize("groups", [layout(), SHORT], ids=["whole pages", "short"])

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
+from tests.e2e.leftovers import open_fds
 from tests.harness import SECONDS, DaemonProcess, eventually
 
 Answer = TypeVar("Answer")
 
 
-def refusals(daemon: DaemonProcess, reason: str) -> float:
-    return daemon.metric(f'kvsidecar_refusals_total{{reason="{reason}"}}')
-
-
 def ended(daemon: DaemonProcess) -> float:
     """How many were ended so far, for a limit or as unfinished."""
-    return refusals(daemon, "limit") + refusals(daemon, "unfinished")
+    return daemon.refused("limit") + daemon.refused("unfinished")
 
 
 def before_any_is_ended(daemon: DaemonProcess, attempt: Callable[[ExitStack], Answer]) -> tuple[ExitStack, Answer]:
@@ -34,17 +30,13 @@ def before_any_is_ended(daemon: DaemonProcess, attempt: Callable[[ExitStack], An
     """
     fds = open_fds(daemon)
     for _ in range(10):
-        before = refusals(daemon, "unfinished")
+        before = daemon.refused("unfinished")
         with ExitStack() as stack:
             answer = attempt(stack)
-            if refusals(daemon, "unfinished") == before:
+            if daemon.refused("unfinished") == before:
                 return stack.pop_all(), answer
         eventually(lambda: open_fds(daemon) <= fds + 4)  # a client that was just there may still have been connecting
     raise AssertionError("each attempt took too long")
-
-
-def open_fds(daemon: DaemonProcess) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable
 from email.parser import HeaderParser
@@ -258,3 +259,39 @@ def test_a_change_of_the_release_is_in_the_changelog() -> None:
     }
     newest = [int(part) for part in released[0]]
     assert [int(part) for part in fallback] == [*newest[:2], newest[2] + 1]
+
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+IMPORTED = {
+    module.split(".")[0]
+    for path in (ROOT / "kvsidecar").rglob("*.py")
+    for module in re.findall(r"^\s*(?:import|from) ([\w.]+)", path.read_text(), re.MULTILINE)
+}
+MODULES = {"pyzmq": "zmq", "mooncake-transfer-engine-non-cuda": "mooncake"}
+"""Of packages whose module has another name."""
+
+
+@pytest.mark.parametrize("extra", ["events", "mooncake"])
+def test_all_that_an_extra_installs_is_imported(extra: str) -> None:
+    names = [Requirement(each).name for each in EXTRAS[extra]]
+    assert names
+    assert [name for name in names if MODULES.get(name, name) not in IMPORTED] == []
+
+
+OTHERS = {"click", "cuda-python", "numpy", "protobuf", "pydantic", "rich"}
+"""Packages of which SGLang and what it imports want a newer one, and one that nothing imports without a GPU."""
+
+
+def lists() -> list[Requirement]:
+    daemon = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    return [Requirement(each) for each in (*daemon["dependencies"], *client["dependencies"])]
+
+
+def test_what_is_installed_for_sglangs_tests_is_the_oldest_that_is_allowed() -> None:
+    lines = (ROOT / "tests" / "sglang" / "requirements.txt").read_text().splitlines()
+    pins = {each.name: each.specifier for each in map(Requirement, (line for line in lines if line[:1].isalpha()))}
+    for each in lists():
+        if each.name not in OTHERS:
+            (oldest,) = (Version(bound.version) for bound in each.specifier if bound.operator == ">=")
+            assert list(pins[each.name].filter([oldest])) == [oldest], f"{each.name}: {pins[each.name]}, not {oldest}"

@@ -1143,7 +1143,7 @@ _CLIENT = (
         "client/ordering.py",
         "            if user is None or not self._is_outstanding(user):",
         "            if True:",
-        "client/test_ordering.py",
+        "client/test_ledger.py",
     ),
     _bug(
         "the event of a job that has ended is never free",
@@ -1252,7 +1252,7 @@ _CLIENT = (
         "        self._drain_stream(transport, session)\n",
         "",
         "client/test_supervisor.py",
-        "client/test_closing.py",
+        "client/test_connection.py",
     ),
     _bug(
         "a daemon that hangs in a job is not given up",

@@ -15,8 +15,7 @@ from kvsidecar.publisher.publisher import MAX_KNOWN_BYTES, REPLAY_SECONDS
 from kvsidecar.publisher.sequence import MAX_KEPT_BYTES
 from kvsidecar.support import child_process
 from tests.harness import SECONDS, DaemonProcess, eventually
-from tests.publisher.engine import Engine, replay, subscribe, wait_for
-from tests.publisher.process import PublisherProcess
+from tests.publisher.process import Engine, PublisherProcess, replay, subscribe, wait_for
 
 ATTACK_SECONDS = 6.0
 SLACK_BYTES = 64 << 20

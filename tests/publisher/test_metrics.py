@@ -19,8 +19,7 @@ from kvsidecar.publisher.endpoint import MAX_CONNECTIONS_EACH, MAX_SUBSCRIPTION_
 from kvsidecar.publisher.metrics import ENDPOINTS, Reason
 from kvsidecar.publisher.publisher import MAX_REPLAYS
 from tests.harness import DaemonProcess, eventually
-from tests.publisher.engine import Engine, replay, subscribe, wait_for
-from tests.publisher.process import PublisherProcess
+from tests.publisher.process import Engine, PublisherProcess, replay, subscribe, wait_for
 
 METRICS = ("--metrics", "127.0.0.1:0")
 HELLO = zmtp.GREETING + zmtp.ready(b"DEALER")

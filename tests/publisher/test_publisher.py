@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import msgspec
 import pytest
 import zmq
 
+from kvsidecar.publisher.run import NICE
 from kvsidecar.support import child_process
+from tests.docs.pages import fences
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
 from tests.marks import lent_daemon
-from tests.publisher.engine import TOPIC, Engine, replay, subscribe, wait_for
-from tests.publisher.process import PublisherProcess
+from tests.publisher.process import TOPIC, Engine, PublisherProcess, replay, subscribe, wait_for
 from tests.router import View
 
 pytestmark = lent_daemon
@@ -216,3 +218,34 @@ def test_it_waits_for_a_daemon_and_ends_at_once_without_one(short_dir: Path) -> 
         publisher.wait_log("has not reported its namespaces")
         publisher.process.send_signal(signal.SIGINT)
         assert publisher.process.wait(SECONDS) == 0
+
+
+def test_the_publisher_is_nice(short_dir: Path) -> None:
+    with PublisherProcess(short_dir, f"{short_dir}/kvs.sock") as publisher:
+        publisher.wait_log("publishing")
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, publisher.process.pid) == max(NICE, own)
+        assert publisher.terminate() == 0
+
+
+(PROGRAM,) = fences("docs/routers.md", "python")
+
+
+def test_the_program_of_the_page_shows_events(short_dir: Path) -> None:
+    with (
+        DaemonProcess(short_dir, "--pool-size", "1MiB").wait_ready() as daemon,
+        PublisherProcess(short_dir, daemon.socket) as publisher,
+    ):
+        assert isinstance(daemon, DaemonProcess)
+        output = short_dir / "output"
+        program = PROGRAM.replace("tcp://127.0.0.1:5557", f"ipc://{publisher.path}")
+        with output.open("wb") as file:
+            reader = child_process.start([sys.executable, "-u", "-c", program], stdout=file, stderr=file)
+        try:
+            engine = Engine(daemon)
+            engine.store(1)
+            eventually(lambda: f" {TOPIC} BlockStored CPU 4\n" in output.read_text(), output.read_text)
+            engine.rank.close()
+        finally:
+            reader.kill()
+            reader.wait(SECONDS)

@@ -135,10 +135,3 @@ async def test_flushes_that_wait_are_limited_and_one_more_is_answered_with_what_
     await stream.finish()
     flushed = [each.flushed for each in stream.replies[1:] if each.HasField("flushed")]
     assert [list(each.pending) for each in flushed] == [[], [], []]
-
-
-async def test_a_rank_whose_namespace_was_taken_away_is_declined() -> None:
-    stream = Stream()
-    stream.session.denied = True
-    await stream.handle(1, 2)
-    assert stream.outcomes() == {"denied": 2}

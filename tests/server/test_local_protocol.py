@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvsidecar.errors import InvalidRequest, Refusal, Unavailable
+from kvsidecar.errors import Refusal, Unavailable
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES
 from kvsidecar.server.handler import INTERNAL
@@ -132,16 +132,6 @@ async def test_what_comes_before_the_answer_to_the_registration_is_kept_within_a
             assert (handler.ended, transport.closing) == (True, True), "the session that came to be was not ended"
         else:
             assert handler.taken == [1, 2]
-
-
-async def test_a_registration_that_is_refused_after_the_client_detached_is_told_once() -> None:
-    connection, transport, handler = made()
-    connection.data_received(framed(register(), store(1), pb.LocalRequest(detach=pb.Detach())))
-    handler.registered.set_result(InvalidRequest("no"))
-    await settled(handler)
-    (reply,) = transport.replies
-    assert (reply.ended.error.code, reply.ended.error.text) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "no")
-    assert not handler.taken
 
 
 async def test_a_stream_that_is_lost_while_it_opens_is_closed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,8 @@ from kvsidecar.errors import KVSidecarError, LimitExceeded, NotPermitted, Protoc
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.watch_stream import WatchStream
+from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.steps import Steps
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cache.support import namespace, new_cache
@@ -112,3 +117,41 @@ def test_the_end_of_the_process_ends_its_watches() -> None:
     daemon.watch()
     daemon.handler.end_watches(daemon.peer)
     assert [type(each) for each in daemon.lost] == [UnknownPeer]
+
+
+STEPS = 20
+
+
+async def test_one_step_of_one_status_in_each_turn_of_the_loop() -> None:
+    iteration, steps = 0, Counter[int]()
+
+    def tick() -> None:
+        nonlocal iteration
+        iteration += 1
+        asyncio.get_running_loop().call_soon(tick)
+
+    def status(_caller: Caller, _page: pb.StatusPage | None) -> Generator[None, None, pb.StatusReply]:
+        for _ in range(STEPS):
+            steps[iteration] += 1
+            yield
+        return pb.StatusReply(epoch=7)
+
+    nothing: Any = None
+    handler = Handler(
+        epoch=7,
+        instances=nothing,
+        runner=nothing,
+        lookups=nothing,
+        readiness=nothing,
+        metrics=nothing,
+        tasks=nothing,
+        make_status=status,
+        watches=nothing,
+        steps=Steps(LoopTime(seconds=0.0)),
+    )
+    tick()
+    admin = Caller(None, Grant(("*",), admin=True))
+    replies = await asyncio.gather(*(handler.status(pb.StatusRequest(), admin) for _ in range(5)))
+    assert [reply.epoch for reply in replies] == [7] * 5
+    assert steps.total() == 5 * STEPS
+    assert max(steps.values()) == 1, "several steps in one iteration of the loop"

@@ -1,15 +1,19 @@
-"""Who is at the other end of a socket."""
+"""Who is at the other end of a socket; processes that were written down, and waiting for their end."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from kvsidecar.support import peer
+from kvsidecar.support.process_ids import ProcessId, Watched, process_id
+from tests.harness import SECONDS
 
 
 def test_the_kernel_names_this_process_to_itself() -> None:
@@ -42,3 +46,63 @@ def test_a_pidfd_is_of_the_process_at_the_other_end(by_kernel: bool, monkeypatch
             assert f"Pid:\t{child.pid}\n" in info.read()
         os.close(fd)
         child.communicate(b"\n")
+
+
+SLEEPS = [sys.executable, "-c", "input()"]
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(SLEEPS, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def written(pid: int) -> ProcessId:
+    found = process_id(pid)
+    assert found is not None
+    return found
+
+
+def test_a_process_is_waited_for_until_it_has_ended(child: subprocess.Popen[bytes]) -> None:
+    async def wait() -> None:
+        with Watched([written(child.pid), written(child.pid)]) as watched:
+            assert len(watched) == 2
+            assert not await watched.wait(0)
+            assert not await watched.wait(0.05)
+            asyncio.get_running_loop().call_soon(child.kill)
+            assert await watched.wait(SECONDS)
+            assert await watched.wait(0), "it has ended, and is not reaped"
+
+    asyncio.run(wait())
+
+
+def test_one_that_has_ended_is_visible_until_it_is_reaped_and_over_at_once(child: subprocess.Popen[bytes]) -> None:
+    before = written(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    with Watched([before]) as watched:
+        assert len(watched) == 1
+        assert asyncio.run(watched.wait(0))
+    child.wait()
+    with Watched([before]) as watched:
+        assert len(watched) == 0
+        assert asyncio.run(watched.wait(0))
+
+
+def test_another_process_that_has_got_the_number_is_not_waited_for(child: subprocess.Popen[bytes]) -> None:
+    pid, start_time = written(child.pid)
+    fds = len(os.listdir("/proc/self/fd"))
+    earlier = [ProcessId(pid, start_time - 1), ProcessId(0, 0), ProcessId(2**22 + 1, 5), ProcessId(2**63, 5)]
+    with Watched(earlier) as watched:
+        assert len(watched) == 0
+        assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_name_with_parentheses_hides_nothing() -> None:
+    script = "open('/proc/self/comm', 'w').write(') R 1 (x'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert written(child.pid).start_time >= written(os.getpid()).start_time
+        child.kill()

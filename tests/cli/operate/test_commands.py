@@ -133,18 +133,6 @@ def test_a_command_waits_for_a_daemon_that_is_slow(daemon: DaemonProcess, comman
 # -- clear -------------------------------------------------------------------------------------------------------
 
 
-def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None:
-    one = Rank(daemon)
-    other = Rank(daemon, namespace=Namespace("other", "bf16", "LBNHC", 16, 1, 1, "sha256"), instance="other")
-    done(one.store("a", "b"))
-    done(other.store("a"))
-    cleared = run("clear", "--socket", daemon.socket, "--namespace", "m")
-    assert (cleared.returncode, cleared.stdout) == (0, "2 blocks cleared.\n")
-    assert (one.hits("a"), other.hits("a")) == (0, 1)
-    one.close()
-    other.close()
-
-
 def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     done(rank.store("a", "b"))
@@ -168,11 +156,6 @@ def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
     rank.close()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--all", "--namespace", "m"]])
-def test_clear_wants_exactly_one_target(arguments: list[str]) -> None:
-    assert run("clear", *arguments).returncode == 2
-
-
 def test_a_namespace_is_named_by_its_model_or_where_that_is_not_enough_by_all_of_it() -> None:
     small = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
     large = Namespace("m", "bf16", "LBNHC", 32, 1, 1, "sha256")
@@ -186,16 +169,6 @@ def test_a_namespace_is_named_by_its_model_or_where_that_is_not_enough_by_all_of
     assert str(large) in unclear
     assert find_namespace("x", both) == "no namespace has the model 'x'; known models: 'm'"
     assert "there are no namespaces" in str(find_namespace("x", pb.StatusReply()))
-
-
-def test_clear_of_an_unknown_namespace_changes_nothing(daemon: DaemonProcess) -> None:
-    rank = Rank(daemon)
-    done(rank.store("a"))
-    refused = run("clear", "--namespace", "x", "--socket", daemon.socket)
-    assert refused.returncode == 1
-    assert "no namespace has the model 'x'; known models: 'm'" in refused.stderr
-    assert rank.hits("a") == 1
-    rank.close()
 
 
 # -- drain -------------------------------------------------------------------------------------------------------

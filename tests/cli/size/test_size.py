@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvsidecar.cli.main import main
+from kvsidecar.cli.size.progress import EVERY_SECONDS, Progress
 from kvsidecar.support.units import GiB
 from tests.cli.size.support import alternating
 from tests.harness import DaemonProcess, Rank, done
@@ -104,3 +106,17 @@ def test_a_running_engine_gives_the_figures(daemon: DaemonProcess) -> None:
     assert group["block_tokens"] == status["namespace"]["block_size"]
     assert "of 'other' yet" in run("size", "other", "--running", *where).output
     rank.close()
+
+
+def test_only_what_takes_long_is_said_and_not_too_often() -> None:
+    out, now = io.StringIO(), [0.0]
+    progress = Progress(out, lambda: now[0])
+    progress.read("a.log", 64)
+    assert out.getvalue() == ""
+    now[0] = EVERY_SECONDS
+    progress.read("a.log", 63)
+    progress.read("a.log", 128)
+    progress.read("a.log", 192)
+    now[0] *= 2
+    progress.replayed("lru", 1, 4)
+    assert out.getvalue() == "5 s: a.log, 128 lines read\n10 s: lru, 25% of the requests replayed\n"
