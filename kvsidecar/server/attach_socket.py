@@ -72,7 +72,8 @@ class AttachSocket:
         self._listener = PathListener(
             self.socket_files, self.socket_files.attach_path, self._accepted, self.tasks, _caused, self.turns, TURNS
         )
-        self._connections: set[_Connection] = set()
+        self.connections: set[_Connection] = set()
+        """Those that are open."""
 
     def start(self) -> None:
         """See `PathListener.start`."""
@@ -80,7 +81,7 @@ class AttachSocket:
 
     async def stop(self) -> None:
         self._listener.stop()
-        for connection in tuple(self._connections):
+        for connection in tuple(self.connections):
             connection.shut_down()
 
     def _accepted(self, connection: socket.socket, who: peers.Credentials) -> None:
@@ -90,7 +91,7 @@ class AttachSocket:
             with connection:
                 self.reject(connection, error)
             return
-        self._connections.add(_Connection(self, arrival, who))
+        self.connections.add(_Connection(self, arrival, who))
 
     def reject(self, connection: socket.socket, error: KVSidecarError) -> None:
         """Count a refusal and send the error, as far as the socket buffer takes it."""
@@ -140,7 +141,7 @@ class AttachSocket:
         return peer, local
 
     def ended(self, connection: _Connection, arrival: Arrival, peer: Peer | None) -> None:
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         self.arrivals.end(arrival)
         if peer is not None:
             self.on_gone(peer)
@@ -298,9 +299,9 @@ class _Connection:
         """
         self._pidfd = peers.pidfd(self._connection)
         if self._pidfd is not None:
-            self._watch(self._pidfd, self._gone)
+            self._watch(self._pidfd, self.gone)
         if self._local is not None:
-            self._local.closed.add_done_callback(lambda _: self._gone())
+            self._local.closed.add_done_callback(lambda _: self.gone())
             self._owner.tasks.spawn(self._serve(self._local), name="attach-connection")
         else:
             self._watch(self._connection.fileno(), self._drain)
@@ -310,7 +311,7 @@ class _Connection:
             self._transport, _ = await self._loop.connect_accepted_socket(lambda: local, self._connection)
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
-            self._gone()
+            self.gone()
         if self._state is _State.ENDED:
             self._abort()
 
@@ -323,9 +324,10 @@ class _Connection:
             return
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
-        self._gone()
+        self.gone()
 
-    def _gone(self) -> None:
+    def gone(self) -> None:
+        """The client has gone; may be called again."""
         if self._state is _State.SERVED:
             self._enter(_State.LEAVING)
             self._stop_listening()

@@ -123,7 +123,8 @@ class GrpcFront:
             ),
         )
         self.turns, self.poll_set = turns, PollSet()
-        self._relays: set[_Relay] = set()
+        self.relays: set[_Relay] = set()
+        """Those of the connections that are open."""
         self._users: dict[str, Hashable] = {}
         """Of the connections that gRPC's server sees at a name."""
         self._seconds: asyncio.Task[None] | None = None
@@ -144,7 +145,7 @@ class GrpcFront:
         """End all connections."""
         if self._seconds is not None:
             self._seconds.cancel()
-        for relay in tuple(self._relays):
+        for relay in tuple(self.relays):
             relay.close(at_once=True)
         self.poll_set.close()
 
@@ -160,7 +161,7 @@ class GrpcFront:
         if client.name:
             self._users[client.name] = client.user
         relay = _Relay(self, client, make_end)
-        self._relays.add(relay)
+        self.relays.add(relay)
         relay.client_readable()  # what TLS has read already, the socket does not announce
 
     def user_at(self, name: str) -> Hashable:
@@ -189,8 +190,8 @@ class GrpcFront:
         self._caused.warning("gRPC refused", **shown, reason=str(error))
 
     def ended(self, relay: _Relay) -> None:
-        if relay in self._relays:
-            self._relays.discard(relay)
+        if relay in self.relays:
+            self.relays.discard(relay)
             self._users.pop(relay.client.name, None)
             self._connections_of.give_back(relay.client.user)
 
@@ -198,7 +199,7 @@ class GrpcFront:
         while True:
             await asyncio.sleep(1.0)
             ended = 0
-            for number, relay in enumerate(tuple(self._relays), 1):
+            for number, relay in enumerate(tuple(self.relays), 1):
                 relay.second()
                 while late := relay.end_late():
                     ended += late

@@ -56,7 +56,8 @@ class SleepGuard:
         self._seconds = seconds
         self._until = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ticking = False
+        self.is_awake = False
+        """Whether the timer ticks."""
         self._timer = -1
         self.problem = ""
         """Why it has no effect though it was wanted."""
@@ -70,11 +71,11 @@ class SleepGuard:
         if self._timer < 0:
             return
         self._until = time.monotonic() + self._seconds
-        if not self._ticking:
+        if not self.is_awake:
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()
                 self._loop.add_reader(self._timer, self._tick)
-            self._ticking = True
+            self.is_awake = True
             # Later: whoever asked for this is being answered, and a call of libc after a pause takes up to 40 us.
             self._loop.call_soon(self._set, NAP_SECONDS)
 
@@ -88,7 +89,7 @@ class SleepGuard:
     def _tick(self) -> None:
         os.read(self._timer, 8)
         if time.monotonic() >= self._until:
-            self._ticking = False
+            self.is_awake = False
             self._set(0)
 
     def _set(self, seconds: float) -> None:

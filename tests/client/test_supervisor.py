@@ -16,7 +16,6 @@ from kvsidecar.client import supervisor as module
 from kvsidecar.client.buffers import KVBuffers
 from kvsidecar.client.ledger import Job, Ledger
 from kvsidecar.client.messages import Registration, TransportError
-from kvsidecar.client.states import CLOSING, State
 from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
@@ -223,7 +222,7 @@ def test_a_daemon_that_is_given_up_by_a_client_that_leaves_is_fenced_off(node: N
     node.supervisor.give_up("it is silent")
     closing = threading.Thread(target=node.supervisor.close, args=(SECONDS,))
     closing.start()
-    eventually(lambda: node.supervisor._state in CLOSING, "it closes")
+    eventually(lambda: node.supervisor.is_closing, "it closes")
     go_on.set()
     daemon.asked()
     assert fence.is_shut
@@ -268,7 +267,7 @@ def test_a_client_that_leaves_before_it_has_asked_a_daemon_that_was_given_up_ask
     eventually(lambda: len(node.options) == 2, "it connects again")
     closing = threading.Thread(target=node.supervisor.close, args=(SECONDS,))
     closing.start()
-    eventually(lambda: node.supervisor._state is State.CLOSED, "it closes")
+    eventually(lambda: node.supervisor.is_closing, "it closes")
     node.daemons.put(NOBODY)
     again = FakeTransport(session=12)
     node.daemons.put(again)

@@ -126,7 +126,7 @@ async def test_clients_that_have_gone_before_their_welcome_are_cleaned_up_once_a
     bench = Bench(short_dir)
     for client in bench.connect(frame(pb.Hello(protocol=PROTOCOL).SerializeToString())):
         client.close()
-    await until(lambda: bench.in_iteration.total() and not bench.socket._connections)
+    await until(lambda: bench.in_iteration.total() and not bench.socket.connections)
     assert bench.in_iteration.total() == CLIENTS
     assert not bench.refused
     await bench.close()
@@ -135,7 +135,7 @@ async def test_clients_that_have_gone_before_their_welcome_are_cleaned_up_once_a
 async def test_clients_whose_hello_is_refused_are_told_why_once_and_are_no_peers(short_dir: Path) -> None:
     bench = Bench(short_dir)
     clients = bench.connect(frame(pb.Hello(protocol=PROTOCOL + 1).SerializeToString()))
-    await until(lambda: bench.refused.total() == CLIENTS and not bench.socket._connections)
+    await until(lambda: bench.refused.total() == CLIENTS and not bench.socket.connections)
     for client in clients:
         assert f"the client {PROTOCOL + 1}".encode() in client.recv(1000)
         assert not client.recv(1000)
@@ -151,9 +151,9 @@ async def test_a_daemon_that_stops_ends_each_connection_once(short_dir: Path, mo
     served = bench.connect(frame(pb.Hello(protocol=PROTOCOL).SerializeToString()))
     for client in served:
         assert await asyncio.get_running_loop().run_in_executor(None, client.recv, 1000)
-    await until(lambda: len(bench.socket._connections) == 2 * CLIENTS)
+    await until(lambda: len(bench.socket.connections) == 2 * CLIENTS)
     await bench.socket.stop()
-    await until(lambda: not bench.socket._connections)
+    await until(lambda: not bench.socket.connections)
     assert dict(bench.refused) == {Refusal.INVALID_REQUEST: CLIENTS}
     assert bench.in_iteration.total() == 2 * CLIENTS
     for client in [*silent, *served]:
@@ -167,12 +167,12 @@ async def test_an_end_that_is_noticed_in_several_ways_is_one_end(short_dir: Path
     clients = bench.connect(frame(pb.Hello(protocol=PROTOCOL).SerializeToString()))
     for client in clients:
         assert await asyncio.get_running_loop().run_in_executor(None, client.recv, 1000)
-    connections = tuple(bench.socket._connections)
+    connections = tuple(bench.socket.connections)
     for connection in connections * 2:
-        connection._gone()
-    await until(lambda: not bench.socket._connections)
+        connection.gone()
+    await until(lambda: not bench.socket.connections)
     for connection in connections:
-        connection._gone()
+        connection.gone()
     turn = asyncio.get_running_loop().create_future()
     bench.turns.take("after them", lambda: turn.set_result(None))
     await turn

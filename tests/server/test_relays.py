@@ -60,10 +60,10 @@ async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collecto
             clients = [socket.socket(socket.AF_UNIX) for _ in range(CLIENTS)]
             for client in clients:
                 begun(client, short_dir)
-            await eventually_in_loop(lambda: len(front._relays) == CLIENTS)
+            await eventually_in_loop(lambda: len(front.relays) == CLIENTS)
             for client in clients:
                 client.close()
-            await eventually_in_loop(lambda: not front._relays)
+            await eventually_in_loop(lambda: not front.relays)
             await asyncio.sleep(0)
             left = [each for each in gc.get_objects() if isinstance(each, grpc_front._Relay | grpc_front.End)]
             assert not left
@@ -93,7 +93,7 @@ async def test_the_calls_of_a_connection_that_closes_end_before_it_in_several_tu
             await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
             tick()
             monkeypatch.setattr(grpc_front.End, "send", noted)
-        await eventually_in_loop(lambda: not front._relays)
+        await eventually_in_loop(lambda: not front.relays)
         ends = [(turn, data) for turn, data in sent if data]
         assert front.quotas.calls.held == 0
         assert len(ends) == len({turn for turn, _ in ends}) == CALLS // CALLS_AT_ONCE - 1, "the last ones end with it"
@@ -106,7 +106,7 @@ async def test_calls_that_are_late_end_a_few_at_a_time(short_dir: Path) -> None:
         with socket.socket(socket.AF_UNIX) as client:
             begun(client, short_dir, STREAMS)
             await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
-            (relay,) = front._relays
+            (relay,) = front.relays
             for _ in range(MESSAGE_SECONDS + 1):
                 relay.second()
             assert not refused

@@ -32,20 +32,20 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
 
     async def check() -> None:
         guard = Counted(SECONDS_AWAKE)
-        assert not guard._ticking
+        assert not guard.is_awake
         guard.keep_awake()
         await eventually_in_loop(lambda: guard.ticks > 10)
         clock.now += 0.99 * SECONDS_AWAKE
         ticks = guard.ticks
         await eventually_in_loop(lambda: guard.ticks > ticks + 10)
-        assert guard._ticking
+        assert guard.is_awake
         clock.now += 0.02 * SECONDS_AWAKE
-        await eventually_in_loop(lambda: not guard._ticking)
+        await eventually_in_loop(lambda: not guard.is_awake)
         ticks = guard.ticks
         await asyncio.sleep(20 * NAP_SECONDS)
         assert guard.ticks == ticks
         guard.keep_awake()
-        assert guard._ticking
+        assert guard.is_awake
         guard.close()
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -55,5 +55,5 @@ def test_it_ticks_while_something_happens_and_a_little_longer(
 def test_zero_is_never() -> None:
     guard = SleepGuard(0.0)
     guard.keep_awake()
-    assert not guard._ticking
+    assert not guard.is_awake
     guard.close()

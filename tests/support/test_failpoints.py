@@ -42,9 +42,8 @@ def outcomes(name: str, hits: int) -> list[str]:
     return seen
 
 
-def test_off_by_default_and_then_nothing_is_counted() -> None:
+def test_off_by_default() -> None:
     assert outcomes("pool.pin_chunk", 3) == [""] * 3
-    assert failpoints._hits == {}
 
 
 def test_every_hit_raises_without_a_number() -> None:
