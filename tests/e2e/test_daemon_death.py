@@ -80,47 +80,34 @@ def killed_at(daemon: DaemonProcess, point: str) -> None:
         daemon.process.kill()
 
 
-@pytest.mark.parametrize("point", ["store.after_reserve", "store.in_flight", "store.before_seal"])
-def test_a_daemon_killed_mid_store_costs_its_jobs_and_nothing_else(
+@pytest.mark.parametrize(
+    "point", ["store.after_reserve", "store.in_flight", "store.before_seal", "load.before_copy", "load.in_flight"]
+)
+def test_a_daemon_killed_mid_job_costs_its_jobs_and_nothing_else(
     short_dir: Path, gate: Gate, point: str, local: bool
 ) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=fatal(point, gate), local=local) as first:
         rank = Rank(first.wait_ready(), client=quick(first.socket, local))
-        done(rank.store("kept"))
-        for block_id, name in enumerate(("x", "y", "z")):
-            rank.fill(block_id, name)
-        jobs = [rank.client.store([Blocks(0, hashes(name), [i])]) for i, name in enumerate(("x", "y", "z"))]
+        done(rank.store("a", "b"))
+        stores = point.startswith("store")
+        names = ["x", "y", "z"] if stores else ["a", "b"]
+        if stores:
+            for block_id, name in enumerate(names):
+                rank.fill(block_id, name)
+        else:
+            done(rank.load("a", at=[4]))
+        submit = rank.client.store if stores else rank.client.load
+        jobs = [submit([Blocks(0, hashes(name), [i])]) for i, name in enumerate(names)]
         killed_at(first, point)
-        ends = job_ends(rank.client, 3)
+        ends = job_ends(rank.client, len(jobs))
         assert sorted(end.job for end in ends) == jobs
         assert {end.outcome for end in ends} <= {Outcome.FAILED, Outcome.DECLINED}
         assert {end.reason for end in ends} == {"daemon_lost"}
         first.process.wait(SECONDS)
     with DaemonProcess(short_dir, local=local):
         assert rank.client.wait_ready(SECONDS).ready
-        assert rank.hits("x") == 0
-        works(rank, "x", "y")
-        assert rank.client.poll() == [], "a job was reported twice"
-        rank.close()
-
-
-@pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
-def test_a_daemon_killed_mid_load_costs_its_jobs_and_nothing_else(
-    short_dir: Path, gate: Gate, point: str, local: bool
-) -> None:
-    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=fatal(point, gate), local=local) as first:
-        rank = Rank(first.wait_ready(), client=quick(first.socket, local))
-        done(rank.store("a", "b"))
-        done(rank.load("a", at=[4]))
-        jobs = [rank.client.load([Blocks(0, hashes("a", "b"), [5 + i, 3 - i])]) for i in range(2)]
-        killed_at(first, point)
-        ends = job_ends(rank.client, 2)
-        assert sorted(end.job for end in ends) == jobs
-        assert {end.reason for end in ends} == {"daemon_lost"}
-        first.process.wait(SECONDS)
-    with DaemonProcess(short_dir, local=local):
-        assert rank.client.wait_ready(SECONDS).ready
-        works(rank, "a", "b")
+        assert rank.hits(names[0]) == 0
+        works(rank, *names[:2])
         assert rank.client.poll() == [], "a job was reported twice"
         rank.close()
 

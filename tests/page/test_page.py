@@ -161,14 +161,6 @@ def test_it_says_when_the_daemon_is_gone_and_shows_the_next_one(short_dir: Path,
     browser.complaints()
 
 
-def test_it_shows_the_start_and_the_pin(short_dir: Path, gate: Gate, browser: Browser) -> None:
-    flags = ["--pool-size", "4MiB", "--chunk-size", "64KiB", "--slab-size", "64KiB"]
-    with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
-        browser.open(daemon.http + "/")
-        browser.until("#state", "pinning")
-        browser.until("#pin", "pinned 0%")
-
-
 def test_a_failed_pool_does_not_look_like_an_empty_one(short_dir: Path, browser: Browser) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="pool.pin_chunk=raise(no more pages)") as daemon:
         browser.open(daemon.http + "/")
