@@ -184,6 +184,19 @@ def test_a_cancelled_load_gives_its_lease_back(engine: Engine, daemon: DaemonPro
     eventually(lambda: daemon.get("/status")[1]["pool"]["leases"] == 0, "the lease is given back")
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_load_that_is_over_gives_its_lease_back(engine: Engine, daemon: DaemonProcess, arrives: bool) -> None:
+    engine.store([1, 2], "a")
+    assert engine.lookup("a", 2) == [2]
+    assert engine.load([8, 9], "a")
+    if not arrives:
+        with daemon.client() as operator:
+            operator.clear()
+        engine.clock.ahead += 10 * SECONDS
+    engine.side.loads.finish(engine.start())
+    eventually(lambda: daemon.get("/status")[1]["pool"]["leases"] == 0, "the lease is given back")
+
+
 def test_a_repeated_lookup_is_answered_at_once(engine: Engine) -> None:
     engine.store([1, 2], "a")
     engine.clock.stop()

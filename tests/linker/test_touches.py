@@ -142,7 +142,9 @@ def test_what_waits_and_what_is_kept_of_sessions_has_a_bound_in_bytes(monkeypatc
         ends.end(name, f"session {name}")
     assert [groups for groups, _ in ends.told()] == [{0: of("a")}, {0: of("c")}]
     assert ends.counters.unsent_touches == 2
-    for name in ("b", "a", "c"):
+    ends.touches.session_ended("session b")
+    assert ends.told() == [], "it was the oldest"
+    for name in ("a", "c"):
         ends.touches.session_ended(f"session {name}")
     assert ends.told() == [({0: of("a")}, inf), ({0: of("c")}, inf)]
     assert (ends.touches._waiting_bytes, ends.touches._sessions_bytes) == (0, 0)

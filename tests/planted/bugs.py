@@ -45,6 +45,7 @@ _CACHE = (
         "lease is not None and now < lease.expires_at",
         "lease is not None and now <= lease.expires_at",
         "cache/test_leases.py",
+        "cache/test_cache_machine.py",
     ),
     _bug(
         "a renewed lease ends when it would have ended before",
@@ -59,6 +60,7 @@ _CACHE = (
         "        lease.expires_at = expires_at\n        self._note_expiry(lease)\n        return True",
         "        lease.expires_at = expires_at\n        return True",
         "cache/test_leases.py",
+        "cache/test_cache_machine.py",
     ),
     _bug(
         "a lease that got more blocks never ends",
@@ -118,6 +120,7 @@ _CACHE = (
         "        if lease is None and lease_id is not None:",
         "cache/test_block_cache.py",
         "cache/test_leases.py",
+        "cache/test_cache_machine.py",
     ),
     _bug(
         "blocks are evicted while they are loaded",
@@ -183,6 +186,7 @@ _CACHE = (
         "        to_fill = (slots == NO_SLOT) & first_of_each(rows)",
         "        to_fill = (slots < 0) & first_of_each(rows)",
         "cache/test_block_cache.py",
+        "cache/test_cache_machine.py",
     ),
     _bug(
         "a hash that comes twice in a store gets two slots",
@@ -247,6 +251,7 @@ _CACHE = (
         "        self.detached[rows] = False\n",
         "",
         "cache/test_block_cache.py",
+        "cache/test_cache_machine.py",
     ),
     # -- expiry
     _bug(
@@ -1344,7 +1349,7 @@ _INTEGRATIONS = (
         "integrations/vllm/stores.py",
         "            store.failed = True\n",
         "            pass\n",
-        "integrations/test_scheduler.py",
+        "integrations/test_backlog.py",
     ),
     _bug(
         "blocks are held until the first rank has stored its shard",
