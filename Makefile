@@ -9,12 +9,17 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 CHECKS := check-format check-lint check-types check-imports check-generated check-spelling check-deploy check-documents
-.PHONY: help demo venv venv-vllm venv-sglang test coverage test-cluster test-vllm test-sglang soak check $(CHECKS) hooks format proto docs package clean
+.PHONY: help demo venv venv-vllm venv-sglang test smoke smoke-vllm smoke-sglang test-all test-for stress planted coverage test-main test-cluster test-vllm test-sglang soak check $(CHECKS) hooks format proto docs package clean
 
 help:
 	@echo "make demo    install, start a daemon, store, kill the engine, load, compare every byte"
-	@echo "make test    install what the tests need and run those of the daemon, the client and the commands"
-	@echo "make coverage  of these the unit tests, and how much of cache/, core/ and protocol/ they run"
+	@echo "make test    install what the quick tests need and run them: what starts no process, and each promise once"
+	@echo "make test-for   run what a change touches: CHANGED=\"files\", or what differs from main"
+	@echo "make smoke   install vLLM and SGLang for the CPU, and run what shows a promise on a real engine"
+	@echo "make test-all   every test that needs no GPU, and the bugs that they must find: hours"
+	@echo "make stress  the quick tests, TIMES=20 times, on 1.1 cores while processes of theirs stand still"
+	@echo "make planted    plant each bug of tests/planted, and see that a test finds it"
+	@echo "make coverage  the unit tests, and how much of cache/, core/ and protocol/ they run"
 	@echo "make test-cluster  install Mooncake Store, and run the tests of the cluster tier in a network of their own"
 	@echo "make test-vllm  install vLLM for the CPU into .venv-vllm and run the connector's tests, also on a real engine"
 	@echo "make test-sglang  install SGLang for the CPU into .venv-sglang and run the linker's tests, also on a real engine"
@@ -43,51 +48,97 @@ GROUPS_PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check 'p
 
 $(VENV)/test.stamp: $(VENV)/pip.stamp $(PROJECTS)
 	$(GROUPS_PIP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing]' --group test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events]' --group test
 	@touch $@ $(VENV)/run.stamp
+
+$(VENV)/all.stamp: $(VENV)/pip.stamp $(PROJECTS)
+	$(GROUPS_PIP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing]' --group test-all
+	@touch $@ $(VENV)/run.stamp $(VENV)/test.stamp
 
 $(VENV)/dev.stamp: $(VENV)/pip.stamp $(PROJECTS)
 	$(GROUPS_PIP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing]' --group dev
-	@touch $@ $(VENV)/run.stamp $(VENV)/test.stamp
+	@touch $@ $(VENV)/run.stamp $(VENV)/test.stamp $(VENV)/all.stamp
 
 demo: $(VENV)/run.stamp
 	@$(BIN)/kvsidecar demo
 
 venv: $(VENV)/dev.stamp
 
-# Most tests run side by side; those with the marker `alone` run after them, those with `torch` where vLLM has brought
-# it. No test is run by two targets. A test of a daemon mostly waits: for two on a core. An engine keeps a core busy.
+# Three tiers, by the rule of tests/marks.py: `make test`, `.ci/run`, `make test-all`. Most tests run side by side; those
+# with the marker `alone` run after them, those with `torch` where vLLM has brought it. A test of a daemon mostly waits:
+# for two on a core. An engine keeps a core busy.
 CORES := $(shell nproc)
 JOBS ?= $(shell echo $$((2 * $(CORES))))
 ENGINES ?= $(CORES)
 side_by_side = --numprocesses $(1) --dist worksteal -m "not alone and not cluster and not torch"
+quick = --numprocesses $(1) --dist worksteal -m quick
 OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
 OF_TEST_SGLANG := tests/sglang
-OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM) $(OF_TEST_SGLANG),$(patsubst %/,%,$(wildcard tests/*/))) tests/test_no_pickle.py
-# Tests with this marker, of the files that have such tests, because pytest takes seconds to collect all.
-marked = -m $(1) $(shell grep -rl --include='test_*.py' 'mark\.$(1)' $(2))
+OF_PROCESSES := tests/e2e tests/examples tests/packages
+OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM) $(OF_TEST_SGLANG),$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
+# Files of tests with this marker, because pytest takes seconds to collect all.
+files_with = $(shell grep -rlE --include='test_*.py' '(mark\.|@)$(1)\b' $(2))
+marked = -m $(1) $(call files_with,$(1),$(2))
+OF_QUICK = $(filter-out $(OF_PROCESSES),$(OF_TEST)) $(OF_COVERAGE) tests/integrations $(call files_with,promise,$(OF_PROCESSES))
 
-test: $(VENV)/test.stamp
-ifdef ARGS
+# With ARGS, what they select is run, whatever its tier.
+ARGS ?=
+test: $(VENV)/$(if $(ARGS),all,test).stamp
+ifneq ($(ARGS),)
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(MAKE) --no-print-directory coverage
-	$(BIN)/python -m pytest $(call side_by_side,$(JOBS)) $(OF_TEST)
-	$(BIN)/python -m pytest $(call marked,alone,$(OF_COVERAGE) $(OF_TEST))
+	$(BIN)/python -m pytest --quiet $(call quick,$(JOBS)) $(OF_QUICK)
 endif
 
+# Those of tests/integrations need what vLLM brings.
+smoke-vllm: .venv-vllm/test.stamp
+	.venv-vllm/bin/python -m pytest --quiet $(call quick,$(ENGINES)) $(shell grep -rlE 'importorskip..(vllm|torch)' tests/integrations)
+	.venv-vllm/bin/python -m pytest --numprocesses $(ENGINES) --dist worksteal -m smoke $(call files_with,promise,tests/vllm)
+
+smoke-sglang: .venv-sglang/test.stamp
+	.venv-sglang/bin/python -m pytest --numprocesses $(ENGINES) --dist loadfile -m smoke $(call files_with,promise,tests/sglang)
+
+smoke: smoke-vllm smoke-sglang
+
+CHANGED ?=
+test-for: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.touched $(CHANGED)
+
+TIMES ?= 20
+stress: $(VENV)/test.stamp
+	$(BIN)/python -m tests.stress --times $(TIMES) -- $(or $(ARGS),--quiet $(call quick,$(JOBS)) $(OF_QUICK))
+
+planted: $(VENV)/all.stamp
+	$(BIN)/python -m tests.planted
+
+test-all: export KVSIDECAR_TESTS = all
+test-all: $(VENV)/all.stamp
+	$(MAKE) --no-print-directory check
+	$(MAKE) --no-print-directory coverage
+	$(MAKE) --no-print-directory test-main
+	$(MAKE) --no-print-directory test-cluster
+	$(MAKE) --no-print-directory test-vllm
+	$(MAKE) --no-print-directory test-sglang
+	$(MAKE) --no-print-directory planted
+
+# All of the daemon, the client and the commands but the unit tests of `make coverage`.
+test-main: $(VENV)/all.stamp
+	$(BIN)/python -m pytest $(call side_by_side,$(JOBS)) $(OF_TEST)
+	$(BIN)/python -m pytest $(call marked,alone,$(OF_COVERAGE) $(OF_TEST))
+
 # Percent of the lines that the unit tests run, at least: a little less than they did when this was written.
-coverage: $(VENV)/test.stamp
+coverage: $(VENV)/all.stamp
 	$(BIN)/python -m pytest $(call side_by_side,$(JOBS)) --cov --cov-report= $(OF_COVERAGE)
 	$(BIN)/coverage report --include 'kvsidecar/cache/*' --fail-under 98
 	$(BIN)/coverage report --include 'kvsidecar/core/*' --fail-under 92
 	$(BIN)/coverage report --include 'kvsidecar/protocol/*' --fail-under 95
 
-$(VENV)/cluster.stamp: $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing,mooncake]' --group test
+$(VENV)/cluster.stamp: $(VENV)/all.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing,mooncake]' --group test-all
 	@touch $@
 
 # The client of Mooncake Store listens on all addresses.
@@ -126,18 +177,18 @@ venv-vllm: .venv-vllm/test.stamp
 venv-sglang: .venv-sglang/test.stamp
 
 test-vllm: .venv-vllm/test.stamp
-ifdef ARGS
+ifneq ($(ARGS),)
 	.venv-vllm/bin/python -m pytest $(ARGS)
 else
 	.venv-vllm/bin/python -m pytest $(call side_by_side,$(ENGINES)) $(OF_TEST_VLLM)
 	.venv-vllm/bin/python -m pytest $(call marked,alone,$(OF_TEST_VLLM))
 	.venv-vllm/bin/python -m pytest $(call marked,torch,tests)
-	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) .venv-vllm/bin/python -m pytest $(call marked,older,$(OF_TEST_VLLM)) --numprocesses $(ENGINES) --dist worksteal
+	PYTHONPATH="$(CURDIR)/$(OLDER_VLLM)" .venv-vllm/bin/python -m pytest $(call marked,older,$(OF_TEST_VLLM)) --numprocesses $(ENGINES) --dist worksteal
 endif
 
 # The engines of a file are started once, so a file is not split.
 test-sglang: .venv-sglang/test.stamp
-ifdef ARGS
+ifneq ($(ARGS),)
 	.venv-sglang/bin/python -m pytest $(ARGS)
 else
 	.venv-sglang/bin/python -m pytest --numprocesses $(ENGINES) --dist loadfile $(OF_TEST_SGLANG)
@@ -204,7 +255,7 @@ docs: $(VENV)/dev.stamp
 	@echo "build/docs/index.html"
 
 # The same commit gives the same bytes.
-package: $(VENV)/test.stamp
+package: $(VENV)/all.stamp
 	rm -rf dist
 	export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} \
 		&& $(BIN)/python -m build --no-isolation --outdir dist client && $(BIN)/python -m build --no-isolation --outdir dist .

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -19,9 +20,11 @@ for _package in sorted(path.name for path in Path(__file__).parent.iterdir() if 
 
 from tests.harness import DaemonProcess, Gate, close_what_is_open  # noqa: E402
 from tests.lent_daemon import Lending  # noqa: E402
+from tests.marks import THOROUGH, goes_into_make_test, is_smoke, starts_processes  # noqa: E402
 
-# A busy machine makes any example slow once.
-hypothesis.settings.register_profile("kvsidecar", deadline=None)
+# A busy machine makes any example slow once. What is tried anew each time may find something by chance: that is for
+# `make test-all`.
+hypothesis.settings.register_profile("kvsidecar", deadline=None, derandomize=not THOROUGH)
 hypothesis.settings.load_profile("kvsidecar")
 
 # A shell starts what it puts in the background with Ctrl-C ignored, which is inherited; tests send it to their own.
@@ -68,6 +71,39 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     yield
     close_what_is_open()
     _descriptors.check(item.nodeid)
+
+
+PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "tests.warm.start")
+_may_start = True
+"""Whether the test that runs is known to start processes."""
+
+
+def _watch_processes(event: str, args: tuple[object, ...]) -> None:
+    if event in PROCESS_EVENTS and not _may_start:
+        raise AssertionError(f"a test that starts processes needs the marker `processes`: {event} {args[:2]}")
+
+
+sys.addaudithook(_watch_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """What `make test` runs starts no process unless it shows a promise: the rule of CONTRIBUTING.md."""
+    global _may_start
+    _may_start = starts_processes(item)
+    try:
+        return (yield)
+    finally:
+        _may_start = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if goes_into_make_test(item):
+            item.add_marker("quick")
+        if is_smoke(item):
+            item.add_marker("smoke")
 
 
 @pytest.fixture

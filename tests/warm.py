@@ -123,6 +123,7 @@ def start(arguments: Sequence[str], variables: Mapping[str, str], *, stdout: int
         None: it has to be started in the usual way, because of its variables.
     """
     global _origin
+    sys.audit("tests.warm.start", arguments)
     with _making:
         if (origin := _origin) is None:
             origin = _origin = _Origin(environment())

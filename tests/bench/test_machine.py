@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvsidecar.bench.machine import children_of
+from tests.marks import processes
 
 THREADS_END = """
 import subprocess, sys, threading
@@ -24,6 +25,8 @@ child.kill()
 """
 
 
+@processes
+@pytest.mark.processes
 def test_a_child_is_found_while_threads_of_its_parent_end() -> None:
     with subprocess.Popen([sys.executable, "-c", THREADS_END], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdin is not None

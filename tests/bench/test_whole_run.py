@@ -21,6 +21,7 @@ from kvsidecar.support.memory_limits import memlock_limit
 from kvsidecar.support.units import MiB
 from tests.bench import support
 from tests.harness import DaemonProcess
+from tests.marks import processes
 from tests.once import made_once
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,6 +64,7 @@ def run(directory: Path) -> None:
     (directory / "ran.json").write_text(json.dumps(asdict(ran)))
 
 
+@processes
 def test_every_measurement_has_run(ran: Ran) -> None:
     assert ran.code == 0, ran.progress
     statuses = [(name, each["status"]) for name, each in ran.json["measurements"].items()]
@@ -158,6 +160,7 @@ def test_nothing_is_left_behind(ran: Ran) -> None:
     assert ran.left == []
 
 
+@processes
 def test_ctrl_c_reports_what_there_is_and_leaves_nothing_behind(short_dir: Path) -> None:
     file = short_dir / "result.json"
     temporary = short_dir / "t"
@@ -179,6 +182,7 @@ def test_ctrl_c_reports_what_there_is_and_leaves_nothing_behind(short_dir: Path)
     assert list(temporary.iterdir()) == []
 
 
+@processes
 def test_a_killed_bench_takes_its_daemon_and_its_ranks_with_it_and_leaves_what_it_had_measured(short_dir: Path) -> None:
     file = short_dir / "result.json"
     bench = support.start("--device", "host", "--quick", "--only", "jobs", "--json", str(file), temporary=short_dir)
@@ -191,6 +195,7 @@ def test_a_killed_bench_takes_its_daemon_and_its_ranks_with_it_and_leaves_what_i
     assert json.loads(file.read_text())["measurements"]["limit"]["status"] == "ok"
 
 
+@processes
 def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> None:
     with DaemonProcess(short_dir, "--pool-size", "16MiB") as daemon:
         daemon.wait_ready()
@@ -222,6 +227,7 @@ def test_a_running_daemon_is_measured_and_left_as_it_was(short_dir: Path) -> Non
         (("--json", "/no/such/directory/out.json"), "--json='/no/such/directory/out.json'"),
     ],
 )
+@processes
 def test_a_bad_option_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
     refused = support.run("--device", "host", *arguments)
     assert refused.returncode == 78, refused.stderr
@@ -230,6 +236,7 @@ def test_a_bad_option_is_one_sentence(arguments: tuple[str, ...], sentence: str)
     assert refused.stderr.startswith("kvsidecar: ")
 
 
+@processes
 def test_no_daemon_at_the_socket_is_one_sentence(short_dir: Path) -> None:
     refused = support.run("--socket", str(short_dir / "none.sock"))
     assert refused.returncode == 69
@@ -237,6 +244,7 @@ def test_no_daemon_at_the_socket_is_one_sentence(short_dir: Path) -> None:
     assert "no kvsidecar answers" in refused.stderr
 
 
+@processes
 def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
@@ -246,6 +254,7 @@ def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
     assert "no CUDA driver" in refused.stderr
 
 
+@processes
 def test_a_daemon_that_does_not_start_fails_its_measurements_with_its_own_words(short_dir: Path) -> None:
     done = support.run(
         "--device", "host", "--quick", "--only", "lookup", "--json", "-", "--", "--huge-pages", "giant",
@@ -258,6 +267,7 @@ def test_a_daemon_that_does_not_start_fails_its_measurements_with_its_own_words(
     assert "--huge-pages='giant'" in measured["lookup"]["reason"]
 
 
+@processes
 def test_list_names_every_measurement_and_layout() -> None:
     measurements, layouts = support.run("--list").stdout.split("\n\nlayouts (* in the default run):\n")
     assert [line.split()[0] for line in measurements.splitlines()] == list(MEASUREMENTS)
@@ -266,6 +276,7 @@ def test_list_names_every_measurement_and_layout() -> None:
     assert [second for first, second in names if first == "*"] == [each.name for each in LAYOUTS]
 
 
+@processes
 def test_the_layouts_that_are_named_are_measured() -> None:
     skip_where_little_may_be_locked()
     ran = support.run("--device", "host", "--quick", "--only", "verify,scaling", "--layouts", "physical-4k,separate-8k")

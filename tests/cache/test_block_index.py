@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, LANES, BlockIndex
 from tests.cache.integrity import check_index
 from tests.cache.support import hashes_of, rows_in
+from tests.marks import examples
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -130,5 +131,5 @@ class IndexMachine(RuleBasedStateMachine):
             assert sorted(rows_in(self.index).tolist()) == sorted(self.rows.values())
 
 
-IndexMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
 TestIndex = IndexMachine.TestCase

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import settings
 
 from tests.cache.cache_machine import CacheMachine
+from tests.marks import examples
 
 pytestmark = pytest.mark.timeout(600)  # a pass takes seconds, but to make a failure short takes minutes
 
-CacheMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=examples(400), stateful_step_count=40, deadline=None)
 TestCache = pytest.mark.no_cover(CacheMachine.TestCase)  # slow when every line is counted

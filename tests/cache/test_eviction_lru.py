@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsidecar.cache.eviction_lru import SEGMENT, LRUQueues
+from tests.marks import examples
 
 
 def rows(*numbers: int) -> np.ndarray:
@@ -30,7 +31,7 @@ def test_more_rows_than_foreseen_can_be_reserved() -> None:
     assert order(policy) == [0, 4]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32), queues=st.integers(1, 3))
 def test_the_order_is_that_of_a_list_for_each_queue_over_many_segments(seed: int, queues: int) -> None:
     rng = random.Random(seed)

@@ -36,6 +36,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
 from tests.cache.support import find, keys, limits, names_readable, new_cache, one_space, open_space, store, table_of
+from tests.marks import examples
 
 
 def rhythmic(pool: int, slab: int | None = None) -> BlockCache:
@@ -261,7 +262,7 @@ def test_a_shrunk_table_keeps_the_gaps() -> None:
     check_integrity(cache)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     blocks=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), max_size=60),
     horizons=st.lists(st.integers(-1, 13), min_size=5, max_size=5),

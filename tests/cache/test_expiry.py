@@ -22,6 +22,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.types import MAX_IDLE_SECONDS, LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import PAGE, keys, lease, names_readable, new_cache, one_space, open_space, readable, store
+from tests.marks import examples
 
 
 def store_for(cache: BlockCache, space: Space, seconds: float, *names: int | str, idle: float = 0.0) -> None:
@@ -380,5 +381,5 @@ class ExpiryMachine(RuleBasedStateMachine):
             assert readable(self.cache, self.space, *range(6)) == [self.lives(name) for name in range(6)]
 
 
-ExpiryMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+ExpiryMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 TestExpiry = pytest.mark.no_cover(ExpiryMachine.TestCase)

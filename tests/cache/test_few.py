@@ -21,6 +21,7 @@ from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.loops import loops_up_to
 from tests.cache.support import eviction_order, key, new_cache, open_space, table_of
+from tests.marks import examples
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -143,7 +144,7 @@ SHAPES = st.sampled_from(
 
 
 @pytest.mark.no_cover  # slow when every line is counted
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(shape=SHAPES, steps=st.lists(STEPS, min_size=10, max_size=40))
 def test_a_loop_over_a_few_rows_does_what_the_array_operations_do(
     shape: tuple[int, int, tuple[tuple[int, ...], ...]], steps: list[tuple[Any, ...]]

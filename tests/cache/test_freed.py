@@ -15,6 +15,7 @@ from kvsidecar.cache.slots import SlotAllocator, SlotState
 from tests.cache.cuts import NUM_SPACES, recorded_cache, words_for
 from tests.cache.slots_machine import NODES, SlotsMachine
 from tests.cache.support import PAGE, keys, namespace, open_space, store
+from tests.marks import examples
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -125,7 +126,7 @@ class FreedMachine(SlotsMachine):
 
 
 TestFreed = FreedMachine.TestCase
-TestFreed.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestFreed.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 
 
 def pages(freed: Freed) -> list[int]:

@@ -31,6 +31,7 @@ from tests.cache.support import (
     open_space,
     store,
 )
+from tests.marks import examples
 
 LOW, NORMAL, HIGH = EVICTION_ORDER
 
@@ -306,7 +307,7 @@ class PrioritiesMachine(RuleBasedStateMachine):
             assert self.there() == set(self.known)
 
 
-PrioritiesMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+PrioritiesMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 TestPriorities = pytest.mark.no_cover(PrioritiesMachine.TestCase)
 
 

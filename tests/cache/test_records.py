@@ -35,6 +35,7 @@ from tests.cache.support import (
     slot_of,
     table_of,
 )
+from tests.marks import examples
 
 PAGES, SLAB = 26, 8
 """Of the pool: the last slab is short."""
@@ -340,7 +341,7 @@ def test_a_checksum_is_of_one_seal() -> None:
         life.cache.clear()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 2 * FEW), st.booleans()), min_size=1, max_size=8))
 def test_a_loop_over_a_few_writes_the_same_records(steps: list[tuple[int, int, bool]]) -> None:
     written = []
@@ -365,7 +366,7 @@ def a_life() -> Life:
     return life
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_whatever_bits_flip_no_block_is_found_with_other_bytes(data: st.DataObject) -> None:
     life = a_life()
@@ -383,7 +384,7 @@ def test_whatever_bits_flip_no_block_is_found_with_other_bytes(data: st.DataObje
 ODD = st.sampled_from([0, 1, 2, 3, 5, 7, PAGE, 2 * PAGE, 1 << 31, 1 << 32, 2 << 32 | 1, 1 << 62, (1 << 64) - 1])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_records_with_a_right_digest_that_make_no_sense_are_dropped(data: st.DataObject) -> None:
     life = a_life()

@@ -26,6 +26,7 @@ from tests.cache.cache_machine import NAMES, POOLS, SPACES, CacheMachine, Key, T
 from tests.cache.cuts import CutMemory, OrderAlone, recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.support import key, namespace, open_space
+from tests.marks import examples, long
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -125,7 +126,7 @@ class RecordedMachine(CacheMachine):
 
 
 RecordedMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(100), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -145,6 +146,7 @@ def run(machine: type[RecordedMachine], *, finds_a_bug: bool, max_examples: int 
 TestRecords = pytest.mark.no_cover(RecordedMachine.TestCase)
 
 
+@long
 def test_thousands_of_cuts_were_made() -> None:
     before = cuts_made
     run(RecordedMachine, max_examples=40, finds_a_bug=False)

@@ -19,6 +19,7 @@ from kvsidecar.cache.space_blocks import Space
 from kvsidecar.cache.victims import AHEAD_SHARE
 from tests.cache.integrity import check_slots
 from tests.cache.support import key, namespace, table_of
+from tests.marks import examples
 
 MIB = 1 << 20
 POOL = 64 * MIB
@@ -98,7 +99,7 @@ def sizes(least: int, most: int) -> st.SearchStrategy[int]:
 
 
 @pytest.mark.no_cover  # slow when every line is counted
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     mix=st.lists(sizes(POOL // 8192, POOL // LONGEST_SHARE // 34), min_size=1, max_size=3, unique=True),
     slab=st.sampled_from([MIB // 2, MIB, 2 * MIB]),
@@ -112,7 +113,7 @@ def test_blocks_of_any_sizes_up_to_a_544th_of_the_pool_fill_97_percent_of_it(
 
 
 @pytest.mark.no_cover  # slow when every line is counted
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(size=sizes(POOL // LONGEST_SHARE // 34, POOL // LARGEST_SHARE), seed=st.integers(0, 1 << 30))
 def test_large_blocks_of_one_size_fill_the_pool_but_for_3_percent_and_a_slot(size: int, seed: int) -> None:
     Pool([size], MIB, random.Random(seed)).go_through_proportions(MAX_WASTE)
@@ -133,7 +134,7 @@ def test_large_blocks_of_several_sizes_lose_no_more_than_3_percent_and_a_block_o
 
 
 @pytest.mark.no_cover  # slow when every line is counted
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     mix=st.lists(sizes(POOL // 1024, POOL // LARGEST_SHARE), min_size=2, max_size=3, unique=True),
     seed=st.integers(0, 1 << 30),

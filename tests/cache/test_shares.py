@@ -31,6 +31,7 @@ from tests.cache.support import (
     store,
     table_of,
 )
+from tests.marks import examples
 
 
 def two_teams(pool: int = 8, **shares: Limits) -> tuple[BlockCache, Space, Space]:
@@ -287,5 +288,5 @@ class SharesMachine(RuleBasedStateMachine):
             check_integrity(self.cache)
 
 
-SharesMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+SharesMachine.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=40, deadline=None)
 TestShares = pytest.mark.no_cover(SharesMachine.TestCase)

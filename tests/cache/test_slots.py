@@ -11,6 +11,7 @@ from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, SlotState, size_cla
 from tests.cache.integrity import check_slots
 from tests.cache.slots_machine import SlotsMachine
 from tests.cache.support import PAGE
+from tests.marks import examples
 
 OWNER = 7
 
@@ -336,5 +337,5 @@ def test_a_supply_gives_the_short_slab_only_to_what_fits() -> None:
 
 # -- any requests -----------------------------------------------------------------------------------------------------
 
-SlotsMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+SlotsMachine.TestCase.settings = settings(max_examples=examples(400), stateful_step_count=40, deadline=None)
 TestSlots = pytest.mark.no_cover(pytest.mark.timeout(600)(SlotsMachine.TestCase))  # slow when every line is counted

@@ -12,7 +12,10 @@ import pytest
 
 from tests.cli.command import run
 from tests.harness import DaemonProcess
+from tests.marks import processes
 from tests.service_manager import ServiceManager
+
+pytestmark = processes
 
 RULE = '[[policy]]\nuids = [0]\nnamespaces = ["*"]\ncertificates = ["a"]\n'
 TLS = ("--tls-certificate", "/nowhere/a.pem", "--tls-key", "/nowhere/b.pem", "--tls-client-ca", "/nowhere/c.pem")

@@ -14,6 +14,9 @@ from kvsidecar.daemon.setting_sources import SECTIONS, flag_of, variable_of
 from kvsidecar.daemon.settings import Settings
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
+from tests.marks import processes
+
+pytestmark = processes
 
 
 def test_help_shows_every_option_with_its_default_and_variable() -> None:

@@ -26,6 +26,7 @@ from kvsidecar.errors import RequestDenied
 from kvsidecar.protocol.framing import frame
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import NAMESPACE, SECONDS, eventually, hashes, layout
+from tests.marks import processes
 from tests.open_files import open_files
 
 
@@ -145,6 +146,7 @@ def connected(directory: Path, num_copiers: int) -> Iterator[tuple[DaemonProcess
         yield connection.process, [daemon, *copiers]
 
 
+@processes
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
 def test_memory_is_in_use_until_the_daemon_and_all_of_its_copiers_have_ended(
     short_dir: Path, order: tuple[int, ...]
@@ -160,6 +162,7 @@ def test_memory_is_in_use_until_the_daemon_and_all_of_its_copiers_have_ended(
         assert client.unmapped()
 
 
+@processes
 def test_close_waits_for_the_end_of_a_daemon_whose_session_had_ended_before(short_dir: Path) -> None:
     with connected(short_dir, 1) as (process, processes), Client(str(short_dir / "nobody.sock")) as client:
         client._supervisor.lost_daemon = LostDaemon(process.duplicate())
@@ -174,6 +177,7 @@ def test_close_waits_for_the_end_of_a_daemon_whose_session_had_ended_before(shor
         assert unmapped == [True]
 
 
+@processes
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_end_of_the_daemon_is_no_proof_while_a_copier_of_it_lives(short_dir: Path, order: tuple[int, ...]) -> None:
     """Nobody answers any more: what is waited for is the end of all processes."""
@@ -202,6 +206,7 @@ def test_the_end_of_the_daemon_is_no_proof_while_a_copier_of_it_lives(short_dir:
         assert not left, "a process still lives"
 
 
+@processes
 def test_every_descriptor_is_duplicated_and_closed_and_no_child_inherits_one(short_dir: Path) -> None:
     before = pidfds()
     with connected(short_dir, 2) as (process, processes):

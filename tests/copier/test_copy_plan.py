@@ -21,6 +21,7 @@ from kvsidecar.copier.recipes import bind, run_pays_from
 from kvsidecar.core.layout_checks import check_block_ids, checking_regions
 from kvsidecar.device.base import CopyCall
 from kvsidecar.types import GroupLayout, Region
+from tests.marks import examples
 from tests.plans import calls_of, copies_of, owner_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -122,7 +123,7 @@ bounds = st.fixed_dictionaries(
 
 
 @pytest.mark.no_cover  # slow when every line is counted
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(made=legal_layouts(), constants=bounds, data=st.data())
 def test_a_plan_moves_what_the_triple_loop_moves(
     made: tuple[GroupLayout, list[int]], constants: dict[str, Any], data: st.DataObject

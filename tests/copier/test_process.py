@@ -31,6 +31,9 @@ from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import launch
 from kvsidecar.types import Direction, GroupLayout, Region
 from tests.harness import Gate, eventually_in_loop
+from tests.marks import processes
+
+pytestmark = processes
 
 POOL, SLAB, BLOCK, BLOCKS = 1 << 20, 256 << 10, 4096, 64
 SMALL = Pages(PageKind.SMALL, 4096)

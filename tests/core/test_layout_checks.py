@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvsidecar.core.layout_checks import MAX_ROWS, check_block_ids, checking_regions
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import GroupLayout, Region
+from tests.marks import examples
 
 GUARD = 0xA5
 
@@ -50,7 +51,7 @@ any_region = st.builds(
 
 
 @pytest.mark.no_cover  # slow when every line is counted
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(regions=st.lists(any_region, min_size=1, max_size=3), num_blocks=st.integers(1, 4))
 def test_what_passes_is_disjoint_and_inside(regions: list[Region], num_blocks: int) -> None:
     sizes = [40, 40]
@@ -64,7 +65,7 @@ def test_what_passes_is_disjoint_and_inside(regions: list[Region], num_blocks: i
         assert all(end <= sizes[allocation] for _, end in every)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(region=any_region, num_blocks=st.integers(1, 4))
 def test_one_region_is_refused_only_if_it_may_overlap(region: Region, num_blocks: int) -> None:
     """Completeness for one region of the two ordinary interleavings: nothing legal is refused."""

@@ -21,6 +21,7 @@ from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import PAGE, keys, open_space
 from tests.core.scripted_tier import Call, ScriptedTier
+from tests.marks import examples
 
 SLOTS = 6
 NAMES = 5
@@ -265,9 +266,9 @@ class TwoTiersMachine(TieringMachine):
 
 
 TestTieringMachine = pytest.mark.no_cover(TieringMachine.TestCase)
-TestTieringMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTieringMachine.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 TestTwoTiersMachine = pytest.mark.no_cover(TwoTiersMachine.TestCase)
-TestTwoTiersMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTwoTiersMachine.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 
 
 class OnEvictMachine(TieringMachine):

@@ -26,6 +26,9 @@ from kvsidecar.errors import DeviceLost
 from kvsidecar.support import failpoints
 from kvsidecar.support.supervised_child import launch
 from tests.harness import SECONDS
+from tests.marks import processes
+
+pytestmark = processes
 
 MiB = 1 << 20
 

@@ -23,6 +23,9 @@ LISTENS = """
 import os, sys
 from kvsidecar.cli import main as cli
 from kvsidecar.server import http
+from tests.marks import processes
+
+pytestmark = processes
 
 start = http.Probes.start
 

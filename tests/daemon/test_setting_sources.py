@@ -25,6 +25,7 @@ from kvsidecar.support.memory_limits import HugePages
 from kvsidecar.support.units import GiB, KiB, MiB, Size
 from kvsidecar.tiers.policy import Admission
 from kvsidecar.types import Eviction, Verify
+from tests.marks import processes
 
 NO_FILE = Path("no such file")
 
@@ -422,6 +423,7 @@ def test_help_says_the_same_default_that_the_settings_have() -> None:
     assert "[default: 1 GiB;" in shown["chunk_size"]
 
 
+@processes
 def test_importing_the_settings_is_cheap() -> None:
     heavy = "{'torch', 'grpc', 'aiohttp', 'numpy', 'cuda'}"
     program = f"import sys, kvsidecar.daemon.setting_sources; print(sorted({heavy} & sys.modules.keys()))"

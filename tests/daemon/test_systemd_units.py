@@ -17,6 +17,7 @@ from kvsidecar.daemon.reload import RELOADABLE
 from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.systemd import EXTEND_SECONDS, STOP_MARGIN_SECONDS
 from kvsidecar.support.child_process import environment
+from tests.marks import processes
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 UNIT = (UNITS / "kvsidecar.service").read_text()
@@ -59,6 +60,7 @@ def test_a_daemon_whose_copiers_do_not_end_is_started_again() -> None:
     assert str(EXIT_COPIERS_LEFT) not in prevented.split()
 
 
+@processes
 def test_a_start_that_no_repetition_helps_is_not_repeated() -> None:
     (prevented,) = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
     command = [
@@ -94,6 +96,7 @@ systemd_analyze = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @systemd_analyze
+@processes
 def test_the_units_pass_the_check() -> None:
     done = check(UNITS)
     assert done.returncode == 0, done.stdout
@@ -111,6 +114,7 @@ def test_the_units_pass_the_check() -> None:
         ("NoNewPrivileges=yes\nCapabilityBoundingSet=\n", ""),
     ],
 )
+@processes
 def test_a_unit_with_a_mistake_fails_the_check(tmp_path: Path, line: str, instead: str) -> None:
     for unit in UNITS.glob("*.service"):
         shutil.copy(unit, tmp_path)

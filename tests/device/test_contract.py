@@ -36,6 +36,7 @@ from kvsidecar.types import Direction, GroupLayout, Region
 from tests.device.device_support import GUARD, Pool, only_cuda, plan_of
 from tests.device.exporter import Exporter, pattern
 from tests.harness import eventually
+from tests.marks import processes
 from tests.plans import CopyList, owner_of
 
 Result = TypeVar("Result")
@@ -146,6 +147,7 @@ def test_pin_and_unpin(platform: Platform, kind: str) -> None:
 # -- import ------------------------------------------------------------------------------------------------------
 
 
+@processes
 def test_import_from_another_process(device: Device, kind: str) -> None:
     with Exporter(kind, SIZE, 2 * MIB) as exporter:
         assert exporter.device == device.uuid
@@ -160,6 +162,7 @@ def test_import_from_another_process(device: Device, kind: str) -> None:
         assert not is_mapped(second, kind)
 
 
+@processes
 def test_an_allocation_is_mapped_once_and_until_its_last_release(device: Device, kind: str) -> None:
     with Exporter(kind, SIZE) as exporter:
         memory = device.import_memory(exporter.source())
@@ -176,6 +179,7 @@ def test_an_allocation_is_mapped_once_and_until_its_last_release(device: Device,
         device.release_memory(fresh)
 
 
+@processes
 def test_the_key_does_not_hold_the_handle(device: Device, kind: str) -> None:
     """A handle is a bearer secret, and keys get into logs."""
     with Exporter(kind, SIZE) as exporter:
@@ -185,6 +189,7 @@ def test_the_key_does_not_hold_the_handle(device: Device, kind: str) -> None:
         device.release_memory(memory)
 
 
+@processes
 def test_garbage_is_refused_and_harms_nothing(device: Device, kind: str, pool: Pool) -> None:
     garbage: list[MemfdSource | CudaIpcSource] = [CudaIpcSource(b"short"), CudaIpcSource(b"\0" * 64)]
     garbage += [CudaIpcSource(b"\xff" * 64), CudaIpcSource(os.urandom(64)), MemfdSource(1 << 20)]
@@ -201,6 +206,7 @@ def test_garbage_is_refused_and_harms_nothing(device: Device, kind: str, pool: P
     assert np.array_equal(pool.bytes[:SIZE], pattern(1, SIZE))
 
 
+@processes
 def test_ranges_are_mapped_at_a_constant_distance(device: Device, kind: str) -> None:
     sizes = SIZE, 6 * MIB, SIZE
     with Exporter(kind, *sizes, ranges=2) as exporter:
@@ -219,6 +225,7 @@ def test_ranges_are_mapped_at_a_constant_distance(device: Device, kind: str) -> 
             device.release_memory(memories[0])
 
 
+@processes
 def test_one_pitched_copy_crosses_the_ranges_of_an_import(device: Device, kind: str, pool: Pool) -> None:
     """Layers in allocations of their own, several ranges each: a block is one pitched copy, in both directions."""
     layers, blocks, row = 8, 256, 16 << 10
@@ -246,6 +253,7 @@ def test_one_pitched_copy_crosses_the_ranges_of_an_import(device: Device, kind: 
             device.release_memory(memory)
 
 
+@processes
 def test_ranges_of_another_size_are_refused_and_nothing_stays_mapped(device: Device, kind: str) -> None:
     with Exporter(kind, SIZE, SIZE, ranges=2) as exporter:
         first, second = exporter.range_sources()
@@ -355,6 +363,7 @@ METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
 @pytest.mark.parametrize("shape", _shapes(), ids=lambda shape: shape.name)
 @pytest.mark.parametrize("seed", [11, 12])
 @pytest.mark.parametrize("method", METHODS)
+@processes
 def test_store_and_load_move_the_blocks_and_nothing_else(
     device: Device, kind: str, pool: Pool, shape: Shape, seed: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +504,7 @@ def test_many_plans_in_order(device: Device, pool: Pool) -> None:
 # -- engines die -------------------------------------------------------------------------------------------------
 
 
+@processes
 def test_memory_of_a_killed_engine_is_usable_until_released_and_free_after(
     device: Device, kind: str, pool: Pool
 ) -> None:
@@ -545,6 +555,7 @@ def test_rows_farther_apart_than_the_driver_takes(device: Device, pool: Pool) ->
 
 CONTEXT = """
 from kvsidecar.device.platforms import open_platform
+from tests.marks import processes
 platform, _ = open_platform("cuda")
 platform.device(platform.device_uuids()[0])
 print("open", flush=True)

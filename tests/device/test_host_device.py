@@ -18,6 +18,7 @@ from kvsidecar.device.base import MemfdSource
 from kvsidecar.device.host import HostDevice, HostPlatform
 from kvsidecar.errors import ImportRefused, PinFailed
 from tests.device.exporter import F_ADD_SEALS, F_SEAL_SHRINK
+from tests.marks import processes
 
 F_SEAL_WRITE = 8
 PAGE = mmap.PAGESIZE
@@ -86,6 +87,7 @@ def test_a_refused_pin_leaves_nothing_pinned() -> None:
     assert locked() == before
 
 
+@processes
 def test_the_pin_limit_is_what_mlock_enforces() -> None:
     script = (
         "import os, resource, mmap, ctypes\n"

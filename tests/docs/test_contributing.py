@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.docs.pages import ROOT, text
+from tests.docs.pages import PAGES, ROOT, text
+from tests.marks import ENGINES, PROCESSES
 
 CI = (ROOT / ".ci" / "run").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -35,20 +38,85 @@ def only(run: list[str]) -> str:
     return options[1] if options[0] == "-m" else ""
 
 
-def test_ci_runs_the_commands_of_the_readme_and_every_test_once() -> None:
+def runs_of(*targets: str) -> list[list[str]]:
+    """The runs of pytest that make would start."""
+    return [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
+
+
+def test_ci_runs_the_check_the_test_command_of_the_readme_and_the_smoke_tests_of_both_engines() -> None:
     commands = re.findall(r"^make (.+)$", CI, re.MULTILINE)
-    targets = [word for command in commands for word in command.split() if re.fullmatch(r"(?:check|test).*", word)]
-    assert targets == ["check", "test", "test-cluster", "test-vllm", "test-sglang"]
-    assert all(f"`make {target}`" in text("README.md") for target in targets)
-    runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
-    named = [word for run in runs if not only(run) for word in run if word.startswith("tests/")]
+    targets = [
+        word for command in commands for word in command.split() if re.fullmatch(r"(?:check|test|smoke).*", word)
+    ]
+    assert targets == ["check", "test", "smoke"]
+    assert "test" in commands, "with no option and no variable, as the README has it"
+    assert all(f"`make {target}`" in text("CONTRIBUTING.md") for target in targets)
+
+
+def test_test_all_runs_every_test() -> None:
+    named = [word for run in runs_of("test-all") if not only(run) for word in run if word.startswith("tests/")]
     modules = {path.relative_to(ROOT).parts for path in ROOT.glob("tests/**/test_*.py")}
-    assert sorted(named) == sorted({"/".join(parts[:2]) for parts in modules})
+    assert {"/".join(parts[:2]) for parts in modules} == set(named)
+    assert len(named) == len(set(named)), "none is run by two"
+
+
+def test_make_test_runs_the_quick_tests_of_every_directory_that_has_some() -> None:
+    (run,) = runs_of("test")
+    assert run[run.index("-m", run.index("pytest")) + 1] == "quick"
+    left_out = {path.parts[1] for path in map(Path, named_promises("tests/*/"))} & {"e2e"}
+    directories = {path.parent.name for path in ROOT.glob("tests/*/__init__.py")}
+    elsewhere = {*PROCESSES, *ENGINES}
+    assert {f"tests/{each}" for each in directories - elsewhere if list(ROOT.glob(f"tests/{each}/**/test_*.py"))} <= {
+        *run
+    }
+    assert left_out
+    assert set(named_promises("tests/e2e/")) <= {*run}
+
+
+def named_promises(directory: str) -> dict[str, list[str]]:
+    """Path of a test file -> the words with which its tests are marked as `promise`."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(ROOT.glob(f"{directory}**/test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for mark in node.decorator_list:
+                    if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "promise":
+                        found.setdefault(path.relative_to(ROOT).as_posix(), []).append(ast.literal_eval(mark.args[0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("directory", "least", "most"), [("tests/e2e/", 60, 90), ("tests/vllm/", 25, 35), ("tests/sglang/", 12, 20)]
+)
+def test_each_promise_is_on_a_page_word_by_word_and_they_are_few(directory: str, least: int, most: int) -> None:
+    pages = [re.sub(r"\s+", " ", text(page)) for page in PAGES]
+    words = [each for mine in named_promises(directory).values() for each in mine]
+    assert [each for each in words if not any(each in page for page in pages)] == []
+    assert least <= len(words) <= most
+
+
+@pytest.mark.parametrize(("mark", "code"), [("", 1), ("@pytest.mark.processes\n", 0)])
+def test_a_test_that_starts_a_process_and_does_not_say_so_fails(mark: str, code: int, tmp_path: Path) -> None:
+    file = tmp_path / "test_one.py"
+    file.write_text(f"import subprocess\nimport pytest\n{mark}def test_one():\n    subprocess.run(['true'])\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        str(file),
+    ]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == code, ran.stdout
+    assert ("needs the marker `processes`" in ran.stdout) is bool(code)
 
 
 def test_what_runs_apart_is_left_out_of_what_runs_side_by_side_and_not_forgotten() -> None:
-    targets = "test", "test-cluster", "test-vllm"
-    runs = [shlex.split(line) for line in recipe(*targets) if " -m pytest " in line]
+    runs = runs_of("test-all")
     for marker in ("alone", "cluster", "torch"):
         marked = {
             path.relative_to(ROOT).as_posix()
@@ -57,12 +125,12 @@ def test_what_runs_apart_is_left_out_of_what_runs_side_by_side_and_not_forgotten
         }
         assert marked
         assert marked <= {path for run in runs if only(run) == marker for path in run}
-    side_by_side = [run for run in runs if not only(run)]
+    side_by_side = [run for run in runs_of("coverage", "test-main", "test-vllm") if not only(run)]
     assert all({"--numprocesses", "not alone and not cluster and not torch"} <= {*run} for run in side_by_side)
 
 
 def test_what_needs_torch_runs_where_vllm_has_brought_it_and_nowhere_else() -> None:
-    runs = [shlex.split(line) for line in recipe("check", "test", "test-vllm") if " -m pytest " in line]
+    runs = runs_of("check", "test-main", "test-vllm")
     assert [run[0] for run in runs if only(run) == "torch"] == [".venv-vllm/bin/python"]
     others = [run for run in runs if not only(run)]
     assert all("not torch" in word for run in others for word in run if word.startswith("not "))

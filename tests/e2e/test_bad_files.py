@@ -14,6 +14,7 @@ import pytest
 from kvsidecar.cli.common import EXIT_CONFIG
 from kvsidecar.support.config_files import MAX_BYTES
 from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
+from tests.marks import promise
 
 
 def text(content: str | bytes) -> Callable[[Path], None]:
@@ -74,6 +75,7 @@ def test_no_file_ends_the_reloads_and_what_is_revoked_after_them_is_revoked(shor
         rank.close()
 
 
+@promise("the daemon prints one sentence and exits")
 @pytest.mark.parametrize("kind", BAD)
 def test_a_start_with_such_a_file_is_one_sentence_and_exit_code_78(short_dir: Path, kind: str) -> None:
     file = short_dir / "kvsidecar.toml"

@@ -20,7 +20,7 @@ from kvsidecar import types
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.harness import SECONDS, DaemonProcess
-from tests.marks import lent_daemon
+from tests.marks import lent_daemon, promise
 
 pytestmark = lent_daemon
 
@@ -78,6 +78,7 @@ def done(replies: Iterator[pb.AttachReply]) -> pb.JobDone:
     return next(reply.done for reply in replies if reply.HasField("done"))
 
 
+@promise("any through the client")
 def test_a_client_that_obeys_the_contract_attaches_stores_and_loads(daemon: DaemonProcess) -> None:
     memory = os.memfd_create("another", os.MFD_ALLOW_SEALING)
     try:

@@ -13,7 +13,7 @@ from kvsidecar.client import Blocks, Outcome
 from tests.e2e.endings import attached_again, deaths, job_ends, no_leaks, quick, until_queued, works
 from tests.e2e.leftovers import nothing_is_left_of
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, promise
 
 pytestmark = both_protocols
 
@@ -40,6 +40,7 @@ def kill(daemon: DaemonProcess) -> None:
     os.kill(copier, signal.SIGKILL)
 
 
+@promise("only the jobs of that device fail; its copier is replaced, the cache stays")
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_load_fails_settled_and_what_was_stored_is_still_there(short_dir: Path, cause: str, local: bool) -> None:
     failpoint, reason = CAUSES[cause]
@@ -83,6 +84,7 @@ def test_the_jobs_of_a_killed_copier_give_back_what_they_held(
         nothing_is_left_of(daemon)
 
 
+@promise("a new copier pins the pool, the ranks attach again, the cache stays")
 def test_an_idle_copier_is_replaced_and_ready_names_its_device_meanwhile(short_dir: Path, local: bool) -> None:
     with DaemonProcess(short_dir, local=local) as daemon:
         rank = Rank(daemon.wait_ready(), client=quick(daemon.socket, local))
@@ -139,6 +141,7 @@ def test_a_copier_killed_while_it_imports_costs_the_rank_one_attempt(short_dir: 
         nothing_is_left_of(daemon)
 
 
+@promise("the other device's ranks and jobs continue, and the daemon stays ready")
 def test_the_device_of_another_copier_does_not_notice(short_dir: Path, gate: Gate, local: bool) -> None:
     with DaemonProcess(
         short_dir, "--devices", "host,host-1", KVSIDECAR_FAILPOINTS=f"load.in_flight@{2 * FIRST}={gate}", local=local

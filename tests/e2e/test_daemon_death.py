@@ -21,7 +21,7 @@ from kvsidecar.client import (
 )
 from tests.e2e.endings import job_ends, no_leaks, pause, quick, until_declined, until_queued, works
 from tests.harness import NAMESPACE, NO_WAIT, SECONDS, DaemonProcess, Gate, Rank, Relay, done, eventually, hashes
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = [both_protocols, lent_daemon]
 
@@ -39,6 +39,7 @@ def kill(daemon: DaemonProcess) -> None:
 # -- death ---------------------------------------------------------------------------------------------------------
 
 
+@promise("engines serve without offload and attach again")
 def test_an_engine_outlives_an_idle_daemon_and_comes_back_by_itself(
     short_dir: Path, caplog: pytest.LogCaptureFixture, local: bool
 ) -> None:
@@ -80,6 +81,7 @@ def killed_at(daemon: DaemonProcess, point: str) -> None:
         daemon.process.kill()
 
 
+@promise("nothing is half sealed")
 @pytest.mark.parametrize(
     "point", ["store.after_reserve", "store.in_flight", "store.before_seal", "load.before_copy", "load.in_flight"]
 )
@@ -246,6 +248,7 @@ def test_attach_without_a_daemon_raises_at_once_and_may_be_tried_again(short_dir
             rank.close()
 
 
+@promise("an engine attaches as soon as a daemon runs")
 def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(short_dir: Path, local: bool) -> None:
     with no_leaks():
         nowhere = SimpleNamespace(socket=str(short_dir / "kvs.sock"), local=local)
@@ -263,6 +266,7 @@ def test_attach_with_retry_returns_at_once_and_joins_when_the_daemon_appears(sho
             rank.close()
 
 
+@promise("lookups miss within their budget")
 def test_a_hung_daemon_costs_a_few_budgets_and_is_used_again_when_it_goes_on(
     daemon: DaemonProcess, local: bool
 ) -> None:

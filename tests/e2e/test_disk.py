@@ -29,8 +29,10 @@ from tests.e2e.disks import (
 )
 from tests.e2e.restarts import owners_in
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.marks import promise
 
 
+@promise("a local disk, which survives kills and reboots")
 def test_a_block_that_was_evicted_comes_back_from_disk(short_dir: Path) -> None:
     with disk_daemon(short_dir) as daemon:
         rank = Rank(daemon.wait_ready())
@@ -202,6 +204,7 @@ def test_a_block_is_written_before_it_is_evicted(short_dir: Path) -> None:
         rank.close()
 
 
+@promise("which survives kills and reboots")
 @pytest.mark.parametrize("copied", [False, True])
 def test_the_disk_outlives_the_daemon_and_a_copy_of_it_serves_another(short_dir: Path, copied: bool) -> None:
     """A copy by the command of docs/upgrade.md; without one, the daemon is killed."""
@@ -238,6 +241,7 @@ def test_a_lookup_that_does_not_wait_fetches_nothing(short_dir: Path) -> None:
         rank.close()
 
 
+@promise("on disk always, in memory with an option")
 def test_a_bit_that_flips_on_the_disk_is_a_miss_and_counted(short_dir: Path) -> None:
     with disk_daemon(short_dir) as daemon:
         rank = Rank(daemon.wait_ready())

@@ -13,7 +13,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.wire import raw_rank
 from tests.harness import NAMESPACE, NUM_BLOCKS, DaemonProcess, Rank, done, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, promise
 
 IDS = list(range(NUM_BLOCKS))
 
@@ -26,6 +26,7 @@ def store(rank: Rank, kind: object, priority: Priority = Priority.NORMAL) -> Non
     done(rank.finish(rank.client.store([Blocks(0, hashes(*names(kind)), IDS)], priority=priority)))
 
 
+@promise("blocks without references are evicted")
 def test_a_full_pool_makes_room_and_status_names_the_policy(short_dir: Path) -> None:
     with DaemonProcess(short_dir) as daemon:
         daemon.wait_ready()
@@ -108,6 +109,7 @@ def test_blocks_of_which_a_client_says_that_they_are_over_make_room(short_dir: P
 # -- priorities ------------------------------------------------------------------------------------------------------
 
 
+@promise("expired blocks are evicted first, then low, normal and high ones")
 def test_high_blocks_stay_and_low_ones_go_also_after_a_restart(short_dir: Path, pool_dir: Path, local: bool) -> None:
     flags = ("--pool-dir", str(pool_dir))
     with DaemonProcess(short_dir, *flags, local=local) as daemon:

@@ -15,6 +15,7 @@ from kvsidecar.client import Blocks
 from kvsidecar.types import MAX_IDLE_SECONDS
 from tests.cli.command import hold_blocks, seconds_left
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes
+from tests.marks import promise
 
 SECRET = dataclasses.replace(NAMESPACE, model="secret/llama")
 SHARES = """
@@ -25,6 +26,7 @@ ttl = 2
 """
 
 
+@promise("guaranteed and maximum shares of the pool; expiry")
 def test_blocks_expire_and_a_restart_does_not_give_them_more_time(short_dir: Path, pool_dir: Path) -> None:
     file = short_dir / "kvsidecar.toml"
     file.write_text(SHARES)

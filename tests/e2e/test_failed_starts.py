@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.restarts import CHUNKS
 from tests.harness import SECONDS, DaemonProcess, Rank, done
+from tests.marks import promise
 from tests.service_manager import ServiceManager
 
 
@@ -59,6 +60,7 @@ def test_what_nobody_has_thought_of_is_said_too_and_may_be_tried_again(short_dir
     assert not any("stopping" in each for each in statuses)
 
 
+@promise("exit code 75")
 def test_a_port_in_use_is_said(short_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -10,10 +10,12 @@ import pytest
 from kvsidecar.client import Blocks
 from kvsidecar.types import Direction
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.marks import promise
 
 MANY = 20
 
 
+@promise("not by its whole queue")
 @pytest.mark.parametrize("direction", list(Direction))
 def test_one_job_does_not_wait_for_all_jobs_of_another_tenant(
     short_dir: Path, gate: Gate, direction: Direction

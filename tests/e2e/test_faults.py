@@ -19,6 +19,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.leftovers import engine, holders, nothing_is_left_of, only_copiers_hold, open_fds
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.marks import promise
 
 
 def read(process: subprocess.Popen[str]) -> str:
@@ -30,6 +31,7 @@ def wait_for_metric(daemon: DaemonProcess, name: str, value: float) -> None:
     eventually(lambda: daemon.metric(name) == value, lambda: f"{name} is {daemon.metric(name)}, not {value}")
 
 
+@promise("the copy completes, or the block never becomes readable")
 @pytest.mark.parametrize("point", [f"store.in_flight@{FIRST}", "store.before_copy@0", "store.before_seal@0"])
 def test_1_an_engine_killed_mid_store_leaves_nothing(short_dir: Path, gate: Gate, point: str) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"{point}={gate}") as daemon:
@@ -51,6 +53,7 @@ def test_1_an_engine_killed_mid_store_leaves_nothing(short_dir: Path, gate: Gate
         rank.close()
 
 
+@promise("references and mappings are released, other engines continue")
 def test_2_an_engine_killed_mid_load_leaves_nothing_and_harms_no_other(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"load.in_flight@{FIRST}={gate}") as daemon:
         daemon.wait_ready()
@@ -74,6 +77,7 @@ def until_unmapped(daemon: DaemonProcess) -> None:
     eventually(lambda: not daemon.mapped_buffers(), "memory of a rank that is not attached is still mapped")
 
 
+@promise("the memory just imported is unmapped")
 def test_3_an_engine_killed_while_it_attaches_leaves_nothing(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"attach.after_import@0={gate}") as daemon:
         daemon.wait_ready()

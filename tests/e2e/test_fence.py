@@ -12,7 +12,7 @@ import pytest
 from kvsidecar.client import Blocks, Outcome, supervisor
 from kvsidecar.types import Direction
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, eventually, hashes
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = lent_daemon
 
@@ -39,6 +39,7 @@ def submit(rank: Rank, direction: Direction) -> int:
     return rank.client.store([Blocks(0, hashes("b"), [1])], timeout=0.1)
 
 
+@promise("instead of waited for")
 @both_protocols
 @DIRECTIONS
 def test_a_job_of_a_daemon_that_hangs_ends_and_touches_nothing_later(

@@ -8,8 +8,10 @@ from pathlib import Path
 from tests.cli.command import hold_blocks, run, seconds_left
 from tests.e2e.restarts import CHUNKS
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes, layout
+from tests.marks import promise
 
 
+@promise("a named set of blocks that an operator keeps in the pool")
 def test_an_operator_holds_a_prompt(daemon: DaemonProcess, tmp_path: Path) -> None:
     rank = Rank(daemon)
     done(rank.store("a", "b", "c"))
@@ -136,6 +138,7 @@ def test_a_chunk_full_of_held_blocks_is_served_behind_the_next_one(
         rank.close()
 
 
+@promise("For KV that must not be reused")
 def test_an_operator_clears_a_share_some_blocks_or_what_is_not_used(short_dir: Path, tmp_path: Path) -> None:
     shares = f"[{{name='mine', namespaces=['{NAMESPACE.model}']}}]"
     with DaemonProcess(short_dir, "--share", shares) as daemon:

@@ -14,7 +14,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.endings import until_declined
 from tests.e2e.wire import MINUTES, raw_rank
 from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = [both_protocols, lent_daemon]
 
@@ -33,6 +33,7 @@ def until_running(daemon: DaemonProcess) -> None:
     eventually(lambda: daemon.metric('kvsidecar_jobs_running{direction="store"}'))
 
 
+@promise("the copy never starts, and its slots and references are released")
 def test_a_copy_that_has_not_started_at_its_deadline_never_does(held_daemon: DaemonProcess, gate: Gate) -> None:
     with raw_rank(held_daemon) as rank:
         rank.store(1)
@@ -105,6 +106,7 @@ def test_a_flush_names_what_still_runs_at_its_deadline(held_daemon: DaemonProces
         assert list(rank.flush(mode=pb.Flush.MODE_FINISH).pending) == []
 
 
+@promise("Flush before GPU blocks are overwritten while their store may still run")
 @pytest.mark.parametrize("cancel", [False, True])
 def test_blocks_may_be_overwritten_right_after_a_flush(short_dir: Path, gate: Gate, cancel: bool, local: bool) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}", local=local) as daemon:

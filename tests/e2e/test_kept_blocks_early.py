@@ -29,7 +29,7 @@ from tests.harness import (
     layout,
     wait_until_ready,
 )
-from tests.marks import both_protocols
+from tests.marks import both_protocols, promise
 
 CHUNK = 128 << 10
 A_CHUNK = CHUNK // SHARD_BYTES
@@ -102,6 +102,7 @@ def held_load(rank: Rank, daemon: DaemonProcess, gate: Gate) -> int:
     return job
 
 
+@promise("blocks in pinned chunks are hits and load with the right bytes")
 @both_protocols
 def test_kept_blocks_are_hit_and_loaded_while_the_pool_is_pinned(
     short_dir: Path, pool_dir: Path, gate: Gate, local: bool

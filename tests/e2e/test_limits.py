@@ -24,13 +24,14 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.e2e.leftovers import open_fds
 from tests.e2e.wire import crowd, framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually, hashes
-from tests.marks import daemon_may_open, lent_daemon
+from tests.marks import daemon_may_open, lent_daemon, promise
 
 pytestmark = lent_daemon
 
 HELLO = framed(pb.Hello(protocol=PROTOCOL))
 
 
+@promise("refused at a stated bound and counted; other users are served")
 @daemon_may_open(9000)  # one user's share of them is less than half
 def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)

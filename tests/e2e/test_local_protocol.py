@@ -30,7 +30,7 @@ from tests.harness import (
     eventually,
     hashes,
 )
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = lent_daemon
 
@@ -67,6 +67,7 @@ def until_ranks(daemon: DaemonProcess, count: int) -> None:
 # -- as it should be -------------------------------------------------------------------------------------------------
 
 
+@promise("There are two equivalent carriers: gRPC, which is the public interface, and the local protocol")
 def test_a_rank_registers_stores_and_detaches(daemon: DaemonProcess, raw: RawClient, buffer: HostBuffer) -> None:
     assert raw.welcome.local_protocol
     raw.send(attach=raw.register(buffer))
@@ -252,6 +253,7 @@ def _send_until_closed(raw: RawClient) -> None:
             raw.send(attach=pb.AttachRequest(store=pb.Store(job=job, blocks=[pb.Blocks(group=99)])))
 
 
+@promise("the stream is ended when 8,192 replies are queued, or 1 MiB of them")
 def test_a_client_that_does_not_read_is_ended_and_others_go_on(daemon: DaemonProcess, buffer: HostBuffer) -> None:
     other = Rank(daemon)  # attached before: what the daemon says to the one that it ends, it keeps for seconds only
     with raw_client(daemon, buffer) as raw, ThreadPoolExecutor(1) as threads:

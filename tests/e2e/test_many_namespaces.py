@@ -25,7 +25,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cli.command import run
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, eventually, hashes
-from tests.marks import daemon_may_open
+from tests.marks import daemon_may_open, promise
 
 pytestmark = daemon_may_open(3000)
 
@@ -108,6 +108,7 @@ def models(namespaces: list[dict[str, Any]]) -> list[str]:
     return [each["namespace"]["model"] for each in namespaces]
 
 
+@promise("replies are bounded and paged, totals count everything")
 def test_status_shows_the_largest_and_says_how_many_more_there_are(daemon: DaemonProcess) -> None:
     text = printed("status", daemon=daemon, COLUMNS="200")
     shown = [number for number in range(NAMESPACES) if f"model-{number:03}" in text]

@@ -20,7 +20,7 @@ from kvsidecar.support.memory_limits import PageKind, Pages
 from kvsidecar.types import MAX_DESCRIPTORS
 from tests.e2e.leftovers import holders
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, eventually, hashes
-from tests.marks import both_protocols, daemon_may_open, lent_daemon
+from tests.marks import both_protocols, daemon_may_open, lent_daemon, promise
 from tests.open_files import open_files
 
 pytestmark = lent_daemon
@@ -125,6 +125,7 @@ def test_as_many_descriptors_as_a_rank_may_share_arrive(daemon: DaemonProcess) -
     os.close(fd)
 
 
+@promise("its memory is free at once; hits when it wakes with the same weights")
 @both_protocols
 def test_nothing_holds_a_sleeping_engines_memory_and_its_blocks_hit_when_it_wakes(daemon: DaemonProcess) -> None:
     engine = Engine(daemon)

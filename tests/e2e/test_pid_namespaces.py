@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.pid_namespaces import UNSHARE, needs_peer_pidfd, needs_pid_namespaces, pid_inside, with_pid
 from tests.harness import SECONDS, DaemonProcess, Rank, done
+from tests.marks import promise
 
 pytestmark = needs_pid_namespaces
 
@@ -68,6 +69,7 @@ def nothing_is_left(daemon: DaemonProcess) -> None:
     rank.close()
 
 
+@promise("exits are noticed even if neither side has a PID for the other")
 @pytest.mark.parametrize("same_pid", [False, True], ids=["another PID value", "the daemon's PID value"])
 def test_an_engine_in_a_pid_namespace_of_its_own_is_served_and_its_death_is_noticed(
     daemon: DaemonProcess, same_pid: bool

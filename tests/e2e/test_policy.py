@@ -22,7 +22,7 @@ from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.cli.command import run
 from tests.e2e.policies import daemon_for_others, needs_root
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, environment
-from tests.marks import both_protocols
+from tests.marks import both_protocols, promise
 
 ALICE, BOB, OPS = 41001, 41002, 41500
 HERS = dataclasses.replace(NAMESPACE, model="alice/model")
@@ -72,6 +72,7 @@ def ruled(short_dir: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
+@promise("local users named in a policy, as the kernel identifies them")
 @needs_root
 @pytest.mark.parametrize("carrier", ["local", "grpc"])
 def test_a_user_gets_the_namespaces_of_the_policy_and_is_refused_others(ruled: DaemonProcess, carrier: str) -> None:

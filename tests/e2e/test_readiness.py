@@ -31,13 +31,14 @@ from tests.harness import (
     layout,
     wait_until_ready,
 )
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = lent_daemon
 
 WAITING = "waiting for another daemon to exit"
 
 
+@promise("engines can attach while the pool is being pinned")
 def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as daemon:
         daemon.wait_log("failpoint")
@@ -82,6 +83,7 @@ def test_while_the_pool_is_pinned_everything_answers_and_nothing_waits(short_dir
         rank.close()
 
 
+@promise("If the whole pool cannot be pinned, the daemon keeps running but is not ready")
 def test_a_pin_that_fails_leaves_a_live_daemon_that_says_why_everywhere(short_dir: Path) -> None:
     failpoint = "pool.pin_chunk@3=raise(no more pages)"
     with DaemonProcess(short_dir, *CHUNKS, KVSIDECAR_FAILPOINTS=failpoint) as daemon:
@@ -124,6 +126,7 @@ def test_sigterm_while_pinning_stops_behind_the_chunk_until_which_the_probes_ans
         assert daemon.process.wait(SECONDS) == 0
 
 
+@promise("the daemon finishes running jobs and accepts no new work")
 @both_protocols
 def test_a_drain_that_is_taken_back_leaves_everything_as_it_was(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
@@ -191,6 +194,7 @@ def test_a_shutdown_is_not_taken_back(short_dir: Path, gate: Gate) -> None:
         rank.close()
 
 
+@promise("drained when stopped")
 def test_sigterm_ends_streams_removes_sockets_and_exits_with_0(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     done(rank.store("a"))
@@ -201,6 +205,7 @@ def test_sigterm_ends_streams_removes_sockets_and_exits_with_0(daemon: DaemonPro
     rank.close()
 
 
+@promise("the first is not affected")
 @pytest.mark.parametrize("seconds", ["0", "600"])
 def test_a_second_daemon_on_the_same_socket_is_refused_soon_and_harms_nothing(
     daemon: DaemonProcess, seconds: str
@@ -272,6 +277,7 @@ def test_a_daemon_waits_for_what_is_left_of_one_that_was_killed(short_dir: Path)
             second.wait_ready()
 
 
+@promise("a new daemon starts empty")
 def test_a_killed_daemons_socket_is_taken_over(short_dir: Path) -> None:
     with DaemonProcess(short_dir) as first:
         first.wait_ready()

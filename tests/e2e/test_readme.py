@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvsidecar.support.memory_limits import memlock_limit
 from tests.harness import SECONDS, DaemonProcess, environment
+from tests.marks import promise
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -19,6 +20,7 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
+@promise("Save this as `engine.py` and run it")
 def test_the_client_example_runs_against_the_daemon_of_the_readme(short_dir: Path) -> None:
     (serve,) = [line for text in snippets("sh") for line in text.splitlines() if line.startswith("kvsidecar serve")]
     (example,) = [text for text in snippets("python") if "HostBuffer" in text]

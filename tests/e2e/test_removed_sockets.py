@@ -15,7 +15,7 @@ from kvsidecar.client import Client
 from kvsidecar.errors import ClientError
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
-from tests.marks import both_protocols
+from tests.marks import both_protocols, promise
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def answers(daemon: DaemonProcess) -> bool:
         return False
 
 
+@promise("If the lock file or a socket is removed, the daemon creates it again within about a second")
 @both_protocols
 @pytest.mark.parametrize("gone", [("",), (".attach",), ("", ".attach"), ("", ".attach", ".lock"), ("directory",)])
 def test_they_are_made_again_and_who_is_attached_goes_on(

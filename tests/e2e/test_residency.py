@@ -21,9 +21,10 @@ from tests.e2e.policies import daemon_for_others
 from tests.e2e.watcher import Watcher
 from tests.e2e.wire import RawClient
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, done, eventually, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, promise
 
 
+@promise("what every engine of the node can load, evictions, and what a restart has kept")
 @both_protocols
 def test_watchers_are_told_what_others_store_lose_and_clear(short_dir: Path, local: bool) -> None:
     with DaemonProcess(short_dir, "--pool-size", "1MiB", local=local) as daemon:
@@ -81,6 +82,7 @@ def test_one_user_cannot_take_the_notes_of_another(short_dir: Path) -> None:
         rank.close()
 
 
+@promise("what a restart has kept")
 @both_protocols
 def test_a_watcher_outlives_its_daemon_and_learns_what_the_next_one_has(
     short_dir: Path, pool_dir: Path, local: bool

@@ -12,6 +12,7 @@ from kvsidecar.client import Blocks
 from kvsidecar.daemon.systemd import EXTEND_SECONDS
 from tests.e2e.restarts import CHUNKS
 from tests.harness import FIRST, DaemonProcess, Gate, Rank, done, hashes
+from tests.marks import promise
 from tests.service_manager import ServiceManager
 
 EXTEND = ("EXTEND_TIMEOUT_USEC", str(EXTEND_SECONDS * 1_000_000))
@@ -19,6 +20,7 @@ WATCHDOG_USEC = "200000"
 FOR_ALL_TIME = "delay(1000)"
 
 
+@promise("ready once the pool is pinned, restarted if it hangs")
 @pytest.mark.parametrize("abstract", [False, True])
 def test_ready_comes_after_the_whole_pin_and_each_chunk_extends_the_start(short_dir: Path, abstract: bool) -> None:
     failpoints = "pool.pin_chunk=delay(0.15);pool.pin_chunk@5=delay(0.6)"
@@ -61,6 +63,7 @@ def test_a_pin_that_hangs_extends_nothing_any_more(short_dir: Path) -> None:
         daemon.process.kill()  # only that ends a pin that hangs
 
 
+@promise("restarted if it hangs")
 def test_an_event_loop_that_hangs_stops_the_watchdog(short_dir: Path) -> None:
     failpoints = f"store.after_reserve={FOR_ALL_TIME}"  # sleeps in the event loop
     with (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.e2e.disks import POOL_BLOCKS, SIZES, TIER, disk, evict_all, fetched, patient, tier_metric
 from tests.harness import DaemonProcess, Rank, done, eventually
+from tests.marks import promise
 
 
 def shared_daemon(directory: Path, shared: Path, *more: str, **environment: str) -> DaemonProcess:
@@ -27,6 +28,7 @@ def was_read(daemon: DaemonProcess, tier: str) -> float:
     return tier_metric(daemon, "copied_blocks_total", tier, direction="read")
 
 
+@promise("a directory that nodes share")
 def test_what_one_daemon_has_written_another_one_reads_and_clears(short_dir: Path) -> None:
     shared = short_dir / "shared"
     with (

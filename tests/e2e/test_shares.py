@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.command import run
 from tests.harness import NAMESPACE, DaemonProcess, Rank, done, eventually, hashes, layout
+from tests.marks import promise
 
 CHAT = dataclasses.replace(NAMESPACE, model="chat/llama")
 BATCH = dataclasses.replace(NAMESPACE, model="batch/llama")
@@ -54,6 +55,7 @@ def fill(rank: Rank, name: str, count: int = 85) -> None:
         rank.store(f"{name}{number}", at=[0])
 
 
+@promise("guaranteed and maximum shares of the pool")
 def test_two_tenants_of_one_pool(shared: DaemonProcess, file: Path) -> None:
     batch = Rank(shared, namespace=BATCH, groups=WIDE)
     chat = Rank(shared, namespace=CHAT, groups=WIDE)

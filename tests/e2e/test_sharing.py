@@ -27,11 +27,12 @@ from tests.harness import (
     hashes,
     layout,
 )
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = [both_protocols, lent_daemon]
 
 
+@promise("A block is readable when all its shards are sealed")
 def test_a_block_of_two_ranks_is_readable_after_the_second_store(daemon: DaemonProcess) -> None:
     ranks = [Rank(daemon, rank=rank, world_size=2, groups=layout(rank, 2)) for rank in range(2)]
     done(ranks[0].store("a", "b"))
@@ -57,6 +58,7 @@ def test_a_replicated_block_is_readable_after_one_store(daemon: DaemonProcess) -
         rank.close()
 
 
+@promise("If one field differs, neither sees the other's blocks")
 def test_namespaces_never_see_each_others_blocks(daemon: DaemonProcess) -> None:
     fields = {"model": "other", "dtype": "fp8", "kv_layout": "BLNHC", "block_size": 32, "tp_size": 2, "pp_size": 2,
               "hash_algorithm": "xxhash", "extra": "lora"}  # fmt: skip
@@ -71,6 +73,7 @@ def test_namespaces_never_see_each_others_blocks(daemon: DaemonProcess) -> None:
     first.close()
 
 
+@promise("engines with the same model share one copy")
 def test_two_instances_share_blocks_byte_for_byte(daemon: DaemonProcess) -> None:
     one, two = Rank(daemon, instance="one"), Rank(daemon, instance="two")
     done(one.store("a", "b", "c", at=[7, 0, 4]))
@@ -84,6 +87,7 @@ def test_two_instances_share_blocks_byte_for_byte(daemon: DaemonProcess) -> None
     two.close()
 
 
+@promise("as the longest prefix or one by one")
 def test_a_lookup_by_prefix_stops_at_the_first_miss_and_a_bitmap_does_not(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     done(rank.store("a", "c"))
@@ -106,6 +110,7 @@ def fill_pool(rank: Rank, daemon: DaemonProcess, prefix: str) -> None:
         done(rank.store((prefix, number)))
 
 
+@promise("Leased blocks are not evicted until the lease is released or expires")
 def test_a_lease_forbids_eviction_until_it_is_released(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     fill_pool(rank, daemon, "old")
@@ -176,6 +181,7 @@ def test_a_lease_ends_with_the_client_that_took_it(daemon: DaemonProcess) -> Non
     rank.close()
 
 
+@promise("removed with `kvsidecar clear`")
 def test_clear_forgets_one_namespace_and_no_other(daemon: DaemonProcess) -> None:
     one = Rank(daemon)
     two = Rank(daemon, namespace=dataclasses.replace(NAMESPACE, model="other"))
@@ -254,6 +260,7 @@ def test_regions_of_one_group_that_overlap_are_refused(daemon: DaemonProcess) ->
     buffer.close()
 
 
+@promise("layers that share a block table")
 def test_groups_that_overlay_each_other_are_accepted_and_each_moves_its_own_blocks(daemon: DaemonProcess) -> None:
     """As in hybrid engines: the blocks of all groups lie in the same memory, and each is one group's at a time."""
     large = Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1)
@@ -277,6 +284,7 @@ def test_groups_that_overlay_each_other_are_accepted_and_each_moves_its_own_bloc
     client.close()
 
 
+@promise("its stored blocks stay")
 def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) -> None:
     script = (
         "import sys; from tests import harness; "
@@ -299,6 +307,7 @@ def test_a_killed_engine_is_unmapped_and_its_blocks_stay(daemon: DaemonProcess) 
     rank.close()
 
 
+@promise("its GPU memory is unmapped within a second of its last copy")
 def test_close_returns_after_the_daemon_has_unmapped_the_memory(daemon: DaemonProcess) -> None:
     rank = Rank(daemon)
     rank.client.close()
@@ -376,6 +385,7 @@ def test_eight_blocks_of_an_eighth_of_the_pool_fit_and_larger_ones_are_refused(
             Rank(daemon, groups=layout(layers=81, row_bytes=MiB, num_blocks=1), namespace=larger)
 
 
+@promise("A slab holds slots of one size")
 def test_a_few_leased_blocks_of_another_size_are_named_as_what_keeps_a_store_out(short_dir: Path, local: bool) -> None:
     """Each of them keeps a slab from being recut. When they are released, or have expired, it is."""
     sizes = [

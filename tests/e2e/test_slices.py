@@ -10,7 +10,7 @@ import pytest
 from kvsidecar.client import Blocks, Client, GroupLayout, HostBuffer, JobDone, Outcome, Region
 from kvsidecar.errors import ClientError
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, closed_after_the_test, hashes
-from tests.marks import both_protocols, lent_daemon
+from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = [both_protocols, lent_daemon]
 
@@ -46,6 +46,7 @@ class Engine:
         return self.done(self.client.load([Blocks(0, hashes(*names), at, slice=number)]))
 
 
+@promise("copies only the first slice")
 def test_each_slice_is_loaded_alone(daemon: DaemonProcess) -> None:
     engine = Engine(daemon, 1, 2)
     engine.kv[:] = np.random.default_rng(1).integers(0, 256, engine.kv.shape, np.uint8)

@@ -19,11 +19,13 @@ from tests.cli.command import run
 from tests.e2e import remote as remotes
 from tests.e2e.remote import Pki, Remote, stub
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
+from tests.marks import promise
 
 pki, remote = remotes.pki, remotes.remote
 """Fixtures, which pytest looks for in this module."""
 
 
+@promise("over TCP, certificates named in it")
 def test_a_certificate_that_the_policy_names_looks_up_and_is_refused_the_rest(remote: Remote, pki: Pki) -> None:
     rank = Rank(remote.daemon)
     done(rank.store("a", "b"))
@@ -80,6 +82,7 @@ def test_nothing_attaches_over_tcp_and_nothing_is_leased(remote: Remote, pki: Pk
     assert remote.daemon.metric("kvsidecar_leases") == 0
 
 
+@promise("nothing without a client certificate that the policy names")
 def test_a_certificate_that_no_rule_names_gets_nothing(remote: Remote, pki: Pki) -> None:
     rank = Rank(remote.daemon)
     done(rank.store("a"))

@@ -19,7 +19,7 @@ from tests.e2e.leftovers import open_fds, rss_mib
 from tests.e2e.unfinished import http, until_closed
 from tests.e2e.wire import RawClient, framed, hello, raw_client, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
-from tests.marks import lent_daemon
+from tests.marks import lent_daemon, promise
 
 pytestmark = lent_daemon
 
@@ -162,6 +162,7 @@ def test_half_a_request_is_ended_and_a_slow_one_is_answered(daemon: DaemonProces
     assert daemon.refused("unfinished") == 4
 
 
+@promise("so probes are still answered")
 def test_connections_that_are_held_keep_no_probe_out(daemon: DaemonProcess) -> None:
     before = open_fds(daemon)
     with ExitStack() as stack:

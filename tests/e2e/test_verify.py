@@ -15,7 +15,7 @@ from tests.e2e.endings import attached_again, deaths, job_ends, no_leaks, quick,
 from tests.e2e.leftovers import nothing_is_left_of
 from tests.e2e.restarts import kill, started
 from tests.harness import DaemonProcess, Gate, Rank, done, hashes
-from tests.marks import both_protocols
+from tests.marks import both_protocols, promise
 from tests.open_files import open_files
 
 pytestmark = both_protocols
@@ -34,6 +34,7 @@ def flip_a_bit(pool: Path, content: bytes) -> None:
         memory[at] ^= 1
 
 
+@promise("a miss at its first load, counted, and the slot is quarantined")
 def test_a_block_whose_bytes_changed_in_the_pool_is_a_miss(short_dir: Path, local: bool) -> None:
     with DaemonProcess(short_dir, "--verify", "always", local=local) as daemon:
         rank = Rank(daemon.wait_ready())

@@ -28,6 +28,7 @@ from kvsidecar.support.process_ids import process_id
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces
 from tests.e2e.restarts import all_there, cold_reason, kill, owners_in, started
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, hashes, layout
+from tests.marks import promise
 from tests.service_manager import ServiceManager
 
 ROUNDS = int(os.environ.get("KVSIDECAR_KILLS", "12"))
@@ -45,6 +46,7 @@ def store(daemon: DaemonProcess, *names: str) -> None:
 # -- a directory -----------------------------------------------------------------------------------------------------
 
 
+@promise("yes, and a crash: systemd or a directory in memory holds the pool")
 def test_the_cache_outlives_a_crash_and_a_stop_and_everything_says_so(short_dir: Path, pool_dir: Path) -> None:
     flags = ("--pool-dir", str(pool_dir))
     with started(short_dir, *flags) as daemon:
@@ -156,6 +158,7 @@ def test_what_does_not_fit_is_a_cold_start_on_new_memory(
     os.close(old)
 
 
+@promise("a cold start on new memory, with the reason in the log; never a failed start")
 @pytest.mark.parametrize(
     ("file", "damage"), [*itertools.product(FILES, ["missing", "empty"]), (FILES[1], "garbage"), (FILES[1], "zeros")]
 )
@@ -351,6 +354,7 @@ def test_a_daemon_that_waits_for_another_takes_over_unless_that_was_a_stranger_a
 # -- systemd's store, by a stand-in (test_systemd.py has the real one) ------------------------------------------------
 
 
+@promise("It also outlives the daemon if systemd's descriptor store")
 def test_the_cache_outlives_the_daemon_in_the_managers_store(short_dir: Path) -> None:
     with ServiceManager(short_dir) as manager:
         for start in range(3):

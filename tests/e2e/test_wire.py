@@ -22,7 +22,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.leftovers import open_fds
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-from tests.marks import lent_daemon
+from tests.marks import lent_daemon, promise
 
 pytestmark = lent_daemon
 
@@ -154,6 +154,7 @@ def test_jobs_may_follow_the_registration_at_once_and_the_end_comes_behind_them(
     buffer.close()
 
 
+@promise("serves store, load and lookup requests over gRPC")
 def test_reflection_lists_the_service(daemon: DaemonProcess) -> None:
     with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)

@@ -12,6 +12,7 @@ from kvsidecar.client import Blocks
 from kvsidecar.pool.kept_files import FILES
 from tests.cli.command import run
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Gate, Rank, done, eventually, hashes, layout
+from tests.marks import promise
 
 UNZEROED = "kvsidecar_pool_unzeroed_bytes"
 SHORT = layout(row_bytes=3000)
@@ -42,6 +43,7 @@ def holds_only(pool_dir: Path, rank: Rank, *names: str) -> bool:
     return not rest.any()
 
 
+@promise("zeroes the bytes of a block soon after the block leaves the pool")
 @pytest.mark.parametrize("groups", [layout(), SHORT], ids=["whole pages", "short"])
 def test_of_what_is_cleared_or_evicted_no_byte_stays(short_dir: Path, pool_dir: Path, groups: object) -> None:
     with zeroes(short_dir, pool_dir) as daemon:

@@ -21,6 +21,9 @@ from kvsidecar.support.breaker import CircuitBreaker
 from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, closed_after_the_test, eventually
 from tests.integrations.engine import Clock, Request, Step, full, group
+from tests.marks import processes
+
+pytestmark = processes
 
 BLOCK_TOKENS = 16
 ROW_BYTES = 64

@@ -29,6 +29,7 @@ from tests.integrations.engine import (
     group,
     side,
 )
+from tests.marks import examples
 
 GROUPS = {
     "full": (full(),),
@@ -521,7 +522,7 @@ OPERATIONS = (
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize("name", GROUPS)
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(
     world_size=st.integers(1, 2),
     forgets=st.booleans(),

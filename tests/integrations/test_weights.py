@@ -17,6 +17,7 @@ import pytest
 from kvsidecar.integrations import digest_cache, weights
 from kvsidecar.integrations.digest_cache import DigestCache
 from kvsidecar.integrations.weights import digest_of, hub_snapshot
+from tests.marks import processes
 
 NO_CACHE = DigestCache(None)
 SHAPES = {"embed": 300_000, "layer.0.q": 80_000, "layer.0.norm": 64, "layer.1.q": 80_000, "layer.1.norm": 64}
@@ -410,6 +411,7 @@ def test_files_whose_times_say_nothing_are_read_each_time(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 @pytest.mark.parametrize("make", [squashfs, read_only_ext4])
+@processes
 def test_images_that_are_mounted_one_after_the_other_are_told_apart(
     tmp_path: Path, make: Callable[[Path, Path], None]
 ) -> None:

@@ -28,7 +28,7 @@ from kvsidecar.integrations.sglang.staged_load import (
 )
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
 from tests.linker.rank import LAYERS, Engine, LateMoves, running
-from tests.marks import lent_daemon
+from tests.marks import lent_daemon, processes
 
 SLOTS = 4
 """Room for two tiles of two pages each, of each chunk, or for one of up to four."""
@@ -190,6 +190,7 @@ class TestDaemon:
         assert engine.counters.staged_loads == 8
 
 
+@processes
 def test_a_daemon_that_dies_during_a_load_leaves_the_other_layers_alone(short_dir: Path, gate: Gate) -> None:
     with running(short_dir, f"load.in_flight@3={gate}", staged_pages=SLOTS, load_timeout=SECONDS) as (daemon, engine):
         engine.store([1, 2], "a")
@@ -207,6 +208,7 @@ def test_a_daemon_that_dies_during_a_load_leaves_the_other_layers_alone(short_di
         assert engine.counters.failed_loads == 1
 
 
+@processes
 def test_until_the_daemon_has_the_staging_memory_loads_go_directly(short_dir: Path) -> None:
     with running(short_dir, staged_pages=SLOTS) as (_, engine):
         main, staging = engine.side._clients
@@ -232,6 +234,7 @@ def late(engine: Engine, daemon: DaemonProcess) -> int:
     return index
 
 
+@processes
 def test_a_daemon_that_hangs_in_a_load_is_given_up(short_dir: Path, gate: Gate) -> None:
     with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=SECONDS) as (daemon, engine):
         index = late(engine, daemon)
@@ -252,6 +255,7 @@ def test_a_daemon_that_hangs_in_a_load_is_given_up(short_dir: Path, gate: Gate) 
         assert engine.holds([11, 12, 13], "a")
 
 
+@processes
 def test_a_load_that_misses_its_deadline_fails(short_dir: Path, gate: Gate) -> None:
     with running(short_dir, f"load.in_flight@2={gate}", staged_pages=SLOTS, load_timeout=SECONDS) as (daemon, engine):
         index = late(engine, daemon)

@@ -10,6 +10,7 @@ import pytest
 
 from kvsidecar.protocol.as_json import message_json
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, wait_until_ready
+from tests.marks import processes
 from tests.page.browser import Browser
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -171,6 +172,7 @@ def test_a_failed_pool_does_not_look_like_an_empty_one(short_dir: Path, browser:
         assert "gradient" in browser.run("return getComputedStyle(document.querySelector('#pool-bar')).backgroundImage")
 
 
+@processes
 def test_before_the_daemon_is_built_it_says_so(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, until="starting", KVSIDECAR_FAILPOINTS=f"start.load={gate}") as daemon:
         daemon.wait_log("failpoint")
@@ -189,6 +191,7 @@ def test_each_part_forbids_what_the_page_does_not_need(daemon: DaemonProcess, pa
     assert ask(daemon, path, "POST").status == 405
 
 
+@processes
 def test_it_can_be_turned_off(short_dir: Path) -> None:
     with DaemonProcess(short_dir, "--http-page", "off") as daemon:
         assert {ask(daemon, path).status for path in PATHS} == {404}
@@ -209,6 +212,7 @@ def test_a_daemon_that_others_may_use_names_no_engine(short_dir: Path, browser: 
     browser.complaints()
 
 
+@processes
 def test_status_has_the_totals_for_all_and_shares_for_nobody_else(short_dir: Path) -> None:
     share = "[{name='chat', namespaces=['*'], guaranteed='512KiB', disk_guaranteed='1MiB'}]"
     flags = ["--socket-mode", "0660", "--share", share, "--disk-dir", str(short_dir / "disk"), "--disk-size", "16MiB"]

@@ -22,6 +22,7 @@ from kvsidecar.pool.kept_files import FILES, DescriptorStore, KeptFiles, PoolDir
 from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages
 from kvsidecar.support.units import KiB, MiB
+from tests.marks import processes
 from tests.pool.host_pools import MlockPlatform, ignore, mapped, never, nothing_left, spec, tree
 
 POOL, TABLE = FILES
@@ -173,6 +174,7 @@ def two_mib(shm: Path) -> Iterator[Path]:
 
 
 @in_memory
+@processes
 def test_a_file_system_that_is_too_small_is_a_refusal(two_mib: Path, shm: Path) -> None:
     directory = PoolDirectory(two_mib)
     directory.create(MiB, MiB, lambda: SMALL).close()
@@ -189,6 +191,7 @@ def test_a_file_system_that_is_too_small_is_a_refusal(two_mib: Path, shm: Path) 
 
 
 @in_memory
+@processes
 def test_a_file_system_that_others_have_filled_is_a_failed_pin_and_not_a_signal(two_mib: Path) -> None:
     directory = PoolDirectory(two_mib)
     pool = HostPool(spec(nbytes=MiB), MlockPlatform())

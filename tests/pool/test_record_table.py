@@ -18,6 +18,7 @@ from kvsidecar.errors import KeptRefused
 from kvsidecar.pool.record_table import BOOT_TIME, MAX_OWNERS, Owner, RecordTable, TableFacts, map_table
 from kvsidecar.support.units import GiB, MiB
 from tests.cache.support import PAGE, open_space, readable, store
+from tests.marks import processes
 
 ROOT = Path(__file__).parents[2]
 FACTS = TableFacts(16 * PAGE, 4 * PAGE, "small", "this boot")
@@ -182,6 +183,7 @@ def kills(count: int, *options: str) -> dict[str, int]:
     return result
 
 
+@processes
 def test_after_each_of_200_kills_every_block_that_is_found_has_the_bytes_that_were_stored() -> None:
     result = kills(200)
     assert result["wrong"] == 0
@@ -189,6 +191,7 @@ def test_after_each_of_200_kills_every_block_that_is_found_has_the_bytes_that_we
     assert result["clears"] > 0
 
 
+@processes
 def test_the_same_kills_find_wrong_bytes_if_records_are_never_unsealed() -> None:
     # Luck decides which of them hit a slot that is being filled: usually one of ten, fewer on a machine without pause.
     assert kills(5000, "--never-unseal", "--until-wrong")["wrong"] > 0

@@ -26,6 +26,7 @@ from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import LookupMode, Residency
 from tests.cache.support import PAGE, namespace, new_cache
 from tests.integrations.engine import chain, full
+from tests.marks import examples
 from tests.router import View
 
 WIDTH = 32
@@ -270,4 +271,4 @@ class Agreement(RuleBasedStateMachine):
 
 
 TestAgreement = pytest.mark.filterwarnings("ignore")(Agreement.TestCase)
-TestAgreement.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAgreement.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -15,6 +15,7 @@ from kvsidecar.publisher.publisher import MAX_KNOWN_BYTES, REPLAY_SECONDS
 from kvsidecar.publisher.sequence import MAX_KEPT_BYTES
 from kvsidecar.support import child_process
 from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.marks import processes
 from tests.publisher.process import Engine, PublisherProcess, replay, subscribe, wait_for
 
 ATTACK_SECONDS = 6.0
@@ -52,6 +53,7 @@ def result(process: subprocess.Popen[str]) -> dict[str, int]:
     return did
 
 
+@processes
 @pytest.mark.parametrize(
     ("kind", "did", "most"),
     [
@@ -77,6 +79,7 @@ def test_no_attack_takes_more_memory_than_is_allowed(short_dir: Path, kind: str,
         engine.rank.close()
 
 
+@processes
 def test_the_memory_comes_back_when_the_attacks_are_over(short_dir: Path) -> None:
     metrics = ("--metrics", "127.0.0.1:0")
     with (
@@ -109,6 +112,7 @@ def test_the_memory_comes_back_when_the_attacks_are_over(short_dir: Path) -> Non
         engine.rank.close()
 
 
+@processes
 def test_routers_that_do_not_read_their_replays_delay_nobody(short_dir: Path) -> None:
     with DaemonProcess(short_dir, "--pool-size", "1MiB") as daemon, PublisherProcess(short_dir, daemon.socket) as each:
         engine = Engine(daemon.wait_ready())
@@ -125,6 +129,7 @@ def test_routers_that_do_not_read_their_replays_delay_nobody(short_dir: Path) ->
         engine.rank.close()
 
 
+@processes
 def test_colliding_hashes_stop_the_publisher_for_nobody(short_dir: Path) -> None:
     with DaemonProcess(short_dir, "--pool-size", "1MiB") as daemon, PublisherProcess(short_dir, daemon.socket) as each:
         engine = Engine(daemon.wait_ready())

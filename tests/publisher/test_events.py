@@ -14,6 +14,7 @@ from kvsidecar.integrations.residency.known_blocks import BlockInfo
 from kvsidecar.publisher.engine_dialects import SGLANG, VLLM
 from kvsidecar.publisher.events import COUNTED_TOKENS, MAX_CHAIN, MAX_CHAIN_TOKENS, Topic
 from tests.integrations.engine import chain
+from tests.marks import examples
 from tests.router import View
 
 TOKENS = list(range(4 * 6))
@@ -290,4 +291,4 @@ class Routers(RuleBasedStateMachine):
 
 
 TestRouters = pytest.mark.filterwarnings("ignore")(Routers.TestCase)
-TestRouters.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRouters.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -19,6 +19,7 @@ from kvsidecar.publisher.endpoint import MAX_CONNECTIONS_EACH, MAX_SUBSCRIPTION_
 from kvsidecar.publisher.metrics import ENDPOINTS, Reason
 from kvsidecar.publisher.publisher import MAX_REPLAYS
 from tests.harness import DaemonProcess, eventually
+from tests.marks import processes
 from tests.publisher.process import Engine, PublisherProcess, replay, subscribe, wait_for
 
 METRICS = ("--metrics", "127.0.0.1:0")
@@ -52,6 +53,7 @@ def topics(count: int, width: int = 8) -> bytes:
 LONG = b"\x02" + (1 << 40).to_bytes(8, "big")
 
 
+@processes
 @pytest.mark.parametrize(
     ("endpoint", "reason", "data"),
     [
@@ -76,6 +78,7 @@ def test_a_router_that_goes_beyond_a_bound_is_disconnected_counted_and_logged(
     publisher.wait_log(f"router refused: {reason.value}")
 
 
+@processes
 def test_connections_beyond_the_bound_of_one_user_are_counted(publisher: PublisherProcess) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS_EACH + 3):
@@ -87,6 +90,7 @@ def test_connections_beyond_the_bound_of_one_user_are_counted(publisher: Publish
     assert publisher.metric('kvsidecar_publisher_connections{endpoint="replay"}') == 0
 
 
+@processes
 def test_many_refusals_are_few_lines(publisher: PublisherProcess) -> None:
     assert publisher.metric("kvsidecar_publisher_messages_total") == 0
     began = time.monotonic()
@@ -96,6 +100,7 @@ def test_many_refusals_are_few_lines(publisher: PublisherProcess) -> None:
     assert publisher.log.count("router refused: frame") < min(300, time.monotonic() - began + 2), "each is logged"
 
 
+@processes
 def test_what_is_published_is_counted(short_dir: Path) -> None:
     with DaemonProcess(short_dir, "--pool-size", "1MiB") as daemon:
         engine = Engine(daemon.wait_ready())
@@ -120,6 +125,7 @@ def test_what_is_published_is_counted(short_dir: Path) -> None:
         engine.rank.close()
 
 
+@processes
 def test_its_port_serves_nothing_else_and_counts_what_it_refuses(publisher: PublisherProcess) -> None:
     publisher.metric("kvsidecar_publisher_messages_total")
     url = next(word for word in publisher.log.replace('"', " ").split() if word.endswith("/metrics")).split("=")[-1]
@@ -132,6 +138,7 @@ def test_its_port_serves_nothing_else_and_counts_what_it_refuses(publisher: Publ
     assert publisher.metric('kvsidecar_publisher_http_refusals_total{reason="invalid_request"}') == 3
 
 
+@processes
 def test_without_the_option_there_is_no_port_and_an_address_in_use_may_be_free_later(short_dir: Path) -> None:
     with PublisherProcess(short_dir, f"{short_dir}/kvs.sock") as plain:
         plain.wait_log("publishing")

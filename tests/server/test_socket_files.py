@@ -16,6 +16,7 @@ from kvsidecar.errors import SocketInUse
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support.file_lock import STAYS_SECONDS
 from tests.harness import SECONDS
+from tests.marks import processes
 
 
 def files_at(directory: Path, mode: int = 0o600) -> SocketFiles:
@@ -166,6 +167,7 @@ def test_a_lock_that_was_taken_again_says_that_its_holder_stays(files: SocketFil
 
 
 @pytest.mark.parametrize("end", ["told to stop", "told to stop, then removed", "killed"])
+@processes
 def test_a_holder_that_ends_is_waited_for(files: SocketFiles, short_dir: Path, end: str) -> None:
     if end == "killed":  # and has not closed its files yet
         with subprocess.Popen(["sleep", "infinity"]) as process:

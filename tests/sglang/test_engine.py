@@ -10,6 +10,7 @@ import pytest
 from kvsidecar.integrations.offload_condition import GAUGES
 from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
+from tests.marks import promise
 from tests.open_files import open_files
 from tests.sglang.engine import PAGE, WHOLE, Answer, SGLangProcess, forgotten, join, stored
 from tests.vllm.engine import LONG, blocks, prompt
@@ -19,6 +20,7 @@ AMID_TOKENS = 500
 """Of a request that must still run when the next message reaches the scheduler: each is a step of milliseconds."""
 
 
+@promise("the next request hits the daemon's blocks")
 def test_an_external_hit_gives_the_tokens_that_were_computed(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     join(engine, daemon)
     cold = stored(engine, daemon, LONG)
@@ -35,6 +37,7 @@ def test_an_external_hit_gives_the_tokens_that_were_computed(engine: SGLangProce
     assert again.tokens == local.tokens
 
 
+@promise("neither sees the other's blocks")
 def test_wrong_kv_gives_other_tokens(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     """Without this, equal tokens would prove nothing."""
     join(engine, daemon)
@@ -54,6 +57,7 @@ def _overwrite_the_pool(daemon: DaemonProcess) -> None:
     raise AssertionError("the daemon has no memfd of the pool's size")
 
 
+@promise("longest prefix that all ranks can restore")
 def test_local_and_external_hits_of_a_batch_add_up(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     """Each with its own prefix of the same tokens, some pages still in the engine's own cache, some not."""
     join(engine, daemon)
@@ -66,6 +70,7 @@ def test_local_and_external_hits_of_a_batch_add_up(engine: SGLangProcess, daemon
     assert [each.tokens for each in answers[:2]] == cold[:2]
 
 
+@promise("SGLang offers the linker every new page of its radix tree")
 def test_pages_that_were_evicted_come_back(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     """The engine has room for 2048 tokens."""
     join(engine, daemon)
@@ -83,6 +88,7 @@ def test_pages_that_were_evicted_come_back(engine: SGLangProcess, daemon: Daemon
     assert (hit.cached, hit.tokens) == (WHOLE, cold.tokens)
 
 
+@promise("(prompts and answers, and the chunks of a chunked prefill)")
 def test_a_conversation_hits_what_the_engine_wrote_itself(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     join(engine, daemon)
     first = prompt("turn", 100)
@@ -97,6 +103,7 @@ def test_a_conversation_hits_what_the_engine_wrote_itself(engine: SGLangProcess,
     assert (cold.cached, cold.tokens) == (0, hit.tokens)
 
 
+@promise("separated by SGLang's own hashes")
 def test_salts_keep_requests_apart(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     join(engine, daemon)
     mine, theirs = prompt("salted", 100, "mine"), prompt("salted", 100, "theirs")
@@ -161,6 +168,7 @@ def computed(other_weights: str, tmp_path_factory: pytest.TempPathFactory) -> It
         yield engine
 
 
+@promise("No KV from before an update is stored after it.")
 @pytest.mark.parametrize("flush", [True, False], ids=["flush refused", "no flush"])
 def test_kv_of_old_weights_is_not_stored_under_the_new_ones(
     engine: SGLangProcess,

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 from tests.harness import NO_WAIT, DaemonProcess, Gate, eventually
+from tests.marks import promise
 from tests.sglang.conftest import POOL
 from tests.sglang.engine import WHOLE, SGLangProcess, join, linker, stored
 from tests.vllm.engine import LONG, needs_gpus, prompt
 
 
+@promise("the engine gives the daemon up, and none of its copies begins after that")
 def test_a_daemon_that_hangs_delays_requests_within_limits(
     model: str, home: Path, tmp_path: Path, short_dir: Path
 ) -> None:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 
 from tests.harness import Gate
+from tests.marks import promise
 from tests.sglang.conftest import failing
 from tests.sglang.engine import ENVIRONMENT, WHOLE, SGLangProcess, forgotten, linker, warm
 from tests.vllm.engine import LONG, prompt
@@ -68,6 +69,7 @@ def test_a_daemon_killed_during_a_load_costs_no_request(engine: SGLangProcess, h
         assert again.cached == WHOLE, "what was computed is not in the engine's own cache"
 
 
+@promise("or are computed by an SGLang with the patch in `deploy/sglang`")
 def test_a_load_that_fails_costs_no_request_and_the_next_ones_hit(engine: SGLangProcess, home: Path) -> None:
     with failing(home, FIRST_LOAD) as daemon:
         cold = warm(engine, daemon, LONG)

@@ -8,6 +8,7 @@ import pytest
 
 from kvsidecar.client import Namespace
 from tests.harness import DEVICE, SECONDS, DaemonProcess, Gate, Rank, eventually
+from tests.marks import promise
 from tests.sglang.conftest import POOL, Engines, failing
 from tests.sglang.engine import WHOLE, SGLangProcess, forgotten, join, stored, warm
 from tests.vllm.engine import LONG, EngineProcess, blocks, kvsidecar, prompt
@@ -28,6 +29,7 @@ def works(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     assert (cold.cached, hit.host, hit.tokens) == (0, 192, cold.tokens)
 
 
+@promise("It serves at once, with or without one")
 def test_an_engine_that_started_without_a_daemon_uses_one_that_comes(
     engine: SGLangProcess, daemon: DaemonProcess
 ) -> None:
@@ -35,6 +37,7 @@ def test_an_engine_that_started_without_a_daemon_uses_one_that_comes(
     works(engine, daemon)
 
 
+@promise("Two engines hit each other's blocks")
 def test_two_engines_share(engines: Engines, daemon: DaemonProcess) -> None:
     first, second = engines[0], engines[1]
     join(first, daemon)
@@ -87,6 +90,7 @@ def test_a_vllm_engine_lives_on_the_same_daemon_in_a_namespace_of_its_own(
         assert len({each["instance"] for each in status["ranks"]}) == len(status["ranks"]) >= 2
 
 
+@promise("resumes after a restart of the daemon")
 def test_a_daemon_killed_between_two_requests(engine: SGLangProcess, home: Path) -> None:
     with DaemonProcess(home, *POOL) as first:
         join(engine, first.wait_ready())
@@ -99,6 +103,7 @@ def test_a_daemon_killed_between_two_requests(engine: SGLangProcess, home: Path)
         works(engine, second.wait_ready())
 
 
+@promise("SGLang answers a request with HTTP 503 if a load fails after it has started")
 def test_a_daemon_killed_during_a_load_costs_that_request(engine: SGLangProcess, home: Path, gate: Gate) -> None:
     """SGLang aborts a request whose load has started: it cannot compute it any more."""
     with failing(home, f"load.in_flight@2={gate}") as first:
@@ -114,6 +119,7 @@ def test_a_daemon_killed_during_a_load_costs_that_request(engine: SGLangProcess,
         works(engine, second.wait_ready())
 
 
+@promise("Only a load that has started can fail a request")
 def test_a_load_that_fails_costs_that_request(engine: SGLangProcess, home: Path) -> None:
     with failing(home, "load.before_copy@0=raise(planned)") as daemon:
         cold = warm(engine, daemon, LONG)
@@ -126,6 +132,7 @@ def test_a_load_that_fails_costs_that_request(engine: SGLangProcess, home: Path)
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
 
 
+@promise("no request fails")
 def test_a_store_that_fails_costs_nothing(engine: SGLangProcess, home: Path) -> None:
     with failing(home, "store.before_copy@0=raise(planned)") as daemon:
         eventually(lambda: daemon.get("/status")[1]["ranks"], "the engine attaches")
@@ -135,6 +142,7 @@ def test_a_store_that_fails_costs_nothing(engine: SGLangProcess, home: Path) -> 
         works(engine, daemon)
 
 
+@promise("a restarted engine finds its blocks again")
 def test_an_engine_is_killed_and_another_one_hits(engines: Engines, daemon: DaemonProcess) -> None:
     first, second = engines[0], engines[1]
     join(first, daemon)

@@ -22,6 +22,7 @@ from kvsidecar.support.failpoints import FailpointError, hit
 from tests.e2e.disks import disk_daemon, evict_all, fetched, keep_on_disk
 from tests.failpoints import active
 from tests.harness import Gate, Rank, eventually
+from tests.marks import processes
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +139,7 @@ def test_a_delay_in_one_thread_does_not_hold_up_another(monkeypatch: pytest.Monk
     assert not sleeper.is_alive()
 
 
+@processes
 def test_kill_ends_the_process_at_once() -> None:
     program = (
         "import atexit; from kvsidecar.support import failpoints\n"
@@ -219,6 +221,7 @@ def test_some_test_goes_wrong_at_every_point() -> None:
     assert not unused, "no test injects a fault there: write one, or delete the point"
 
 
+@processes
 def test_an_engines_ordinary_day_passes_every_point(short_dir: Path) -> None:
     everywhere = ";".join(f"{name}=delay(0)" for name in failpoints.KNOWN)
     with disk_daemon(short_dir, "--verify", "always", "--zero-freed", "on", KVSIDECAR_FAILPOINTS=everywhere) as daemon:

@@ -8,6 +8,7 @@ import pytest
 from kvsidecar.support import free_memory
 from kvsidecar.support.free_memory import QUIET_SECONDS, TRIM_BYTES, Peak
 from tests.clock import Clock
+from tests.marks import processes
 
 
 @pytest.fixture
@@ -88,6 +89,7 @@ print(lost() > 2000, keep_from_trimming(), lost() < 100)
 """
 
 
+@processes
 def test_protobuf_gives_back_no_memory_while_its_messages_come_and_go() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.split() == ["True", "True", "True"]

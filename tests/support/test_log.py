@@ -21,6 +21,7 @@ from kvsidecar.support.log_writer import LogWriter, Loss
 from kvsidecar.types import Readiness, State
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Gate
+from tests.marks import processes
 from tests.terminal import Terminal
 
 SLOW = {"KVSIDECAR_FAILPOINTS": "pool.pin_chunk=delay(0.2)"}
@@ -37,6 +38,7 @@ def serve(short_dir: Path, columns: int = 80, **variables: str) -> Terminal:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
+@processes
 def test_no_line_is_broken_by_the_terminal(short_dir: Path, columns: int) -> None:
     with serve(short_dir, columns, **SLOW) as terminal:
         drawn = terminal.until("\x1b[1mready", raw=True)
@@ -55,6 +57,7 @@ def test_no_line_is_broken_by_the_terminal(short_dir: Path, columns: int) -> Non
         assert not any(line.startswith(" ") for line in lines), "there was room for all of it"
 
 
+@processes
 def test_no_color_and_ascii_are_heeded(short_dir: Path) -> None:
     with serve(short_dir, NO_COLOR="1", PYTHONIOENCODING="ascii", **SLOW) as terminal:
         drawn = terminal.until("] ready", raw=True)
@@ -76,6 +79,7 @@ def test_every_command_can_be_read_in_ascii(daemon: DaemonProcess, command: list
         assert "..........  0 B of 1 MiB used" in shown.stdout
 
 
+@processes
 def test_a_terminal_that_was_stopped_holds_up_nothing(short_dir: Path) -> None:
     gate = Gate(short_dir)  # the pool becomes ready only when nothing can be drawn any more
     rules = f"pool.pin_chunk@7={gate}"

@@ -14,6 +14,7 @@ import pytest
 from kvsidecar.support import peer
 from kvsidecar.support.process_ids import ProcessId, Watched, process_id
 from tests.harness import SECONDS
+from tests.marks import processes
 
 
 def test_the_kernel_names_this_process_to_itself() -> None:
@@ -23,6 +24,7 @@ def test_the_kernel_names_this_process_to_itself() -> None:
         assert peer.groups(near) == frozenset(os.getgroups())
 
 
+@processes
 @pytest.mark.parametrize("by_kernel", [True, False])
 def test_a_pidfd_is_of_the_process_at_the_other_end(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not by_kernel:
@@ -64,6 +66,7 @@ def written(pid: int) -> ProcessId:
     return found
 
 
+@processes
 def test_a_process_is_waited_for_until_it_has_ended(child: subprocess.Popen[bytes]) -> None:
     async def wait() -> None:
         with Watched([written(child.pid), written(child.pid)]) as watched:
@@ -77,6 +80,7 @@ def test_a_process_is_waited_for_until_it_has_ended(child: subprocess.Popen[byte
     asyncio.run(wait())
 
 
+@processes
 def test_one_that_has_ended_is_visible_until_it_is_reaped_and_over_at_once(child: subprocess.Popen[bytes]) -> None:
     before = written(child.pid)
     child.kill()
@@ -90,6 +94,7 @@ def test_one_that_has_ended_is_visible_until_it_is_reaped_and_over_at_once(child
         assert asyncio.run(watched.wait(0))
 
 
+@processes
 def test_another_process_that_has_got_the_number_is_not_waited_for(child: subprocess.Popen[bytes]) -> None:
     pid, start_time = written(child.pid)
     fds = len(os.listdir("/proc/self/fd"))
@@ -99,6 +104,7 @@ def test_another_process_that_has_got_the_number_is_not_waited_for(child: subpro
         assert len(os.listdir("/proc/self/fd")) == fds
 
 
+@processes
 def test_a_name_with_parentheses_hides_nothing() -> None:
     script = "open('/proc/self/comm', 'w').write(') R 1 (x'); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

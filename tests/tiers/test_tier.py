@@ -20,9 +20,11 @@ from kvsidecar.tiers.backend import ReadEnd, TierShare, WriteEnd
 from kvsidecar.tiers.policy import GUESSED_RATE
 from kvsidecar.tiers.tier import FAILURES
 from tests.harness import NAMESPACE, SECONDS, Gate, eventually_in_loop
+from tests.marks import processes
 from tests.tiers.bench import NEVER, POOL, SHARD, SPACE, Bench, bench, name
 
 
+@processes
 async def test_shares_hold_in_its_process_in_the_next_one_and_after_a_reload(tmp_path: Path) -> None:
     disk = {"directory": str(tmp_path / "tier"), "capacity_bytes": 64 * SHARD}
 
@@ -43,6 +45,7 @@ async def test_shares_hold_in_its_process_in_the_next_one_and_after_a_reload(tmp
         assert await stays(tier, 40) == 20
 
 
+@processes
 async def test_what_was_written_is_found_and_read_back() -> None:
     async with bench() as each:
         await each.on()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness import DEVICE, DaemonProcess, eventually
+from tests.marks import promise
 from tests.vllm import models
 from tests.vllm.engine import (
     LONG,
@@ -48,6 +49,7 @@ def wanted(model: str) -> Tokens:
     return answers
 
 
+@promise("which the connector replaces with the [content of the adapter](#lora-adapters)")
 def test_a_restarted_engine_hits_an_adapter_by_its_content(
     model: str, daemon: DaemonProcess, tmp_path: Path, wanted: Tokens
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvsidecar.client import Client
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
+from tests.marks import promise
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import (
     LONG,
@@ -34,6 +35,7 @@ from tests.vllm.hit_runs import (
 )
 
 
+@promise("the engine serves without offload, and its log says why")
 def test_a_daemon_whose_pool_cannot_be_pinned(
     model: str, short_dir: Path, truth: Truth, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -52,6 +54,7 @@ def test_a_daemon_whose_pool_cannot_be_pinned(
             works(engine, second.wait_ready(), truth)
 
 
+@promise("running loads fail, and vLLM computes their tokens")
 @pytest.mark.parametrize("point", ["load.before_copy", "load.in_flight"])
 def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, gate: Gate, truth: Truth, point: str) -> None:
     """The request is computed instead; a daemon started in its place is used."""
@@ -75,6 +78,7 @@ def test_a_daemon_killed_during_a_load(model: str, short_dir: Path, gate: Gate, 
             hits(engine, truth)
 
 
+@promise("blocks that were being stored are lost, never half stored")
 @pytest.mark.parametrize("point", ["store.before_copy", "store.in_flight", "store.before_seal"])
 def test_a_daemon_killed_during_a_store(model: str, short_dir: Path, gate: Gate, truth: Truth, point: str) -> None:
     number = SELF_TEST.get(point, 0) + 1  # the first one lets the engine join
@@ -89,6 +93,7 @@ def test_a_daemon_killed_during_a_store(model: str, short_dir: Path, gate: Gate,
             works(engine, next_one.wait_ready(), truth)
 
 
+@promise("the engine serves without offload, logs it once, and attaches when a daemon runs")
 def test_an_engine_starts_without_a_daemon_and_uses_one_that_comes(
     model: str, short_dir: Path, truth: Truth, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +105,7 @@ def test_an_engine_starts_without_a_daemon_and_uses_one_that_comes(
             works(engine, daemon.wait_ready(), truth)
 
 
+@promise("the engine serves without offload until the daemon is ready")
 def test_an_engine_joins_while_the_pool_is_still_being_pinned(
     model: str, short_dir: Path, gate: Gate, truth: Truth
 ) -> None:
@@ -119,6 +125,7 @@ def test_an_engine_joins_while_the_pool_is_still_being_pinned(
         works(engine, daemon, truth)
 
 
+@promise("A new copier pins the pool, the rank attaches again, and the cache is still there")
 @pytest.mark.parametrize(
     ("rules", "flags"),
     [
@@ -149,6 +156,7 @@ def test_a_load_whose_copier_dies_is_computed_and_the_next_one_hits(
         assert [hit.tokens] == truth(LONG)
 
 
+@promise("its request is computed; if it is preempted later, it may load again")
 def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: Truth) -> None:
     with (
         wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon,
@@ -165,6 +173,7 @@ def test_a_failed_load_is_computed_instead(model: str, short_dir: Path, truth: T
         hits(engine, truth)
 
 
+@promise("With vLLM's default, `fail`, a request ends with an error if a load fails")
 def test_policy_fail_ends_the_request_and_not_the_engine(model: str, short_dir: Path, truth: Truth) -> None:
     with (
         wrong(short_dir, "load.before_copy@0=raise(planned)") as daemon,
@@ -179,6 +188,7 @@ def test_policy_fail_ends_the_request_and_not_the_engine(model: str, short_dir: 
         assert [hit.tokens] == truth(LONG)
 
 
+@promise("With `recompute`, vLLM computes the tokens instead")
 def test_a_block_that_is_gone_when_it_is_loaded_is_computed(
     model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +209,7 @@ def test_a_block_that_is_gone_when_it_is_loaded_is_computed(
         works(engine, daemon, truth)
 
 
+@promise("all lookups together cost a step at most `lookup_budget`")
 def test_a_daemon_that_hangs_delays_a_request_and_no_more(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     transfer = kvsidecar(daemon.socket, lookup_budget="5ms", lookup_patience="100ms")
     with joined(daemon, model, transfer) as engine:
@@ -219,6 +230,7 @@ def test_a_daemon_that_hangs_delays_a_request_and_no_more(model: str, daemon: Da
         works(engine, daemon, truth)
 
 
+@promise("its GPU blocks are freed when every rank has reported")
 def test_a_request_aborted_during_its_load_frees_its_blocks_when_the_load_is_over(
     model: str, short_dir: Path, gate: Gate, truth: Truth
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvsidecar.client import Blocks, Client
 from tests.harness import DaemonProcess
+from tests.marks import promise
 from tests.vllm import models
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import LONG, WHOLE, ask_again, blocks, forget, hits, joined, kvsidecar, prompt
@@ -18,6 +19,7 @@ from tests.vllm.models import BLOCK
 pytestmark = pytest.mark.older
 
 
+@promise("a restarted engine gets hits at once")
 def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
@@ -39,6 +41,7 @@ def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
         assert "vllm:kvsidecar_failed_loads" not in counters, "nothing failed"
 
 
+@promise("If one of these differs, the engines have different namespaces")
 def test_wrong_kv_gives_other_tokens(
     model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +63,7 @@ def test_wrong_kv_gives_other_tokens(
         assert [hit.tokens] != truth(LONG)
 
 
+@promise("Eager mode stores every full block when its tokens are confirmed")
 def test_a_conversation_hits_what_the_engine_wrote_itself(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     """Decoded tokens are stored as soon as they are confirmed, not only prompts."""
     with joined(daemon, model) as engine:
@@ -73,6 +77,7 @@ def test_a_conversation_hits_what_the_engine_wrote_itself(model: str, daemon: Da
         assert [hit.tokens] == truth(second)
 
 
+@promise("this engine gets no hits on earlier blocks")
 def test_after_a_reset_with_the_connector_nothing_of_before_is_hit(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
@@ -90,6 +95,7 @@ def test_after_a_reset_with_the_connector_nothing_of_before_is_hit(
         assert [hit.tokens] == truth(LONG)
 
 
+@promise("KV of other weights is never hit")
 def test_an_engine_with_other_weights_hits_nothing(model: str, daemon: DaemonProcess, tmp_path: Path) -> None:
     """Same shape, same prompts, same hashes, other KV: only the namespace keeps them apart."""
     with joined(daemon, model) as engine:

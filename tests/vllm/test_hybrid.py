@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SECONDS, DaemonProcess
+from tests.marks import promise
 from tests.vllm.conftest import POOL
 from tests.vllm.engine import (
     LONG,
@@ -45,6 +46,7 @@ def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
     return [each.tokens for each in answers]
 
 
+@promise("layers that share a block table")
 def test_external_hits_of_all_groups_give_the_right_tokens(
     hybrid: str, daemon: DaemonProcess, right: dict[str, tuple[int, ...]]
 ) -> None:
@@ -65,6 +67,7 @@ def test_external_hits_of_all_groups_give_the_right_tokens(
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
 
 
+@promise("a restarted engine finds its blocks again")
 def test_a_restarted_engine_hits(hybrid: str, daemon: DaemonProcess, right: dict[str, tuple[int, ...]]) -> None:
     for cached in (0, WHOLE):
         with joined(daemon, hybrid) as engine:

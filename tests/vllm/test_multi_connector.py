@@ -10,6 +10,7 @@ import pytest
 
 from kvsidecar.integrations.vllm import register
 from tests.harness import DaemonProcess
+from tests.marks import promise
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import LONG, Prompt, forget, hits, join, joined, kvsidecar, prompt
 
@@ -66,6 +67,7 @@ def test_beside_vllms_own_connector(
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
 
 
+@promise("also for a child of a `MultiConnector`")
 def test_all_children_store_and_the_first_with_a_hit_loads(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     with tempfile.TemporaryDirectory(prefix="kvs-") as directory, DaemonProcess(Path(directory), *POOL) as second:
         second.wait_ready()

@@ -12,11 +12,13 @@ import pytest
 from kvsidecar.integrations.vllm import stores as stores_module
 from kvsidecar.integrations.vllm.stores import Stores
 from tests.harness import SECONDS, DaemonProcess, eventually
+from tests.marks import promise
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import Engine, blocks, forget, join, joined, kvsidecar, prompt, running
 from tests.vllm.models import BLOCK
 
 
+@promise("its full blocks are stored (eager mode) and loaded when it resumes")
 def test_preempted_requests_continue_from_what_the_daemon_holds(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
@@ -127,6 +129,7 @@ def _warm_up(engine: Engine, daemon: DaemonProcess) -> None:
     eventually(stored, "the engine uses the daemon")
 
 
+@promise("blocks that the GPU is about to evict")
 def test_lazy_mode_stores_what_the_engine_is_about_to_evict(model: str, daemon: DaemonProcess, truth: Truth) -> None:
     transfer = kvsidecar(daemon.socket, store_mode="lazy")
     prompts = [prompt(f"lazy {i}", 200) for i in range(12)]

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SECONDS, DaemonProcess
+from tests.marks import promise
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import LONG, WHOLE, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
 from tests.vllm.hit_runs import LAYERS, stores_and_hits, until
 from tests.vllm.replicas import ReplicasProcess
 
 
+@promise("engines with the same model share one copy")
 def test_two_engines_share_one_cache_and_one_outlives_the_other(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:

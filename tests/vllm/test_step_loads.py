@@ -13,6 +13,7 @@ from kvsidecar.integrations.vllm import connector
 from kvsidecar.integrations.vllm.step_loads import StepLoads
 from kvsidecar.integrations.waited_jobs import WaitedJobs
 from tests.harness import SECONDS, DaemonProcess, Gate
+from tests.marks import promise
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import LONG, WHOLE, Engine, ask_again, forget, hits, joined, kvsidecar, prompt
 from tests.vllm.hit_runs import (
@@ -48,6 +49,7 @@ def step_loads(engine: Engine) -> float:
     return engine.counters().get("vllm:kvsidecar_step_loads", 0)
 
 
+@promise("its forward pass begins at once, and each layer waits")
 @pytest.mark.parametrize("chunks", [1, 2, 99])
 def test_a_hit_that_is_loaded_while_it_is_computed_gives_the_right_tokens(
     model: str, daemon: DaemonProcess, truth: Truth, chunks: int
@@ -103,6 +105,7 @@ def test_a_request_that_is_not_alone_is_computed_after_its_load(
         assert step_loads(engine) == before
 
 
+@promise("If the load fails, vLLM preempts the request, forgets its blocks, and computes it")
 @pytest.mark.parametrize("chunk", [0, LAYERS - 1])
 def test_after_a_chunk_that_fails_the_request_is_computed_and_nothing_wrong_is_kept(
     model: str, short_dir: Path, truth: Truth, chunk: int, ahead: bool

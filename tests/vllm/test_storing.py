@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.command import run
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
+from tests.marks import promise
 from tests.router import View
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import LONG, WHOLE, Engine, EngineProcess, blocks, hits, join, joined, kvsidecar, prompt, running
@@ -57,6 +58,7 @@ def test_an_engine_in_lazy_mode_that_is_ended_while_it_is_busy_stores_what_it_ha
     another_engine_hits(model, daemon, truth)
 
 
+@promise("blocks computed while there was no daemon")
 def test_what_was_computed_while_the_pool_was_pinned_is_stored_when_it_is(
     model: str, short_dir: Path, gate: Gate, truth: Truth
 ) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.harness import SECONDS, DaemonProcess, Gate, eventually
+from tests.marks import promise
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import (
     LONG,
@@ -48,6 +49,7 @@ def loads_all_of_it(engine: Engine, daemon: DaemonProcess, truth: Truth) -> None
     assert then["stored_bytes"] == jobs["stored_bytes"], "stored again although it was kept"
 
 
+@promise("the engine attaches again by itself, hits every kept block and stores none of them again")
 def test_an_engine_that_runs_on_hits_what_it_stored_before_the_kill(
     model: str, short_dir: Path, pool_dir: Path, truth: Truth
 ) -> None:

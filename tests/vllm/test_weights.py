@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import DaemonProcess
+from tests.marks import promise
 from tests.vllm import models
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import (
@@ -38,6 +39,7 @@ def computed(engine: Engine, asked: Prompt, salt: str) -> tuple[int, ...]:
     return answer.tokens
 
 
+@promise("engines with the new weights are never offered blocks of other weights")
 def test_an_updated_engine_is_not_offered_kv_of_the_old_weights_and_shares_again_by_name(
     model: str, daemon: DaemonProcess, truth: Truth, tmp_path: Path
 ) -> None:

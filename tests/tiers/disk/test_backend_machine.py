@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvsidecar.tiers.backend import ReadEnd, WriteEnd
 from kvsidecar.tiers.disk.backend import DiskBackend
 from kvsidecar.tiers.disk.directory import EXTENTS
+from tests.marks import examples
 from tests.tiers.support import PAGE, key, read, space, there, write
 
 SPACES = [space(), space(shard=1), space("two", nbytes=2 * PAGE - 1)]
@@ -136,5 +137,5 @@ class TierMachine(RuleBasedStateMachine):
 
 TestTier = TierMachine.TestCase
 TestTier.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -23,6 +23,7 @@ from kvsidecar.tiers.disk.directory import EXTENTS, INDEX, MAX_STARTS
 from kvsidecar.tiers.disk.extents import Unreadable
 from kvsidecar.tiers.disk.names import NAMES
 from tests.failpoints import active
+from tests.marks import processes
 from tests.tiers.support import PAGE, key, memory, read, space, there, write
 
 CAPACITY, SLAB = 64 * PAGE, 16 * PAGE
@@ -334,6 +335,7 @@ def test_an_index_that_cannot_be_read_in_an_unthought_of_way_starts_empty(
 # -- the directory --------------------------------------------------------------------------------------------------
 
 
+@processes
 def test_a_second_process_is_refused_and_the_first_goes_on(tier: DiskBackend, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from kvsidecar.tiers.disk.backend import DiskBackend\n"
@@ -426,6 +428,7 @@ def test_a_buffered_file_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@processes
 def test_a_full_file_system(tmp_path: Path) -> None:
     """Not enough room at the start is refused; a disk that others fill afterwards does not matter: all is allocated."""
     (tmp_path / "small").mkdir()

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.marks import processes
+
+pytestmark = processes
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvsidecar.tiers.backend import ReadEnd, ShardSpace, TierShare, WriteEnd, namespace_digest
 from kvsidecar.tiers.disk import backend as module
 from kvsidecar.tiers.disk.backend import DiskBackend
+from tests.marks import examples
 from tests.tiers.support import PAGE, read, space, there, write
 
 CAPACITY = 64
@@ -252,5 +253,5 @@ class DiskSharesMachine(RuleBasedStateMachine):
         assert self.pages() == before
 
 
-DiskSharesMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+DiskSharesMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestDiskShares = pytest.mark.no_cover(DiskSharesMachine.TestCase)
