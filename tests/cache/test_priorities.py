@@ -64,6 +64,17 @@ def evicted_in_order(cache: BlockCache, space: Space, filler: Space, *names: int
     raise AssertionError(f"{there} are never evicted")
 
 
+def test_the_store_of_another_shard_does_not_change_the_priority_of_a_block() -> None:
+    cache = new_cache(6)
+    space, filler = open_space(cache, shards=(1, 1)), open_space(cache, "filler")
+    for shard, priority in ((0, LOW), (1, HIGH)):
+        grant = cache.begin_store([(space, shard, keys("low"))], priority=priority)
+        assert isinstance(grant, StoreGrant)
+        cache.seal_all(grant)
+    store(cache, space, "a", "b")
+    assert evicted_in_order(cache, space, filler, "low", "a", "b")[0] == "low"
+
+
 def test_an_expired_block_goes_before_any_other() -> None:
     cache, space = one_space(3)
     cache.expire(0.0)
