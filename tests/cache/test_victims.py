@@ -76,6 +76,50 @@ def test_a_store_is_a_use_of_the_head_that_was_present() -> None:
 # -- which blocks go, several size classes --------------------------------------------------------------------------
 
 
+def test_no_more_is_evicted_than_needed() -> None:
+    cache, space = one_space(4)
+    store(cache, space, "a", "b", "c")
+    begin(cache, space, keys("x", "y"))
+    assert cache.stats().evicted_blocks == 1
+    assert names_readable(cache, space, "a", "b", "c") == ["a", "b"]
+
+
+def test_the_other_shard_of_a_block_being_stored_is_no_victim() -> None:
+    cache, space = one_space(2, shards=(1, 1))
+    store(cache, space, "a", shard=0)
+    store(cache, space, "b", shard=0)
+    store(cache, space, "a", shard=1)
+    assert readable(cache, space, "a", "b") == [True, False]
+    assert cache.stats().evicted_blocks == 1
+    check_integrity(cache)
+
+
+def test_a_partly_sealed_block_is_evictable() -> None:
+    cache, space = one_space(2, shards=(1, 1))
+    store(cache, space, "half", shard=0)
+    store(cache, space, "a")
+    assert readable(cache, space, "a", "half") == [True, False]
+    assert cache.stats().blocks == 1
+
+
+def test_an_evicted_block_takes_the_slots_of_all_its_shards_along() -> None:
+    cache, space = one_space(4, shards=(1, 1))
+    store(cache, space, "a", "b")
+    store(cache, space, "c")
+    assert (cache.stats().evicted_blocks, cache.stats().evicted_bytes) == (1, 2 * 4096)
+    assert names_readable(cache, space, "a", "b", "c") == ["a", "c"]
+
+
+def test_what_a_block_with_two_slots_made_needless_is_not_evicted() -> None:
+    cache = new_cache(3)
+    single, double = open_space(cache, "single"), open_space(cache, "double", shards=(1, 1))
+    store(cache, single, "old")
+    store(cache, double, "new")
+    begin(cache, single, keys("x", "y"))
+    assert readable(cache, single, "old") == [True]
+    assert readable(cache, double, "new") == [False]
+
+
 def test_the_second_model_gets_a_slab_of_a_pool_that_the_first_has_filled() -> None:
     cache = new_cache(8, 4)
     small, large = open_space(cache, "small"), open_space(cache, "large", shards=(2,))
