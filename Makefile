@@ -78,7 +78,7 @@ OF_CHECK := tests/deploy tests/docs
 OF_COVERAGE := $(wildcard tests/cache tests/client tests/core tests/protocol tests/server)
 OF_TEST_VLLM := tests/integrations tests/vllm
 OF_TEST_SGLANG := tests/sglang
-OF_PROCESSES := tests/e2e tests/examples tests/packages
+OF_PROCESSES := tests/benchmarks tests/e2e tests/examples tests/packages tests/planted
 OF_TEST := $(filter-out tests/__pycache__ $(OF_CHECK) $(OF_COVERAGE) $(OF_TEST_VLLM) $(OF_TEST_SGLANG),$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
 # Files of tests with this marker, because pytest takes seconds to collect all.
 files_with = $(shell grep -rlE --include='test_*.py' '(mark\.|@)$(1)\b' $(2))

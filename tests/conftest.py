@@ -20,11 +20,11 @@ for _package in sorted(path.name for path in Path(__file__).parent.iterdir() if 
 
 from tests.harness import DaemonProcess, Gate, close_what_is_open  # noqa: E402
 from tests.lent_daemon import Lending  # noqa: E402
-from tests.marks import THOROUGH, goes_into_make_test, is_smoke, starts_processes  # noqa: E402
+from tests.marks import THOROUGH, examples, goes_into_make_test, is_smoke, starts_processes  # noqa: E402
 
 # A busy machine makes any example slow once. What is tried anew each time may find something by chance: that is for
 # `make test-all`.
-hypothesis.settings.register_profile("kvsidecar", deadline=None, derandomize=not THOROUGH)
+hypothesis.settings.register_profile("kvsidecar", deadline=None, derandomize=not THOROUGH, max_examples=examples(100))
 hypothesis.settings.load_profile("kvsidecar")
 
 # A shell starts what it puts in the background with Ctrl-C ignored, which is inherited; tests send it to their own.

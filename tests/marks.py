@@ -32,7 +32,7 @@ THOROUGH: Final = os.environ.get("KVSIDECAR_TESTS") == "all"
 """Whether this is `make test-all`."""
 QUICK_SHARE: Final = 10
 """`make test` tries one in so many of the examples that `make test-all` tries, and always the same ones."""
-PROCESSES: Final = ("deploy", "docs", "e2e", "examples", "packages")
+PROCESSES: Final = ("benchmarks", "deploy", "docs", "e2e", "examples", "packages", "planted")
 """Directories of tests that may all start processes. Those of deploy/ and docs/ are run by `make check`."""
 ENGINES: Final = ("sglang", "vllm")
 ELSEWHERE: Final = ("alone", "cluster", "gpu", "torch", *ENGINES)

@@ -71,6 +71,7 @@ def test_every_measurement_has_run(ran: Ran) -> None:
     assert statuses == [(name, "ok") for name in MEASUREMENTS]
 
 
+@processes
 def test_the_json_says_what_it_depends_on(ran: Ran) -> None:
     assert ran.json["schema"] == 1
     assert ran.json["device"] == "host"
@@ -79,11 +80,13 @@ def test_the_json_says_what_it_depends_on(ran: Ran) -> None:
     assert ran.json["options"]["seed"] == 0
 
 
+@processes
 def test_every_layout_is_compared_byte_for_byte(ran: Ran) -> None:
     assert [row["layout"] for row in ran.rows("verify")] == [layout.name for layout in LAYOUTS]
     assert all(row["wrong_blocks"] == 0 and row["blocks"] == 512 for row in ran.rows("verify"))
 
 
+@processes
 def test_bandwidth_has_every_cell(ran: Ran) -> None:
     cells = [
         (row["layout"], row["direction"], row["blocks"], row["in_flight"])
@@ -96,6 +99,7 @@ def test_bandwidth_has_every_cell(ran: Ran) -> None:
     assert all(row["gbps"] > 0 and row["jobs"] > 0 for row in ran.rows("bandwidth"))
 
 
+@processes
 def test_latencies_have_every_size(ran: Ran) -> None:
     lookups = {(row["hashes"], row["hits"], row["lease"], row["mode"]) for row in ran.rows("lookup")}
     hits = {(count, count, lease, "prefix") for count in (1, 8, 64, 512) for lease in (False, True)}
@@ -105,6 +109,7 @@ def test_latencies_have_every_size(ran: Ran) -> None:
     assert all(0 < row["p50_us"] <= row["p99_us"] <= row["max_us"] for row in ran.rows("lookup"))
 
 
+@processes
 def test_ranks_do_jobs_and_traffic_flows_while_tokens_are_copied(ran: Ran) -> None:
     rates = {(row["ranks"], row["copiers"], row["direction"]): row["jobs_per_second"] for row in ran.rows("jobs")}
     ranks = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 8)]
@@ -116,6 +121,7 @@ def test_ranks_do_jobs_and_traffic_flows_while_tokens_are_copied(ran: Ran) -> No
         assert (row["store_gbps"] > 0, row["load_gbps"] > 0) == ("store" in traffic, "load" in traffic)
 
 
+@processes
 def test_devices_are_measured_one_after_another(ran: Ran) -> None:
     rows = list(ran.rows("scaling"))
     cells = list(product(("stacked-64k", "tp8-4k"), (256, 32), (1, 2)))
@@ -131,6 +137,7 @@ def test_devices_are_measured_one_after_another(ran: Ran) -> None:
         assert row["copier_cores"] > 0
 
 
+@processes
 def test_pinning_is_timed_and_an_engine_steps_meanwhile(ran: Ran) -> None:
     phases = {row["phase"]: row for row in ran.rows("pin")}
     assert {"idle", "daemon starts, its context", "daemon pins", "pool"} <= set(phases)
@@ -138,6 +145,7 @@ def test_pinning_is_timed_and_an_engine_steps_meanwhile(ran: Ran) -> None:
     assert phases["pool"]["pin_seconds"] > 0
 
 
+@processes
 def test_tables_show_every_layout(ran: Ran) -> None:
     for layout in LAYOUTS:
         assert ran.text.count(layout.name) >= 4
@@ -145,17 +153,20 @@ def test_tables_show_every_layout(ran: Ran) -> None:
         assert title in ran.text
 
 
+@processes
 def test_progress_is_on_standard_error(ran: Ran) -> None:
     lines = ran.progress.splitlines()
     assert lines[0].startswith(f"measuring {', '.join(MEASUREMENTS)} on the host device, about ")
     assert [line.partition(":")[0] for line in lines if ": ok, " in line] == list(ran.json["measurements"])
 
 
+@processes
 def test_progress_tells_each_step(ran: Ran) -> None:
     for number, (name, what) in enumerate(MEASUREMENTS.items(), 1):
         assert f"{name}: {number} of {len(MEASUREMENTS)}, {what}" in ran.progress
 
 
+@processes
 def test_nothing_is_left_behind(ran: Ran) -> None:
     assert ran.left == []
 

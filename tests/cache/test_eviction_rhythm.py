@@ -36,7 +36,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
 from tests.cache.support import find, keys, limits, names_readable, new_cache, one_space, open_space, store, table_of
-from tests.marks import examples
+from tests.marks import examples, long
 
 
 def rhythmic(pool: int, slab: int | None = None) -> BlockCache:
@@ -699,6 +699,7 @@ def hits_of(eviction: Eviction, seed: int) -> float:
     return hits / asked
 
 
+@long
 @pytest.mark.parametrize("seed", range(3))
 def test_two_rhythms_in_a_small_pool_hit_more_than_with_lru(seed: int) -> None:
     assert hits_of(Eviction.RHYTHM, seed) > hits_of(Eviction.LRU, seed) + 0.1
@@ -830,6 +831,7 @@ def test_prompts_that_never_return_say_nothing() -> None:
     assert not rhythm.on
 
 
+@long
 @pytest.mark.parametrize("seed", range(3))
 def test_what_lru_would_have_hit_is_what_it_hits(seed: int) -> None:
     """Of sessions that grow, some much oftener asked than others, in a pool that holds a part of them."""

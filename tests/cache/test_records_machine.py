@@ -209,6 +209,7 @@ class CountAgain(Records):
         return 0
 
 
+@long
 @pytest.mark.parametrize("bug", [CommitFirst, HashLast, UnsealLate, ClearLater, CountAgain])
 def test_a_planted_bug_is_found(bug: type[Records]) -> None:
     class WithBug(RecordedMachine):

@@ -19,7 +19,7 @@ from kvsidecar.cache.space_blocks import Space
 from kvsidecar.cache.victims import AHEAD_SHARE
 from tests.cache.integrity import check_slots
 from tests.cache.support import key, namespace, table_of
-from tests.marks import examples
+from tests.marks import examples, long
 
 MIB = 1 << 20
 POOL = 64 * MIB
@@ -98,6 +98,7 @@ def sizes(least: int, most: int) -> st.SearchStrategy[int]:
     return st.floats(least.bit_length() - 1, most.bit_length() - 1).map(lambda bits: size_class(int(2**bits)))
 
 
+@long
 @pytest.mark.no_cover  # slow when every line is counted
 @settings(max_examples=examples(40), deadline=None)
 @given(
@@ -119,6 +120,7 @@ def test_large_blocks_of_one_size_fill_the_pool_but_for_3_percent_and_a_slot(siz
     Pool([size], MIB, random.Random(seed)).go_through_proportions(MAX_WASTE)
 
 
+@long
 @pytest.mark.no_cover  # slow when every line is counted
 @pytest.mark.parametrize(
     "seeds", [*(range(tens, tens + 10) for tens in range(0, 60, 10)), (75, 249, 328, 363, 388, 472, 560, 644, 940)]
@@ -133,6 +135,7 @@ def test_large_blocks_of_several_sizes_lose_no_more_than_3_percent_and_a_block_o
     assert max(lost.values()) <= MAX_WASTE, lost
 
 
+@long
 @pytest.mark.no_cover  # slow when every line is counted
 @settings(max_examples=examples(20), deadline=None)
 @given(

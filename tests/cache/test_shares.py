@@ -31,7 +31,7 @@ from tests.cache.support import (
     store,
     table_of,
 )
-from tests.marks import examples
+from tests.marks import examples, long
 
 
 def two_teams(pool: int = 8, **shares: Limits) -> tuple[BlockCache, Space, Space]:
@@ -138,6 +138,7 @@ def test_what_is_cleared_is_paid_for_by_nobody() -> None:
     check_integrity(cache)
 
 
+@long
 @pytest.mark.parametrize("eviction", Eviction)
 def test_an_eviction_looks_at_few_of_ten_thousand_namespaces(
     monkeypatch: pytest.MonkeyPatch, eviction: Eviction

@@ -17,6 +17,7 @@ from kvsidecar.cache.windows import Window, cheapest
 from kvsidecar.types import EVICTION_ORDER, Priority
 from tests.cache.integrity import check_integrity
 from tests.cache.support import keys, lease, names_readable, new_cache, open_space, store
+from tests.marks import long
 
 LOW, NORMAL, HIGH = EVICTION_ORDER
 PAGES = 400
@@ -113,6 +114,7 @@ def test_a_store_of_many_large_slots_looks_at_all_slabs_a_few_times(
     assert 0 < most <= 16
 
 
+@long
 @pytest.mark.no_cover  # slow when every line is counted
 @pytest.mark.parametrize("changing", [False, True])
 @pytest.mark.parametrize("parts", [(0.111, 0.004), (0.006, 0.074), (0.061, 0.067), (0.034, 0.051)])

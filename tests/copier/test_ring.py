@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.copier.ring import Receiver, Ring, RingFull, Sender
+from tests.marks import processes
 
 
 @pytest.fixture
@@ -51,6 +52,7 @@ def test_a_record_that_never_fits_is_refused(ring: Ring) -> None:
         Sender(ring).send(bytes(3000))
 
 
+@processes
 def test_another_process_takes_what_is_sent_while_it_is_sent(ring: Ring) -> None:
     back = Ring.create(4096)
     sent = [record(number, number * 7 % 900) for number in range(3000)]

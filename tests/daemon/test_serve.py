@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SECONDS, DaemonProcess, Gate, environment
+from tests.marks import processes
+
+pytestmark = processes
 
 LATE = {"cuda", "google.protobuf", "grpc", "numpy", "opentelemetry", "prometheus_client", "rich", "xxhash"}
 LATE |= {f"kvsidecar.{part}" for part in ("cache", "daemon.daemon", "device", "pool", "v1")}
@@ -23,9 +26,6 @@ LISTENS = """
 import os, sys
 from kvsidecar.cli import main as cli
 from kvsidecar.server import http
-from tests.marks import processes
-
-pytestmark = processes
 
 start = http.Probes.start
 

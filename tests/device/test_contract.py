@@ -555,7 +555,6 @@ def test_rows_farther_apart_than_the_driver_takes(device: Device, pool: Pool) ->
 
 CONTEXT = """
 from kvsidecar.device.platforms import open_platform
-from tests.marks import processes
 platform, _ = open_platform("cuda")
 platform.device(platform.device_uuids()[0])
 print("open", flush=True)

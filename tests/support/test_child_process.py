@@ -14,15 +14,15 @@ import pytest
 
 from kvsidecar.support import child_process
 from tests.harness import SECONDS, eventually
+from tests.marks import processes
+
+pytestmark = processes
 
 SLEEP = "import time; print('up', flush=True); time.sleep(3600)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 PARENT = """
 import subprocess, sys, time
 from kvsidecar.support import child_process
-from tests.marks import processes
-
-pytestmark = processes
 started = child_process.start([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"])
 print(started.pid, flush=True)
 time.sleep(3600)

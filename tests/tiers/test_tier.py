@@ -23,6 +23,8 @@ from tests.harness import NAMESPACE, SECONDS, Gate, eventually_in_loop
 from tests.marks import processes
 from tests.tiers.bench import NEVER, POOL, SHARD, SPACE, Bench, bench, name
 
+pytestmark = processes
+
 
 @processes
 async def test_shares_hold_in_its_process_in_the_next_one_and_after_a_reload(tmp_path: Path) -> None:

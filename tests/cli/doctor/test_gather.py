@@ -21,6 +21,7 @@ from kvsidecar.device.cuda import calls as driver_calls
 from kvsidecar.support.units import MiB
 from kvsidecar.types import State
 from tests.harness import SECONDS, DaemonProcess, environment
+from tests.marks import processes
 
 FLAGS = {"device": "host", "pool_size": "1MiB", "config": None}
 
@@ -34,6 +35,7 @@ def driver_that(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -
     monkeypatch.setattr(sys, "executable", str(program))
 
 
+@processes
 def test_this_machine_is_looked_at_whatever_it_has(short_dir: Path) -> None:
     facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock")}, None)
     assert facts.config.pool_bytes == MiB
@@ -56,6 +58,7 @@ def test_a_running_daemon_and_its_socket_are_seen(daemon: DaemonProcess) -> None
     assert facts.engine.uid == os.getuid()
 
 
+@processes
 def test_the_directory_that_keeps_the_pool_is_looked_at_and_not_made(short_dir: Path, pool_dir: Path) -> None:
     flags = {**FLAGS, "socket": str(short_dir / "kvs.sock"), "pool_dir": str(pool_dir)}
     before = gather(flags, None).kept_pool
@@ -72,6 +75,7 @@ def test_the_directory_that_keeps_the_pool_is_looked_at_and_not_made(short_dir: 
     assert none.kept_pool.directory == ""
 
 
+@processes
 @pytest.mark.parametrize("place", ["/proc", "/proc/new", "/nowhere/at/all"])
 def test_a_directory_that_cannot_keep_the_pool_is_a_problem_in_the_daemons_words(short_dir: Path, place: str) -> None:
     facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock"), "pool_dir": place}, None)
@@ -80,6 +84,7 @@ def test_a_directory_that_cannot_keep_the_pool_is_a_problem_in_the_daemons_words
     assert finding.verdict is Verdict.PROBLEM
 
 
+@processes
 def test_a_dead_daemons_socket_is_a_problem(short_dir: Path) -> None:
     with DaemonProcess(short_dir) as dead:
         dead.process.kill()
@@ -88,6 +93,7 @@ def test_a_dead_daemons_socket_is_a_problem(short_dir: Path) -> None:
     assert [each.verdict for each in findings if each.check == "daemon"] == [Verdict.PROBLEM]
 
 
+@processes
 def test_an_engines_allocator_variables_are_read(short_dir: Path) -> None:
     sleeper = [sys.executable, "-c", "print(flush=True); input()"]
     variables = environment(PYTORCH_ALLOC_CONF="expandable_segments:True", SECRET="x")
@@ -103,11 +109,13 @@ def test_an_engines_allocator_variables_are_read(short_dir: Path) -> None:
     assert not gone.engine.exists
 
 
+@processes
 def test_a_pool_that_does_not_fit_is_refused_in_the_daemons_words(short_dir: Path) -> None:
     facts = gather({**FLAGS, "pool_size": "60TiB", "socket": str(short_dir / "kvs.sock")}, None)
     assert facts.memory.refusal.startswith("the pool needs 60 TiB")
 
 
+@processes
 def test_a_bad_setting_is_a_fact_and_no_crash(short_dir: Path) -> None:
     facts = gather({**FLAGS, "pool_size": "lots", "socket": str(short_dir / "kvs.sock")}, None)
     assert facts.config.problem.startswith("--pool-size='lots'")
@@ -115,6 +123,7 @@ def test_a_bad_setting_is_a_fact_and_no_crash(short_dir: Path) -> None:
     assert examine(facts)
 
 
+@processes
 @pytest.mark.parametrize(
     ("script", "seconds", "said"),
     [
@@ -134,6 +143,7 @@ def test_a_driver_that_crashes_or_hangs_is_a_finding(
     assert finding.verdict is Verdict.PROBLEM
 
 
+@processes
 def test_what_a_driver_says_becomes_facts(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
     card = {"uuid": "GPU-1", "name": "X", "bus_id": "0000:ff:1f.7", "memory_bytes": 7, "compute_mode": 0}
     said = {"installed": True, "cuda_version": 13000, "calls": 3, "missing_calls": ["cuX"], "gpus": [card]}

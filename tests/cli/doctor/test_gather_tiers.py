@@ -18,6 +18,7 @@ from kvsidecar.support.file_lock import try_lock
 from kvsidecar.support.units import MiB
 from tests.e2e.disks import disk_daemon, tier_metric
 from tests.harness import eventually
+from tests.marks import processes
 
 
 def settings(**flags: str) -> Settings:
@@ -76,6 +77,7 @@ def test_a_directory_with_a_mode_that_the_tier_refuses(tmp_path: Path) -> None:
     assert look(tmp_path).mode == 0o770
 
 
+@processes
 def test_a_directory_in_use_and_what_an_earlier_daemon_has_left(short_dir: Path) -> None:
     flags = {"config": None, "pool_size": "1MiB", "device": "host"}
     with disk_daemon(short_dir) as daemon:
@@ -113,6 +115,7 @@ def test_a_master_that_listens_and_one_that_does_not() -> None:
     assert cluster(settings()).master == ""
 
 
+@processes
 @pytest.mark.parametrize(
     ("code", "problem"),
     [

@@ -37,6 +37,7 @@ from tests.harness import (
     layout,
     wait_until_ready,
 )
+from tests.marks import processes
 from tests.terminal import Terminal
 
 # -- engines -----------------------------------------------------------------------------------------------------
@@ -90,6 +91,7 @@ def test_status_counts_lookups_and_evictions(daemon: DaemonProcess) -> None:
     rank.close()
 
 
+@processes
 def test_status_and_the_log_say_in_what_the_namespaces_of_a_model_differ(short_dir: Path) -> None:
     other = dataclasses.replace(NAMESPACE, extra="other")
     lengths = ({"max_model_len": "512", "hf_overrides": "#1"}, {"max_model_len": "1024", "hf_overrides": "#2"})
@@ -112,6 +114,7 @@ def test_status_and_the_log_say_in_what_the_namespaces_of_a_model_differ(short_d
     assert [each["differs_in"] for each in logged] == [", ".join(said)], "once"
 
 
+@processes
 @pytest.mark.parametrize("command", [["engines"], ["clear", "--all", "--yes"], ["drain"], ["top", "--once"]])
 def test_without_a_daemon_each_command_says_so(short_dir: Path, command: list[str]) -> None:
     missing = run(*command, "--socket", str(short_dir / "none.sock"))
@@ -222,6 +225,7 @@ def test_what_cannot_be_taken_back_is_said() -> None:
     assert said.export_text() == "Drain cancelled, but the daemon is failed: no memory.\n"
 
 
+@processes
 def test_drain_waits_for_the_copy_that_runs(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         daemon.wait_ready()
@@ -254,6 +258,7 @@ def waiting_drain(daemon: DaemonProcess) -> Iterator[subprocess.Popen[str]]:
             waiting.kill()  # one that waits for ever fails the test and does not hang it
 
 
+@processes
 def test_a_daemon_that_ends_while_it_is_waited_for_is_drained(short_dir: Path, gate: Gate) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@2={gate}") as daemon:
         daemon.wait_ready()
@@ -292,6 +297,7 @@ def test_top_once_prints_one_screen(daemon: DaemonProcess) -> None:
     rank.close()
 
 
+@processes
 def test_top_without_a_terminal_asks_for_once() -> None:
     refused = run("top")
     assert refused.returncode == 2
@@ -317,6 +323,7 @@ def test_top_ends_and_leaves_the_terminal_as_it_was(daemon: DaemonProcess, way: 
         assert terminal.restored()
 
 
+@processes
 def test_top_survives_a_daemon_that_goes_and_comes_back(short_dir: Path) -> None:
     with DaemonProcess(short_dir) as first:
         first.wait_ready()
@@ -338,6 +345,7 @@ def test_top_survives_a_daemon_that_goes_and_comes_back(short_dir: Path) -> None
             assert terminal.end() == 0
 
 
+@processes
 def test_top_shows_the_pin(short_dir: Path, gate: Gate) -> None:
     gate.let_pass(3)
     held = f"pool.pin_chunk={gate}"

@@ -11,6 +11,7 @@ from kvsidecar.cli.size.hits import hit_rate, most_hits, read
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.types import Eviction
 from tests.cli.size.support import alternating
+from tests.marks import long
 
 EXCERPT = Path("tests/benchmarks/agentic_excerpt.jsonl")
 
@@ -25,6 +26,7 @@ def test_a_trace_hits_what_the_pool_has_room_for(tmp_path: Path) -> None:
     assert hit_rate(uses, 45 * 512, Eviction.RHYTHM) > 0.3, "one of them stays"
 
 
+@long
 def test_recorded_sessions_run_so_many_at_once() -> None:
     few, many = read(EXCERPT, 2), read(EXCERPT, 6)
     assert len(many.uses) > 2 * len(few.uses)
