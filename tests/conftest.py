@@ -87,7 +87,7 @@ sys.addaudithook(_watch_processes)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """What `make test` runs starts no process unless it shows a promise: the rule of CONTRIBUTING.md."""
     global _may_start
     _may_start = starts_processes(item)

@@ -66,6 +66,7 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 def goes_into_make_test(item: pytest.Item) -> bool:
+    """Whether `make test` runs it."""
     if any(item.get_closest_marker(each) for each in ELSEWHERE):
         return False
     if item.get_closest_marker("promise"):

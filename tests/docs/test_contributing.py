@@ -63,14 +63,14 @@ def test_test_all_runs_every_test() -> None:
 def test_make_test_runs_the_quick_tests_of_every_directory_that_has_some() -> None:
     (run,) = runs_of("test")
     assert run[run.index("-m", run.index("pytest")) + 1] == "quick"
-    left_out = {path.parts[1] for path in map(Path, named_promises("tests/*/"))} & {"e2e"}
-    directories = {path.parent.name for path in ROOT.glob("tests/*/__init__.py")}
-    elsewhere = {*PROCESSES, *ENGINES}
-    assert {f"tests/{each}" for each in directories - elsewhere if list(ROOT.glob(f"tests/{each}/**/test_*.py"))} <= {
-        *run
-    }
-    assert left_out
+    in_process = {path.relative_to(ROOT).parts[1] for path in ROOT.glob("tests/*/**/test_*.py")}
+    assert {f"tests/{each}" for each in in_process - {*PROCESSES, *ENGINES}} <= {*run}
     assert set(named_promises("tests/e2e/")) <= {*run}
+
+
+def test_make_and_the_marks_agree_on_what_may_start_processes() -> None:
+    named = re.findall(r"^OF_(?:CHECK|PROCESSES) := (.+)$", MAKEFILE, re.MULTILINE)
+    assert sorted(" ".join(named).split()) == [f"tests/{each}" for each in PROCESSES]
 
 
 def named_promises(directory: str) -> dict[str, list[str]]:
