@@ -84,8 +84,10 @@ class LocalConnection(asyncio.Protocol, Attachment):
 
     def _enter(self, state: State) -> None:
         """The only place where the state changes, and where reading pauses and goes on."""
-        before, self._state = self._state, state
+        before = self._state
+        # Before it changes: a connection that is refused must stay so, whoever is wrong about it, or it never ends.
         assert state is State.CLOSED or (before in _LIVE and state in (*_AFTER[before], State.REFUSED)), (before, state)
+        self._state = state
         if not self._transport.is_closing() and (state in _READS) is not (before in _READS):
             (self._transport.resume_reading if state in _READS else self._transport.pause_reading)()
 
@@ -168,7 +170,17 @@ class LocalConnection(asyncio.Protocol, Attachment):
     def _resume(self) -> None:
         if self._state is State.PAUSED and not self._transport.is_closing():
             self._enter(State.READING)
-            self._take_frames()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take what has been read already. Whatever goes wrong ends the connection, as it does where data arrives: the
+        client would wait for ever for answers to what is left."""
+        try:
+            if self._state is State.READING:  # else the last answer was one too many for a client that does not read
+                self._take_frames()
+        except BaseException:
+            self._transport.abort()
+            raise
 
     def _take(self, payload: bytes) -> None:
         try:
@@ -216,7 +228,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
         if self._state in (State.WAITING, State.HELD):
             self._enter(State.READING)
             self.receive(message)
-            self._take_frames()  # none, if that was refused
+            self._go_on()
 
     def _write(self, reply: pb.LocalReply) -> None:
         if not self._transport.is_closing():

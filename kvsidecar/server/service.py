@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Hashable
 from typing import Any, NoReturn
 
 import grpc
@@ -11,7 +11,7 @@ import grpc
 from kvsidecar.core.access import Caller
 from kvsidecar.errors import KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.server.attachment import MAX_UNREAD_BYTES, Attachment
-from kvsidecar.server.handler import Handler
+from kvsidecar.server.handler import INTERNAL, Handler
 from kvsidecar.server.status_codes import code_of
 from kvsidecar.support import log
 from kvsidecar.support.turns import Turns
@@ -133,8 +133,8 @@ class _Attached(Attachment):
 
     async def serve(self) -> None:
         """Serve the stream until it and its session have ended."""
-        reader = self._handler.tasks.spawn(self._read(), name="attach-reader")
-        writer = self._handler.tasks.spawn(self._write(), name="attach-writer")
+        reader = self._handler.tasks.spawn(self._run(self._read()), name="attach-reader")
+        writer = self._handler.tasks.spawn(self._run(self._write()), name="attach-writer")
         try:
             await asyncio.wait([self._over])
             error = self._over.result()
@@ -148,6 +148,14 @@ class _Attached(Attachment):
             writer.cancel()
         if error is not None:
             await abort(self._context, error)
+
+    async def _run(self, part: Coroutine[Any, Any, None]) -> None:
+        """Read, or write. Whatever goes wrong ends the stream: else its client would wait for ever."""
+        try:
+            await part
+        except Exception:
+            self.finish(KVSidecarError(INTERNAL))
+            raise
 
     async def _read(self) -> None:
         """Read until the client half-closes. (gRPC says so of a broken stream, too, and then cancels the call.)"""

@@ -50,14 +50,16 @@ class UserTime:
     def _next_iteration(self) -> None:
         self._scheduled = False
         self._spent.clear()
-        for user, waiting in list(self._waiting.items()):
-            try:
-                for _ in range(len(waiting)):  # those that come to wait again are not asked twice
-                    if not self.left(user):
-                        break
-                    waiting.popleft()()
-            finally:
-                if waiting:
-                    self._schedule()
-                else:
-                    del self._waiting[user]
+        try:
+            for user, waiting in list(self._waiting.items()):
+                try:
+                    for _ in range(len(waiting)):  # those that come to wait again are not asked twice
+                        if not self.left(user):
+                            break
+                        waiting.popleft()()
+                finally:
+                    if not waiting:
+                        del self._waiting[user]
+        finally:
+            if self._waiting:  # also those that were not reached, if one has failed
+                self._schedule()

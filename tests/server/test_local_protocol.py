@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,6 +258,45 @@ async def test_what_is_read_while_a_job_waits_is_bounded() -> None:
         await asyncio.sleep(0)
     assert handler.taken == [1, 2, 3, 4]
     assert transport.reading
+
+
+async def test_a_client_that_is_refused_at_a_job_that_has_waited_is_told_and_gone() -> None:
+    """Whether or not its user has time left in that iteration of the loop."""
+    for left in True, False:
+        connection, transport, handler = made()
+        await attached(connection, handler)
+
+        def answer(connection: LocalConnection, handler: Handler, left: bool, message: pb.AttachRequest) -> None:
+            handler.taken.append(message.store.job)
+            connection.pause_writing()  # as the transport does, when there is too much that the client has not read
+            if not left:
+                handler.user_time.spend(1, REQUESTS)
+
+        connection._stream.handle = partial(answer, connection, handler, left)  # type: ignore[method-assign, union-attr]
+        connection.data_received(framed(store(1), store(2)))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        await settled(handler)
+        assert handler.taken == [1]
+        assert (handler.ended, transport.closing, transport.reading) == (True, True, False)
+        assert transport.replies[-1].error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+
+@pytest.mark.parametrize("waits_for", ["a turn", "time"])
+async def test_a_connection_of_which_the_rest_cannot_be_taken_ends(
+    waits_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    connection, transport, handler = made()
+    await attached(connection, handler)
+    connection.data_received(framed(store(1), store(2)) if waits_for == "a turn" else framed(*map(lookup, range(200))))
+    assert not errors
+    monkeypatch.setattr(connection._frames, "next", lambda: 1 / 0)
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert transport.closing, "its client waits for ever"
+    assert [type(error) for error in errors] == [ZeroDivisionError], "nobody hears of it"
 
 
 async def test_a_job_that_waits_ends_with_its_connection() -> None:

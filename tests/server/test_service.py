@@ -1,5 +1,5 @@
-"""Replies of an Attach stream of gRPC that its client does not read. (What else becomes of a stream: the table in
-test_attach_protocol.py, both carriers in tests/client/test_transport.py, and tests/e2e/test_wire.py.)"""
+"""An Attach stream of gRPC whose replies are not read, or of which one direction fails. (What else becomes of a stream:
+the table in test_attach_protocol.py, both carriers in tests/client/test_transport.py, and tests/e2e/test_wire.py.)"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from kvsidecar.server import service
 from kvsidecar.server.attachment import MAX_UNREAD_BYTES
+from kvsidecar.server.handler import INTERNAL
 from kvsidecar.server.service import Service
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
@@ -38,6 +39,44 @@ class Context:
     async def abort(self, code: grpc.StatusCode, text: str) -> None:
         self.aborted = code, text
         raise InterruptedError
+
+
+@pytest.mark.parametrize("part", ["read", "write"])
+async def test_a_stream_of_which_one_direction_fails_unexpectedly_ends_and_its_client_is_told(part: str) -> None:
+    failures: list[str] = []
+    ends: list[bool] = []
+
+    def open_(_session: Any, send: Any, _on_lost: object) -> Any:
+        send(pb.AttachReply(registered=pb.Registered(session=1)))
+        return SimpleNamespace(handle=lambda _: None, close=lambda: None)
+
+    async def end(_session: Any, *, gone: bool) -> None:
+        ends.append(gone)
+
+    async def read() -> Any:
+        if context.messages:
+            return context.messages.pop(0)
+        if part == "read":
+            raise ZeroDivisionError
+        return await asyncio.Event().wait()
+
+    async def write(_reply: pb.AttachReply) -> None:
+        if part == "write":
+            raise ZeroDivisionError
+
+    tasks = TaskSet(lambda name, error: failures.append(f"{name}: {type(error).__name__}"))
+    handler: Any = SimpleNamespace(
+        tasks=tasks, steps=Steps(LoopTime(lambda: 0.0)), register=lambda _: asyncio.sleep(0, SESSION), open=open_,
+        end=end, count_refusal=lambda _: pytest.fail("the client is not to blame"),
+    )  # fmt: skip
+    context: Any = Context()
+    context.messages = context.messages[:1]
+    context.read, context.write = read, write
+    with pytest.raises(InterruptedError):
+        await asyncio.wait_for(Service(handler).Attach(None, context), 60)  # type: ignore[arg-type]
+    await tasks.join(60)
+    assert context.aborted == (grpc.StatusCode.INTERNAL, INTERNAL)
+    assert (ends, failures) == ([False], [f"attach-{'reader' if part == 'read' else 'writer'}: ZeroDivisionError"])
 
 
 @pytest.mark.parametrize("reply_bytes", [10, 100_000])
