@@ -42,14 +42,23 @@ class StoredFilter:
         self._last_tags: Tags | None = None
         """The tags of which ``_at`` has the indices: most tags are added right after they are looked up."""
         self._at: npt.NDArray[np.int64]
+        self.age = 0
+        """How often it was cleared."""
 
     def find(self, tags: Tags) -> Mask:
         """Which of these are in the filter."""
         return np.asarray(self._tags[self._indices(tags)] == tags)
 
-    def add(self, tags: Tags) -> None:
+    def add(self, tags: Tags, *, begun: int | None = None) -> None:
         """Add these. Cheap after a `find` of the same tags, which loads their cache lines: reads overlap, writes do
-        not."""
+        not.
+
+        Args:
+            begun: `age` at the beginning of what shows that the daemon has them. Nothing is added if the filter was
+                cleared since: it was another run of the daemon that had them, or they had other keys.
+        """
+        if begun is not None and begun != self.age:
+            return
         self._tags[self._indices(tags)] = tags
 
     def discard(self, tags: Tags) -> Mask:
@@ -60,6 +69,7 @@ class StoredFilter:
 
     def clear(self) -> None:
         self._tags.fill(0)
+        self.age += 1
 
     def fit(self, blocks: int) -> None:
         """Grow, so that a tag outlives the addition of as many as ``blocks`` others with a probability of e^(-1/4), or

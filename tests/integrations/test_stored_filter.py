@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
+from kvsidecar.integrations.vllm.metadata import RankReport
+from tests.integrations.engine import EPOCH, Allocated, Request, Step, TinyPool, beside, planned_load, stored_hashes
 
 
 def tags(*numbers: int, group: int = 0, width: int = 32) -> Tags:
@@ -67,3 +70,24 @@ def test_a_table_that_grows_knows_what_it_knew_and_forgets_less() -> None:
 def test_a_table_has_a_power_of_2_of_places() -> None:
     with pytest.raises(ValueError, match="12 is not a power of 2"):
         StoredFilter(capacity=12)
+
+
+@pytest.mark.parametrize("known", ["with the load", "before it"])
+def test_what_was_loaded_from_one_run_of_the_daemon_is_stored_in_the_next(known: str) -> None:
+    pool = TinyPool(16)
+    made, daemon = beside(pool=pool)
+    request = Request("r", list(range(9)))
+    daemon.put(0, request.block_hashes)
+    made.get_num_new_matched_tokens(request, 0)
+    blocks = pool.take(3)
+    load = planned_load(made, request, Allocated([each.block_id for each in blocks]), 8)
+    another, report = {0: EPOCH + 1}, RankReport(loaded={load.number: 1})
+    if known == "before it":
+        made.take_report(RankReport(attached=another))
+    else:
+        report = replace(report, attached=another)
+    made.take_report(report)
+    for block, each in zip(blocks, request.block_hashes, strict=False):
+        pool.cache(block, each + bytes(4))
+    request.num_computed_tokens = 8
+    assert len(stored_hashes(made.build_plan(Step({"r": 1})).stores)) == 2

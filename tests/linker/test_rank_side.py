@@ -134,6 +134,32 @@ def test_a_daemon_killed_during_a_load_fails_it(short_dir: Path, gate: Gate) -> 
             engine.side.close()
 
 
+@pytest.mark.parametrize("ends", ["offload", "load"])
+def test_what_ended_in_one_run_of_the_daemon_is_not_known_of_the_next(short_dir: Path, ends: str) -> None:
+    """SGLang takes the ends of offloads and loads when it likes."""
+    with DaemonProcess(short_dir) as daemon:
+        engine = Engine(daemon.wait_ready().socket).attach()
+        engine.fill([1, 2], "a")
+        engine.offload([1, 2], "a")
+        eventually(engine.side.completed, "the offload")
+        if ends == "load":
+            assert engine.side.pop()
+            assert engine.lookup("a", 2) == [2]
+            assert engine.load([8, 9], "a")
+            index = engine.start()
+            jobs, number = engine.side._jobs, engine.side.loads._batches[index].all_jobs
+            eventually(lambda: jobs.poll() or not jobs.outstanding(number), "the load")
+        first = engine.side._client.attached_epoch
+    with DaemonProcess(short_dir) as second:
+        second.wait_ready()
+        eventually(lambda: engine.side._client.attached_epoch not in (0, first), "the engine is attached to it")
+        assert engine.lookup("b", 1, "other") == [], "the first look at the second daemon"
+        assert engine.side.pop() if ends == "offload" else engine.side.loads.finish(index)
+        engine.store([1, 2], "a")
+        assert engine.lookup("a", 2, "third") == [2], "its pages were taken for stored"
+        engine.side.close()
+
+
 def test_after_a_failed_load_nothing_is_offered_for_a_while(short_dir: Path) -> None:
     """A failed load costs a request. The pause doubles while loads fail."""
     rules = "load.before_copy@0=raise(planned);load.before_copy@1=raise(planned)"

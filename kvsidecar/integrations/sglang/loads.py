@@ -56,6 +56,8 @@ class _Batch:
     staged: StagedLoad | None = None
     """What has the jobs, if the load goes by way of the staging memory."""
     failed: bool = False
+    begun: int = -1
+    """`StoredFilter.age` when it was sent."""
 
     @property
     def all_jobs(self) -> list[int]:
@@ -142,7 +144,7 @@ class Loads:
             batch.failed = True
             _log.error("kvsidecar: a load was not sent: %s", error)
             return
-        batch.deadline = self._clock() + self._timeout
+        batch.deadline, batch.begun = self._clock() + self._timeout, self._known.age
         if self._detour is not None and parts and self._can_stage(self._detour):
             batch.staged = self._staged(batch, self._detour, *parts[0][1:])
             batch.staged.send()
@@ -234,7 +236,7 @@ class Loads:
                     self._counters.loaded_pages += len(pages)
                     if (group := self._groups.of(pool)) is not None:
                         # SGLang offers them at once: they need not be stored.
-                        self._known.add(tags_of(group.index, pages.keys, len(pages)))
+                        self._known.add(tags_of(group.index, pages.keys, len(pages)), begun=batch.begun)
         return not batch.failed
 
     def reset(self) -> None:

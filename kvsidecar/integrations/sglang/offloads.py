@@ -54,6 +54,8 @@ class _Offload:
     admitted: bool = True
     """False: the daemon keeps other blocks instead."""
     jobs: list[int] = field(default_factory=list)
+    known_at: int = -1
+    """`StoredFilter.age` when it was sent."""
     tags: list[Tags] = field(default_factory=list)
     """Of the pages that it sends, in the filter of known ones."""
 
@@ -136,7 +138,7 @@ class Offloads:
             offload.ok = False
             _log.error("kvsidecar: pages are not stored: %s", error)
             return
-        offload.began = self._clock()
+        offload.began, offload.known_at = self._clock(), self._known.age
         for blocks in split(parts, MAX_JOB_BLOCKS):
             offload.jobs.append(self._jobs.add(self._jobs.client.store(blocks), partial(self._ended, offload)))
 
@@ -172,7 +174,7 @@ class Offloads:
             self._counters.failed_offloads += not offload.ok and offload.admitted
             self._counters.not_admitted_offloads += not offload.admitted
             for tags in offload.tags if offload.ok else ():
-                self._known.add(tags)
+                self._known.add(tags, begun=offload.known_at)
         return offload.ok
 
     def reset(self, timeout: float) -> None:

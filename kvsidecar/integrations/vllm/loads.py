@@ -22,6 +22,8 @@ class _Load:
     ranks: int
     """Ranks that have not reported yet."""
     lease: LeaseRenewal | None
+    begun: int
+    """`StoredFilter.age` when it was planned."""
     tables: Sequence[Sequence[Any]] | None = None
     """Of a load within a step: `RequestProgress.tables` of its request, which is computed meanwhile."""
     failed: bool = False
@@ -83,7 +85,9 @@ class Loads:
                 packed.append(GroupBlocks(group.index, hashes, pack_ids(ids)))
         number = next(self._numbers)
         lease = self._lookups.renew_lease(offer)
-        load = self.running[number] = _Load(request.request_id, tuple(packed), self._world_size, lease, tables)
+        load = self.running[number] = _Load(
+            request.request_id, tuple(packed), self._world_size, lease, self._stored_filter.age, tables
+        )
         if self._events is not None:
             load.unannounced = self._unannounced(self._events, request, load.blocks, offer.local)
         adapter = request.lora_request.lora_int_id if request.lora_request is not None else 0
@@ -181,5 +185,8 @@ class Loads:
             for each in load.blocks:
                 # Before vLLM runs the request: loaded blocks need not be stored, those of a failed load must be.
                 tags = tags_of(each.group, each.hashes, len(each))
-                (self._stored_filter.discard if load.failed else self._stored_filter.add)(tags)
+                if load.failed:
+                    self._stored_filter.discard(tags)
+                else:
+                    self._stored_filter.add(tags, begun=load.begun)
         return failed, wrong
