@@ -20,6 +20,9 @@ metrics = pytest.importorskip("docs.generate.metrics", reason="the pages' genera
 OF_OTHERS = {
     "--disable-radix-cache": "SGLang",
     "--enable-session-radix-cache": "SGLang",
+    "--enable-return-indexer-topk": "SGLang",
+    "--enable-return-routed-experts": "SGLang",
+    "--kv-canary": "SGLang",
     "--enable-hierarchical-cache": "SGLang",
     "--enable-memory-saver": "SGLang",
     "--enable-metrics": "SGLang",

@@ -81,8 +81,10 @@ def _sampling(tokens: int) -> dict[str, Any]:
 
 
 def _pin_nothing() -> None:
-    """SGLang pins memory for adapters, which torch can do only where there is an accelerator."""
+    """SGLang pins memory for adapters and for what it keeps beside KV, which torch can do only where there is an
+    accelerator."""
     import torch
+    from sglang.srt.mem_cache.pool_host import common
 
     def unpinned(function: Any) -> Any:
         def call(*arguments: Any, pin_memory: bool = False, **others: Any) -> Any:
@@ -93,6 +95,7 @@ def _pin_nothing() -> None:
     for name in ("tensor", "empty", "zeros", "ones", "full", "empty_like", "zeros_like"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    common._cuda_host_register = lambda *_: None
 
 
 class Engine:
@@ -106,7 +109,7 @@ class Engine:
     def __init__(self, model: str, transfer: dict[str, Any] | None = None, **options: Any) -> None:
         import sglang
 
-        if options.get("lora_paths"):
+        if DEVICE == "host" and (options.get("lora_paths") or options.get("enable_return_routed_experts")):
             _pin_nothing()
         with contextlib.ExitStack() as stack:
             if DEVICE == "host":
@@ -150,6 +153,11 @@ class Engine:
             return [Answer((), 0, 0, error.status_code)]
         return [self._answer(output) for output in outputs]
 
+    def experts(self, ids: Sequence[int]) -> str:
+        """The experts of each token of a prompt but the last, in base64."""
+        output = self.engine.generate(input_ids=list(ids), sampling_params=_sampling(1), return_routed_experts=True)
+        return str(output["meta_info"]["routed_experts"])
+
     @staticmethod
     def _answer(output: dict[str, Any]) -> Answer:
         meta = output["meta_info"]
@@ -160,6 +168,14 @@ class Engine:
             (meta["cached_tokens_details"] or {}).get("host", 0),
             int(status),
         )
+
+    def log_probabilities(self, ids: Sequence[int], first: int) -> tuple[list[float], int]:
+        """Those of a prompt's tokens from the first one on, and how many of its tokens came from the daemon."""
+        output = self.engine.generate(
+            input_ids=list(ids), sampling_params=_sampling(1), return_logprob=True, logprob_start_len=first
+        )
+        found = [value for value, *_ in output["meta_info"]["input_token_logprobs"] if value is not None]
+        return found, self._answer(output).host
 
     def open_session(self, name: str) -> bool:
         return bool(self.engine.open_session(1 << 20, name) == name)
@@ -268,6 +284,13 @@ class SGLangProcess(EngineProcess):
     def ask(self, each: Prompt, tokens: int = 8, **options: Any) -> Answer:
         (answer,) = self.generate(each, tokens=tokens, **options)
         return answer  # type: ignore[return-value]
+
+    def experts(self, each: Prompt) -> str:
+        return str(self._call("experts", each.ids))
+
+    def log_probabilities(self, each: Prompt, first: int) -> tuple[list[float], int]:
+        found, host = self._call("log_probabilities", each.ids, first)
+        return found, host
 
     def open_session(self, name: str) -> None:
         assert self._call("open_session", name)

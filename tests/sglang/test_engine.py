@@ -114,6 +114,19 @@ def test_salts_keep_requests_apart(engine: SGLangProcess, daemon: DaemonProcess)
     assert (hit.host, hit.tokens) == (96, cold.tokens)
 
 
+@promise("a hit ends before the first token whose log probability is asked for")
+def test_log_probabilities_of_a_prompt_are_those_that_were_computed(
+    engine: SGLangProcess, daemon: DaemonProcess
+) -> None:
+    join(engine, daemon)
+    computed, cached = engine.log_probabilities(LONG, 300)
+    forgotten(engine, daemon, LONG)
+    found, host = engine.log_probabilities(LONG, 300)
+    assert (cached, host) == (0, 300 // PAGE * PAGE)
+    assert len(found) == len(computed) >= len(LONG.ids) - 301
+    assert found == pytest.approx(computed, abs=1e-3)
+
+
 def test_pages_that_are_there_are_not_copied_again(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     join(engine, daemon)
     stored(engine, daemon, LONG)

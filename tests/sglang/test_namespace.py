@@ -12,7 +12,7 @@ import sglang
 from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.sglang import ignored
 from kvsidecar.integrations.sglang.groups import KV, groups_of
-from kvsidecar.integrations.sglang.namespace import arguments, identity_of
+from kvsidecar.integrations.sglang.namespace import arguments, identity_of, kept_beside_kv
 from tests.sglang import decided
 from tests.sglang.engine import DEFAULTS, ENVIRONMENT, linker
 
@@ -52,6 +52,21 @@ def test_somebody_has_decided_about_every_argument(model: str) -> None:
     assert names - decided.ARGUMENTS - ignored.ARGUMENTS == set()
     assert not decided.ARGUMENTS & ignored.ARGUMENTS
     assert (decided.ARGUMENTS | ignored.ARGUMENTS) - names == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, None),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+        ({"enable_return_indexer_topk": True}, "--enable-return-indexer-topk"),
+        ({"kv_canary": "log"}, "--kv-canary"),
+    ],
+)
+def test_what_sglang_keeps_beside_kv_is_known(model: str, options: dict[str, Any], named: str | None) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    assert kept_beside_kv(ServerArgs(model_path=model, **{**DEFAULTS, **options})) == named
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests.harness import NO_WAIT, DaemonProcess, Gate, eventually
 from tests.marks import promise
 from tests.sglang.conftest import POOL
 from tests.sglang.engine import WHOLE, SGLangProcess, join, linker, stored
+from tests.vllm import models
 from tests.vllm.engine import LONG, needs_gpus, prompt
 
 
@@ -76,6 +77,25 @@ def test_two_ranks_store_their_shards_and_hit_together(
         daemon.process.kill()
         alone = engine.ask(prompt("alone", 100))
         assert (alone.status, alone.host) == (200, 0)
+
+
+@promise("what SGLang keeps beside KV for each token is not loaded")
+def test_the_experts_of_cached_tokens_are_their_own(home: Path, tmp_path: Path, daemon: DaemonProcess) -> None:
+    """SGLang has what it returns of a token beside the token's KV, and nobody else has it."""
+    options, other = linker(str(home / "kvs.sock")), prompt("other", 700)
+    experts = {"enable_return_routed_experts": True}
+    with SGLangProcess(models.save_experts(tmp_path), options, tmp_path / "log", **experts).wait_started() as engine:
+        assert isinstance(engine, SGLangProcess)
+        refusal = "no offload: --enable-return-routed-experts"
+        eventually(lambda: refusal in engine.text() or daemon.get("/status")[1]["ranks"], "attached, or refused")
+        computed = engine.experts(LONG)
+        for _ in range(5):  # as long as something may be on its way to the daemon
+            engine.forget()
+            assert engine.experts(other) != computed
+            engine.forget()
+            assert engine.experts(LONG) == computed
+        assert engine.experts(LONG) == computed, "those of tokens in the engine's own cache"
+        assert refusal in engine.text()
 
 
 def test_an_engine_without_kv_events_says_that_a_publisher_gets_nothing_from_it(

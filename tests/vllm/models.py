@@ -78,6 +78,19 @@ def save_eagle(directory: Path) -> str:
     return str(path)
 
 
+def save_experts(directory: Path) -> str:
+    """Write a model with a choice of experts in each layer."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    path = directory / "experts"
+    torch.manual_seed(len(_MODELS) + 1)
+    experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**_COMMON, **experts, hidden_size=128, intermediate_size=256, num_hidden_layers=3)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
 def _full() -> Any:
     """Three layers of full attention: one KV cache group."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -5,6 +5,7 @@ How fast, when and where something is computed is not part of this, nor what bec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 ARGUMENTS = frozenset(
@@ -147,6 +148,14 @@ ARGUMENTS = frozenset(
     )
     for name in names.split()
 )
+
+KEPT_BESIDE_KV: Mapping[str, object] = {
+    "enable_return_routed_experts": False,
+    "enable_return_indexer_topk": False,
+    "kv_canary": "none",
+}
+"""Arguments with which SGLang keeps something of each token beside its KV, by slot, and the value that turns each off.
+They do not change KV, but what is kept is not in the daemon."""
 
 VARIABLES = """
     SGLANG_*TIMEOUT* SGLANG_LOG_* SGLANG_*_PORT SGLANG_PORT SGLANG_*_PORT_BASE SGLANG_*_DIR SGLANG_*_IP SGLANG_*_IPC

@@ -32,7 +32,7 @@ from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
 from kvsidecar.integrations.sglang.metrics import Metrics
-from kvsidecar.integrations.sglang.namespace import identity_of
+from kvsidecar.integrations.sglang.namespace import identity_of, kept_beside_kv
 from kvsidecar.integrations.sglang.options import Options
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide, no_notes
 from kvsidecar.integrations.sglang.staging import staging_for
@@ -138,6 +138,11 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         if (problem := ranks.problem_of(params, getattr(get_parallel(), "attn_dcp_size", 1))) is not None:
             raise ValueError(f"{problem} is not supported")
+        if (option := kept_beside_kv(server_args)) is not None:
+            raise ValueError(
+                f"{option} is not supported: SGLang keeps what it returns or checks of each token on the engine, and "
+                "would take that of other tokens for those that are loaded"
+            )
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         pools.share_on_cpu(kvcache, params)
         found, num_layers = pools.pools_of(kvcache, params, params.page_size, components)

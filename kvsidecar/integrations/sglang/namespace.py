@@ -74,6 +74,16 @@ def identity_of(
     )
 
 
+def kept_beside_kv(server_args: Any) -> str | None:
+    """The command-line option by which SGLang keeps something of each token that it computes beside the token's KV, if
+    this engine has one. A linker does not get it, so the slots that it loads would keep that of the tokens before.
+    """
+    for name, off in ignored.KEPT_BESIDE_KV.items():
+        if (argument(server_args, name) or off) != off:
+            return "--" + name.replace("_", "-")
+    return None
+
+
 def arguments(server_args: Any) -> Sequence[str]:
     """The names of all arguments."""
     if (names := getattr(server_args, "__struct_fields__", None)) is not None:
