@@ -5,6 +5,7 @@ TEST_DEVICE=cuda python -m pytest tests/sglang  # on a GPU, with the bundle of b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import multiprocessing
@@ -177,6 +178,116 @@ class Engine:
         found = [value for value, *_ in output["meta_info"]["input_token_logprobs"] if value is not None]
         return found, self._answer(output).host
 
+    def play(self, requests: Sequence[dict[str, Any]], acts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Run requests at the same time, and change something meanwhile.
+
+        Args:
+            requests: the arguments of `_play_one`.
+            acts: the arguments of `_act`, each with ``after``: when so many outputs of any request have come, at the
+                latest when all requests have ended.
+
+        Returns:
+            ``answers``: for each request, what was said to it, as often as it wants an answer; ``acted``: for each act,
+            whether the engine has forgotten its cache.
+        """
+        return self.engine.loop.run_until_complete(self._play(requests, acts))  # type: ignore[no-any-return]
+
+    async def _play(self, requests: Sequence[dict[str, Any]], acts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        self._outputs, self._came = 0, asyncio.Event()
+        tasks = [asyncio.ensure_future(self._play_one(**each)) for each in requests]
+        ended = asyncio.gather(*tasks)
+        ended.add_done_callback(lambda _: self._came.set())
+        acted = []
+        for act in acts:
+            after = act.pop("after")
+            while self._outputs < after and not ended.done():
+                await self._came.wait()
+                self._came.clear()
+            acted.append(await self._act(**act))
+        return {"answers": await ended, "acted": acted}
+
+    async def _play_one(
+        self,
+        ids: Sequence[int],
+        tokens: int,
+        salt: str | None = None,
+        answers: int = 1,
+        priority: int | None = None,
+        abort_after: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """
+        Args:
+            abort_after: the request is aborted when so many outputs have come; after none, as soon as it is sent.
+        """
+        manager, name = self.engine.tokenizer_manager, f"play {next(self._rids)}"
+        outputs = await self.engine.async_generate(
+            input_ids=list(ids),
+            sampling_params={**_sampling(tokens), "n": answers},
+            cache_salt=salt,
+            priority=priority,
+            rid=name if answers == 1 else None,
+            return_logprob=True,
+            top_logprobs_num=2,
+            stream=True,
+        )
+        last: dict[int, dict[str, Any]] = {}
+        if abort_after == 0:
+            coming = asyncio.ensure_future(anext(outputs))
+            while name not in manager.rid_to_state and not coming.done():  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0)
+            manager.abort_request(name)
+            last[0] = await coming
+        count = 0
+        async for output in outputs:
+            last[output.get("index") or 0] = output
+            self._outputs, count = self._outputs + 1, count + 1
+            self._came.set()
+            if count == abort_after:
+                manager.abort_request(name)
+        return [self._said(last[index]) for index in sorted(last)]
+
+    @staticmethod
+    def _said(output: dict[str, Any]) -> dict[str, Any]:
+        meta = output["meta_info"]
+        finish = meta.get("finish_reason") or {}  # a request that was aborted in the queue has little of all this
+        chosen = [value for value, *_ in meta.get("output_token_logprobs") or ()]
+        best = [[value for value, *_ in two] for two in meta.get("output_top_logprobs") or ()]
+        return {
+            "tokens": list(output.get("output_ids") or ()),
+            "chosen": chosen,
+            "margins": [first - second for first, second in best],
+            "cached": meta.get("cached_tokens", 0),
+            "host": (meta.get("cached_tokens_details") or {}).get("host", 0),
+            "finish": finish.get("type"),
+            "status": int(finish.get("status_code") or 200),
+            "retractions": meta.get("num_retractions", 0),
+        }
+
+    async def _act(
+        self, pause: str | None = None, flush: bool = False, model: str | None = None, version: str | None = None
+    ) -> bool:
+        """
+        Args:
+            pause: SGLang's mode of a pause, in which all of the following is done.
+            flush: its own cache is to be forgotten.
+            model: whose weights are loaded in place, under the name ``version``.
+        """
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+        manager = self.engine.tokenizer_manager
+        if pause is not None:
+            await manager.pause_generation(PauseGenerationReqInput(mode=pause))
+        forgot = False
+        if model is not None:
+            problem = await self._updated(model, version, flush)
+            assert not problem or "cache was not flushed" in problem, problem
+            forgot = flush and not problem
+        elif flush:
+            forgot = bool((await manager.flush_cache()).success)
+        if pause is not None:
+            await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        return forgot
+
     def open_session(self, name: str) -> bool:
         return bool(self.engine.open_session(1 << 20, name) == name)
 
@@ -284,6 +395,13 @@ class SGLangProcess(EngineProcess):
     def ask(self, each: Prompt, tokens: int = 8, **options: Any) -> Answer:
         (answer,) = self.generate(each, tokens=tokens, **options)
         return answer  # type: ignore[return-value]
+
+    def send_play(self, requests: Sequence[dict[str, Any]], acts: Sequence[dict[str, Any]] = ()) -> None:
+        self._send("play", (requests, acts), {})
+
+    def played(self) -> dict[str, Any]:
+        """What `Engine.play` returns for what was sent."""
+        return dict(self._reply(START))
 
     def experts(self, each: Prompt) -> str:
         return str(self._call("experts", each.ids))
