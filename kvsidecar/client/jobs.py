@@ -178,11 +178,14 @@ class HostOrder:
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             session, job, after = item
-            if not self._ledger.is_outstanding(job.number):
-                continue  # cancelled, or its daemon is lost: its event does not matter
             try:
+                if not self._ledger.is_outstanding(job.number):
+                    continue  # cancelled, or its daemon is lost: its event does not matter
                 after.synchronize()
             except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
                 session.fail(job, str(error))
                 continue
-            session.send(job)
+            try:
+                session.send(job)
+            except Exception:  # noqa: BLE001 - the thread goes on with the jobs of the next session
+                session.failed("a job was not sent")

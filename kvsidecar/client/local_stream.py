@@ -6,6 +6,7 @@ the GIL.
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import threading
@@ -23,6 +24,8 @@ from kvsidecar.client.waiting import Monitor
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.support.polling import wait_readable
 from kvsidecar.v1 import sidecar_pb2 as pb
+
+_log = logging.getLogger("kvsidecar.client")
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 RECEIVE_BYTES = 64 * 1024
@@ -174,6 +177,13 @@ class LocalStream(AttachStream):
 
     def _flush(self) -> None:
         """In a thread: send what the socket had no room for, and what is queued meanwhile."""
+        try:
+            self._send_backlog()
+        except Exception:  # noqa: BLE001 - nothing is sent without this thread
+            _log.exception("kvsidecar: jobs were not sent because of an unexpected error: the session ends")
+            self.cancel()
+
+    def _send_backlog(self) -> None:
         writable = select.poll()
         writable.register(self._socket, select.POLLOUT)
         while True:

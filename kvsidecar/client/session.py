@@ -140,6 +140,12 @@ class Session:
         self._end_waiting()
         self._stream.cancel()
 
+    def failed(self, what: str) -> None:
+        """Break the session off because of an unexpected error, that is being handled: what ends it as any other also
+        finds out when its jobs are over, and attaches again."""
+        _log.exception("kvsidecar: %s because of an unexpected error: the session with the daemon ends", what)
+        self.cancel()
+
     def _end_waiting(self) -> None:
         self._ending = True
         if self._inbox is not None:
@@ -163,6 +169,8 @@ class Session:
                     self._handle(reply)
                 if self._stream.ended:
                     self._stream.wake_reader()
+            except Exception:  # noqa: BLE001 - an engine's step must not end with it
+                self.failed("a reply was not handled")
             finally:
                 self._receive_lock.release()
 
@@ -179,6 +187,8 @@ class Session:
                 with self._receive_lock:
                     for reply in self._stream.receive():
                         self._handle(reply)
+        except Exception:  # noqa: BLE001 - the thread ends with its session, and the reason is heard
+            self.failed("replies were not handled")
         finally:
             self._stream.close()
             # With the first lock: who received the end may still be handling the replies before it.

@@ -226,20 +226,26 @@ class Supervisor:
                 begun, registration = self._state, self._registration
             try:
                 transport, session = self._connect(registration)
-            except ClientError as error:
+            except Exception as error:  # noqa: BLE001 - this thread must go on: without it no job would ever end
+                failure = error if isinstance(error, ClientError) else DaemonUnreachable(_unexpected("connect", error))
                 with self._changed:
-                    self.error = error
+                    self.error = failure
                     self.attempts += 1
                     self._enter(Event.FAILED)
-                self._log_failure(error)
+                self._log_failure(failure)
                 self._pause(begun)
                 continue
             self._publish(transport, session)
-            self._lost = self._wait_until_lost(transport, session)
+            try:
+                self._lost = self._wait_until_lost(transport, session)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._lost = self._lose(_unexpected("watch the daemon", error))
+                if session is not None:
+                    session.cancel()
             if self._lost:
                 _log.warning("the daemon at %s is lost, continuing without it: %s", self._dialling.socket, self._lost)
             if session is not None:
-                if not self._end_session(transport, session):
+                if not self._end_session_surely(transport, session):
                     self.lost_daemon = LostDaemon(transport.connection.process.duplicate(), session)
                 with self._changed:
                     self._enter(Event.ENDED)
@@ -354,16 +360,16 @@ class Supervisor:
             if session is not None and self.idle:
                 session.set_idle(True)
                 session.send_unsent()
-        self.on_connected(transport)
+        try:
+            self.on_connected(transport)
+        except Exception as error:  # noqa: BLE001 - the connection is there all the same
+            _unexpected("tell of a connection", error)
 
     def _wait_until_lost(self, transport: Transport, session: Session | None) -> str:
         """Returns how the daemon was lost; empty if this client disconnects first."""
         while self._state in PUBLISHED:
             if lost := _how_lost(transport, session):
-                with self._changed:
-                    if self._state in PUBLISHED:
-                        self.error = DaemonUnreachable(lost)
-                        self._enter(Event.LOST)
+                self._lose(lost)
                 break
             with self._changed:
                 if session is not None and self._ledger.is_overdue(time.monotonic() - HANG_SECONDS):
@@ -377,6 +383,14 @@ class Supervisor:
             self._poller.wait(min((each for each in waits if each is not None), default=None))
         with self._changed:
             return str(self.error or "")
+
+    def _lose(self, how: str) -> str:
+        """The daemon is lost, unless this client has disconnected. Returns how."""
+        with self._changed:
+            if self._state in PUBLISHED:
+                self.error = DaemonUnreachable(how)
+                self._enter(Event.LOST)
+        return how
 
     def _probe(self, transport: Transport) -> None:
         """Make a cheap call if the breaker needs a probe."""
@@ -394,6 +408,18 @@ class Supervisor:
         transport.query(pb.ReleaseRequest(lease=0), self._dialling.step_budget, on_answer)
 
     # -- ending a session, and for `quiescing` -------------------------------------------------------------------------
+
+    def _end_session_surely(self, transport: Transport, session: Session) -> bool:
+        """`_end_session`, again after an unexpected error: its jobs must end."""
+        delays = Backoff(0.02, 1.0)
+        while True:
+            try:
+                return self._end_session(transport, session)
+            except Exception as error:  # noqa: BLE001 - as above
+                _unexpected("end a session", error)
+            if self.is_too_late():
+                return False
+            self.wait_until(lambda: False, delays.next())
 
     def _end_session(self, transport: Transport, session: Session) -> bool:
         """Receive a session's last replies and report its jobs. Returns whether the daemon has unmapped the memory.
@@ -457,6 +483,12 @@ class Supervisor:
                 return False
             self._poller.wait(left)
         return True
+
+
+def _unexpected(what: str, error: Exception) -> str:
+    """Log an error while it is being handled. Returns it as a reason."""
+    _log.exception("kvsidecar: an unexpected error of the client, which goes on (to %s)", what)
+    return f"an unexpected error of the client: {type(error).__name__}: {error}"
 
 
 def _how_lost(transport: Transport, session: Session | None) -> str:

@@ -309,7 +309,7 @@ class Copiers:
             DeviceError: one cannot be used; the text names it.
         """
         for copier in self:
-            self._tasks.spawn(copier.run(), name=f"copier-{copier.uuid}")
+            self._tasks.keep(copier.run, name=f"copier-{copier.uuid}")
         await self._all(lambda copier: copier.working())
 
     async def map(self, pool: PoolFile) -> None:

@@ -32,6 +32,7 @@ from kvsidecar.support.host_memory import facts_of
 from kvsidecar.support.memory_limits import Pages
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched, to_the_end
+from kvsidecar.support.tasks import heard
 from kvsidecar.types import Direction, GroupLayout
 
 
@@ -356,7 +357,10 @@ class CopierLink(Child):
             if kind is Kind.DONE and not at_once and not self._steps.may_begin():
                 self._steps.later(partial(self._step, direction))
                 return
-            record = records.popleft()
+            self._take(kind, records.popleft())
+
+    def _take(self, kind: Kind, record: bytes) -> None:
+        try:
             match kind:
                 case Kind.DONE:
                     self._done(Done.unpack(record))
@@ -368,11 +372,13 @@ class CopierLink(Child):
                     self._guard.keep_awake()
                 case Kind.LAST_WORDS:
                     self._last_words = last_words_of(record)
+        except Exception as error:  # noqa: BLE001 - told; the records behind it are of other copies
+            heard("a copier's record was not handled", error)
 
     def _step(self, direction: Direction) -> None:
         """The turn of the end of a copy, and of what follows it."""
         if self._records[direction]:  # else the process has ended meanwhile
-            self._done(Done.unpack(self._records[direction].popleft()))
+            self._take(Kind.DONE, self._records[direction].popleft())
             self._take_records(direction)
 
     def _done(self, done: Done) -> None:
@@ -393,6 +399,9 @@ class CopierLink(Child):
         copies, self._copies = self._copies, {}
         self._handed = dict.fromkeys(Direction, 0)
         for copying in copies.values():
-            copying.set_end(DeviceLost(reason))
+            try:
+                copying.set_end(DeviceLost(reason))
+            except Exception as error:  # noqa: BLE001 - told; the other copies are over, too
+                heard("a copy has not ended in order", error)
         for ring in self._rings:
             ring.close()

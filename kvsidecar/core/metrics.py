@@ -56,6 +56,8 @@ class ResetReason(StrEnum):
     """It did not read what it was sent."""
     FLOOD = "flood"
     """More has changed at once than is kept to be sent."""
+    FAILED = "failed"
+    """What was to be sent is lost by an unexpected error, which the log has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,11 @@ class Metrics:
             "again.",
             ["device"],
         )
+        self.unexpected_errors = counter(
+            "kvsidecar_unexpected_errors",
+            "Errors that no part of the daemon expects. The log has each, with its traceback; the part goes on. Please "
+            "report them.",
+        )
         self.zeroed_bytes = counter("kvsidecar_zeroed_bytes", "Bytes that were zeroed after they were freed.")
         self.lookup_blocks = counter("kvsidecar_lookup_blocks", "Blocks requested by lookups, by result.", ["result"])
         self.spans = counter(
@@ -183,7 +190,7 @@ class Metrics:
         self.residency_resets = counter(
             "kvsidecar_residency_resets",
             "Snapshots sent to watchers, by reason: new (the watcher has just started), unread (it did not read), "
-            "flood (more changed at once than may be queued).",
+            "flood (more changed at once than may be queued), failed (by an unexpected error).",
             ["reason"],
         )
         self.loop_lag_seconds = histogram(

@@ -171,5 +171,11 @@ class DaemonReadiness:
         if now == self.now:
             return
         self.now = now
+        errors: list[Exception] = []
         for listener in tuple(self._listeners.values()):
-            listener(now)
+            try:
+                listener(now)
+            except Exception as error:  # noqa: BLE001 - raised when all have been told
+                errors.append(error)
+        if errors:
+            raise errors[0] if len(errors) == 1 else ExceptionGroup("listeners have failed", errors)

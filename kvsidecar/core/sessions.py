@@ -449,3 +449,5 @@ class Instances:
             except DeviceError as error:
                 # The rest must be given back all the same.
                 _log.error("engine memory was not unmapped", device=copier.uuid, error=str(error))
+            except Exception as error:  # noqa: BLE001 - reported; as above
+                self._on_task_error("close-session", error)

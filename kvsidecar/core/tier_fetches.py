@@ -20,6 +20,7 @@ from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core.hashes import as_keys
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal, TierFailed
+from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import ReadEnd, ShardSpace
 from kvsidecar.tiers.key_filter import first_words
 from kvsidecar.tiers.messages import MAX_BLOCKS
@@ -370,7 +371,11 @@ class Fetches:
             namespace = next(iter(self._queues))
             queue = self._queues.pop(namespace)
             fetch = queue[0]
-            self._read_chunk(fetch)
+            try:
+                self._read_chunk(fetch)
+            except Exception as error:  # noqa: BLE001 - told; the other fetches go on
+                heard(f"blocks are not fetched from the tier {self.tier.name}", error)
+                self._end(fetch, FetchRefusal.FAILED, fetch.waiting)
             if fetch.over or not fetch.waiting:
                 queue.popleft()
             if queue:
@@ -415,6 +420,9 @@ class Fetches:
                 self.tier.read(shard_space(space, part.shard), wanted, part.slots, partial(self._read, chunk), late)
                 chunk.reads += 1
             except TierFailed:
+                chunk.failed = True
+            except Exception as error:  # noqa: BLE001 - told; what was asked before has to end all the same
+                heard(f"blocks are not read from the tier {self.tier.name}", error)
                 chunk.failed = True
         self._read_ended(chunk)
 

@@ -19,6 +19,7 @@ from kvsidecar.cache.grants import Chain, LoadGrant, StoreGrant, WriteGrant
 from kvsidecar.cache.space_blocks import Space, SpaceBlocks
 from kvsidecar.core.tier_fetches import CHUNK_BYTES, shard_space
 from kvsidecar.errors import TierFailed
+from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import WriteEnd
 from kvsidecar.tiers.policy import Admission, WriteBudget, WriteRefusal
 from kvsidecar.tiers.tier import Tier
@@ -232,9 +233,11 @@ class Writes:
         if self._handing_over:
             return
         self._handing_over = True
-        while self._waiting and len(self._under_way) - len(self._waiting) < CHUNKS:
-            self._hand_over(self._waiting.popleft())
-        self._handing_over = False
+        try:
+            while self._waiting and len(self._under_way) - len(self._waiting) < CHUNKS:
+                self._hand_over(self._waiting.popleft())
+        finally:
+            self._handing_over = False
 
     def _hand_over(self, write: _Write) -> None:
         grant, space = write.grant, write.grant.chain.blocks.space
@@ -251,6 +254,9 @@ class Writes:
                 write.calls += 1
             except TierFailed:
                 self._fail(write, WriteRefusal.OFF)
+            except Exception as error:  # noqa: BLE001 - told; the other writes go on
+                heard(f"blocks are not handed to the tier {self.tier.name}", error)
+                self._fail(write, WriteRefusal.FAILED)
         self._ended(write)
 
     def _written(self, write: _Write, ends: Sequence[WriteEnd]) -> None:
@@ -273,8 +279,11 @@ class Writes:
         if write.failed is not None:
             self.refused(write.failed, int(np.count_nonzero(~write.kept)))
         self.writing_bytes -= write.nbytes
-        self.cache.tiers.end_write(write.grant, write.kept, evict=self.admission is Admission.ON_EVICT)
         self._under_way.remove(write)
+        try:
+            self.cache.tiers.end_write(write.grant, write.kept, evict=self.admission is Admission.ON_EVICT)
+        except Exception as error:  # noqa: BLE001 - told; the other writes go on
+            heard(f"a write to the tier {self.tier.name} has not ended in order", error)
         for namespace, writes in tuple(self._then_forget.items()):
             writes.discard(write)
             if not writes:

@@ -21,6 +21,7 @@ from kvsidecar.core.block_notes import Notes, without_blocks
 from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.metrics import Metrics, ResetReason
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.types import OF_TIER, Namespace, Residency
 
@@ -227,22 +228,31 @@ class Watches:
 
     def _send_all(self) -> Iterator[None]:
         for namespace, feed in tuple(self._feeds.items()):
-            if feed.log.flooded:
+            try:
+                yield from self._send_feed(namespace, feed)
+            except Exception as error:  # noqa: BLE001 - told; the others are sent theirs, and these begin anew
+                heard(f"the watchers of {namespace.model} were not told what has changed", error)
                 for watch in feed.watches:
-                    watch.lose(ResetReason.FLOOD)
-            for _ in range(MAX_LOG_BYTES // TAKEN_BYTES + 1):
-                if pieces := feed.take(namespace.hash_bytes):
-                    yield  # to join them takes as long as to send one
-                for piece in pieces:
-                    for watch in tuple(feed.watches):
-                        if self._tell(watch, piece):
-                            yield
-                if not feed.log:
-                    break
-            for watch in tuple(feed.watches):
-                yield from self._go_on(feed, watch)
-                if watch.reset or watch.snapshot is not None or feed.log:
-                    self._arm()
+                    watch.lose(ResetReason.FAILED)
+                self._arm()
+
+    def _send_feed(self, namespace: Namespace, feed: _Feed) -> Iterator[None]:
+        if feed.log.flooded:
+            for watch in feed.watches:
+                watch.lose(ResetReason.FLOOD)
+        for _ in range(MAX_LOG_BYTES // TAKEN_BYTES + 1):
+            if pieces := feed.take(namespace.hash_bytes):
+                yield  # to join them takes as long as to send one
+            for piece in pieces:
+                for watch in tuple(feed.watches):
+                    if self._tell(watch, piece):
+                        yield
+            if not feed.log:
+                break
+        for watch in tuple(feed.watches):
+            yield from self._go_on(feed, watch)
+            if watch.reset or watch.snapshot is not None or feed.log:
+                self._arm()
 
     def look(self) -> None:
         """Called again and again: watch what the node's own tier has of groups that are new, and forget the notes of

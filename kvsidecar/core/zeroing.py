@@ -36,6 +36,8 @@ class Zeroing:
         self._freed = freed
         self._memory = memory
         self._zeroed_bytes = metrics.zeroed_bytes
+        self._begun: Sequence[tuple[int, int]] = ()
+        """What is being zeroed."""
         self._later: list[Callable[[], object]] = []
 
     def may_write(self, grant: StoreGrant, later: Callable[[], object]) -> bool:
@@ -60,29 +62,41 @@ class Zeroing:
                 host_memory.zero(self._memory.address + slot + shard_bytes, slot_size - shard_bytes)
 
     async def run(self) -> None:
-        """Zero what is freed until cancelled. When this returns, nothing is being written."""
+        """Zero what is freed until cancelled. When this returns, nothing is being written.
+
+        May be called again after an unexpected error. What was being zeroed then is zeroed first: until it is, no store
+        may write there, since some of it may have been given out."""
+        if self._begun:
+            await self._zero(self._begun)
         while True:
             await asyncio.sleep(TURN_SECONDS)
             self._freed.next_turn()
             while self._freed.waits:
                 pieces = self._freed.begin(SLICE_BYTES)
                 if pieces:
-                    await self._zero(pieces)
+                    await self._zero(tuple(pieces))
                 await asyncio.sleep(0)
 
     async def _zero(self, pieces: Sequence[tuple[int, int]]) -> None:
-        work = asyncio.ensure_future(asyncio.to_thread(_zero_pieces, self._memory.address, tuple(pieces)))
+        self._begun = pieces
+        work = asyncio.ensure_future(asyncio.to_thread(_zero_pieces, self._memory.address, pieces))
         try:
             await asyncio.wait([work])
-        finally:
-            while not work.done():  # cancelled: the memory is going to be unmapped
+        except asyncio.CancelledError:
+            while not work.done():  # the memory is going to be unmapped
                 await asyncio.wait([work])
-            self._freed.end()
-            later, self._later = self._later, []
-            for call in later:
-                call()
+            self._end()
+            raise
         work.result()
+        self._end()
         self._zeroed_bytes.inc(sum([nbytes for _, nbytes in pieces]))
+
+    def _end(self) -> None:
+        self._begun = ()
+        self._freed.end()
+        later, self._later = self._later, []
+        for call in later:
+            call()
 
 
 def _zero_pieces(address: int, pieces: Sequence[tuple[int, int]]) -> None:

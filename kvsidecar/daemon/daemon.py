@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvsidecar import __version__
@@ -35,7 +36,7 @@ from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.core.watches import Watches
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.daemon.kept_pool import KeptPool
-from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
+from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
 from kvsidecar.daemon.listeners import Listeners
 from kvsidecar.daemon.pool_start import PoolStart
 from kvsidecar.daemon.reload import Reloader
@@ -117,7 +118,7 @@ class Daemon:
             self._metrics.copier_deaths.labels(uuid)  # 0 from the start: an alert sees the first one
             self._metrics.devices.of(uuid)
         self._tracing = None if open_tracing is None else open_tracing(self._metrics)
-        self._tasks = TaskSet(task_failed)
+        self._tasks = TaskSet(life.unexpected)
         self._guard = guard
 
         def make_cache(records: Records | None) -> BlockCache:
@@ -136,7 +137,9 @@ class Daemon:
         self._share_out(settings)
         if kept is not None:
             self._started_with(kept.found)
-        self._instances = Instances(self._cache, copiers, clock, task_failed, self._access(settings), life.loop_time)
+        self._instances = Instances(
+            self._cache, copiers, clock, life.unexpected, self._access(settings), life.loop_time
+        )
         checksums = None if settings.verify is Verify.OFF else Checksums(settings.verify, self._cache)
         for tier in self._tiers:
             tier.on_change = lambda _: self._own()
@@ -193,6 +196,7 @@ class Daemon:
             holds=self._holds,
         )
         self._metrics.read_gauges_from(self._report.gauges)
+        life.unexpected.count_with(self._metrics.unexpected_errors.inc)
         self._handler = Handler(
             epoch=self.epoch,
             instances=self._instances,
@@ -267,11 +271,11 @@ class Daemon:
             backend=self._copiers.hello.platform,
             version=__version__,
         )
-        self._tasks.spawn(self._tick(), name="tick")
-        self._tasks.spawn(self._sweep(), name="sweep")
-        self._tasks.spawn(self._life.notifier.watch(self._stuck), name="watchdog")
+        self._tasks.keep(self._tick, name="tick")
+        self._tasks.keep(self._sweep, name="sweep")
+        self._tasks.keep(partial(self._life.notifier.watch, self._stuck), name="watchdog")
         if self._reloader is not None:
-            self._tasks.spawn(self._reload_when_told(self._reloader), name="reload")
+            self._tasks.keep(partial(self._reload_when_told, self._reloader), name="reload")
         self._tasks.spawn(self._become_ready(), name="become-ready")
 
     async def _become_ready(self) -> None:
@@ -288,6 +292,7 @@ class Daemon:
             )
             self._own()
             await self._pool_start.pin()
+            self._begin_to_serve()
         except PinStopped:
             return
         except (PoolRefused, PinFailed, DeviceError) as error:
@@ -297,14 +302,16 @@ class Daemon:
             # Otherwise the daemon would stay in "pinning" for ever without a reason.
             self._fail(PinFailed(f"the start failed unexpectedly: {type(error).__name__}: {error}"))
             raise
+        self._say_ready(time.monotonic() - started)
+
+    def _begin_to_serve(self) -> None:
         for tier in self._tiers:
-            self._tasks.spawn(tier.run(), name=f"tier-{tier.name}")  # nobody waits for it
+            self._tasks.keep(tier.run, name=f"tier-{tier.name}")  # nobody waits for it
         if self._zeroing is not None:
-            self._tasks.spawn(self._zeroing.run(), name="zeroing")
+            self._tasks.keep(self._zeroing.run, name="zeroing")
         self.readiness.become_ready()
         if self._kept is not None:
             self._kept.started()
-        self._say_ready(time.monotonic() - started)
 
     def _say_ready(self, seconds: float) -> None:
         pinned = self._pool_start.progress
@@ -345,11 +352,15 @@ class Daemon:
             due = time.monotonic() + TICK_SECONDS
             await asyncio.sleep(TICK_SECONDS)
             self._metrics.loop_lag_seconds.observe(max(0.0, time.monotonic() - due))
-            self._lookups.expire()
-            self._copiers.check(self._settings.stuck_after)
-            for tier in self._tiers:
-                tier.check(self._settings.stuck_after)
-            self._watches.look()
+            stuck_after = self._settings.stuck_after
+            calls: dict[str, Callable[[], object]] = {
+                "expire": self._lookups.expire,
+                "check-copiers": partial(self._copiers.check, stuck_after),
+                **{f"check-{tier.name}": partial(tier.check, stuck_after) for tier in self._tiers},
+                "look": self._watches.look,
+            }
+            for name, call in calls.items():
+                self._tasks.attempt(call, name=name)
             await notes.used(self._watches.notes.held_bytes)
 
     async def _sweep(self) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvsidecar import __version__
 from kvsidecar.core.readiness import DaemonReadiness
@@ -30,6 +31,40 @@ if TYPE_CHECKING:
 _log = log.get("daemon")
 
 
+class Unexpected:
+    """Errors that nothing in the daemon expects: each is counted, and logged, those of one kind once a second."""
+
+    def __init__(self) -> None:
+        self._count: Callable[[], object] | None = None
+        self._uncounted = 0
+        """Since the start, while there are no metrics yet."""
+        self._rate = log.Rate()
+
+    def count_with(self, count: Callable[[], object]) -> None:
+        """Call it for each error, from the first one on."""
+        self._count = count
+        for _ in range(self._uncounted):
+            count()
+
+    def __call__(self, name: str, error: BaseException) -> None:
+        """A task has raised, or a part of it that goes on."""
+        self._heard("task failed", name, error, task=name)
+
+    def in_callback(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The event loop's exception handler."""
+        error = context.get("exception")
+        self._heard("unexpected error", type(error).__name__, error, where=str(context.get("message", "")))
+
+    def _heard(self, event: str, kind: str, error: BaseException | None, **values: str) -> None:
+        if self._count is None:
+            self._uncounted += 1
+        else:
+            self._count()
+        if (left_out := self._rate.passes(f"{event} {kind}")) is not None:
+            more = {"left_out": left_out} if left_out else {}
+            _log.error(event, error=str(error), exc_info=error, **values, **more)
+
+
 class Lifecycle:
     """One run of the process, as an asynchronous context; its exit stops the probes and releases the lock.
 
@@ -44,6 +79,7 @@ class Lifecycle:
         self._settings = settings
         self._at_terminal = at_terminal
         self._stopping = False
+        self.unexpected = Unexpected()
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
@@ -53,7 +89,9 @@ class Lifecycle:
         self.carrier: Carrier | None = None
         """What holds the pool while there is no daemon."""
         self._was_ready = False
-        self.probes = Probes(self.readiness, TaskSet(task_failed), page=settings.http_page, loop_time=self.loop_time)
+        self.probes = Probes(
+            self.readiness, TaskSet(self.unexpected), page=settings.http_page, loop_time=self.loop_time
+        )
         self.stop = asyncio.Event()
         """Set when the daemon must end."""
         self.hung_up = asyncio.Event()
@@ -65,6 +103,7 @@ class Lifecycle:
 
     async def __aenter__(self) -> Lifecycle:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self.unexpected.in_callback)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, self._hung_up)
@@ -131,11 +170,6 @@ class Lifecycle:
             self.stop.set()
         else:
             self.hung_up.set()
-
-
-def task_failed(name: str, error: BaseException) -> None:
-    """Report a background task that has raised."""
-    _log.error("task failed", task=name, error=str(error), exc_info=error)
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvsidecar import copier
-from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once, task_failed
+from kvsidecar.daemon.lifecycle import Lifecycle, exit_at_once
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry, pool_spec
 from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
@@ -188,7 +188,7 @@ def _load(
             raise DriverUnusable(f"no copier starts: {error}") from error
         log.get("daemon").info("device", backend=hello.platform, why=hello.why, devices=list(hello.devices))
         copiers = Copiers(
-            hello, link, options, store_chunk=settings.store_chunk, guard=guard, steps=steps, on_error=task_failed
+            hello, link, options, store_chunk=settings.store_chunk, guard=guard, steps=steps, on_error=life.unexpected
         )
         pins = PinsInCopiers(copiers)
         spec = pool_spec(settings, geometry, list(hello.devices.values()))

@@ -139,7 +139,7 @@ class GrpcFront:
             server: path at which gRPC's own server can be connected to.
         """
         self._server = server
-        self._seconds = self._tasks.spawn(self._each_second(), name="grpc-seconds")
+        self._seconds = self._tasks.keep(self._each_second, name="grpc-seconds")
 
     def close(self) -> None:
         """End all connections."""

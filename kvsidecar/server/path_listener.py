@@ -59,7 +59,7 @@ class PathListener:
         listener = self._socket_files.listen(self._path)
         self._close()
         self._listener = listener
-        self._accepting = self._tasks.spawn(self._accept(listener), name=f"accept-{self._path.name}")
+        self._accepting = self._tasks.keep(partial(self._accept, listener), name=f"accept-{self._path.name}")
 
     def stop(self) -> None:
         """Take no more connections; those that there are go on."""
@@ -80,8 +80,13 @@ class PathListener:
             except BaseException:
                 self._room.release()
                 raise
-            who = peers.credentials(connection)
-            self._turns.take((self._what, who.uid), partial(self._begin, connection, who))
+            try:
+                who = peers.credentials(connection)
+                self._turns.take((self._what, who.uid), partial(self._begin, connection, who))
+            except BaseException:
+                self._room.release()
+                connection.close()
+                raise
 
     def _begin(self, connection: socket.socket, who: Credentials) -> None:
         self._room.release()

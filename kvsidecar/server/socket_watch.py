@@ -42,7 +42,7 @@ class SocketWatch:
         """Why they cannot be made again; empty while they are there."""
 
     def start(self) -> None:
-        self._watching = self._tasks.spawn(self._watch(), name="socket-watch")
+        self._watching = self._tasks.keep(self._watch, name="socket-watch")
 
     async def stop(self) -> None:
         """Return when it makes none any more."""

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvsidecar.server.tcp_turns import TcpTurns
@@ -63,7 +64,7 @@ class TcpListener:
         except OSError:
             await self.close()
             raise
-        self._accepting = [self._tasks.spawn(self._accept(each), name="tcp-accept") for each in self._listeners]
+        self._accepting = [self._tasks.keep(partial(self._accept, each), name="tcp-accept") for each in self._listeners]
         return port
 
     async def close(self) -> None:

@@ -67,7 +67,7 @@ class TlsFront:
     async def start(self, host: str, port: int) -> int:
         """Bind and accept. Returns the port. Raises OSError."""
         port = await self._listener.start(host, port)
-        self._seconds = self._tasks.spawn(self._each_second(), name="handshake-seconds")
+        self._seconds = self._tasks.keep(self._each_second, name="handshake-seconds")
         return port
 
     async def stop_listening(self) -> None:

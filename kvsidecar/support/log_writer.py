@@ -104,11 +104,15 @@ class LogWriter:
                 self._changed.wait_for(lambda: self._lines or self._status != self._drawn)
                 line = self._lines.popleft() if self._lines else b""
                 status, last = self._status, not self._lines
-            text, reported = self._losses(last=last) if line else (b"", None)
-            text += line
-            if status or self._drawn:
-                text = _CLEAR.encode() + text + status
-            loss = self._put(b"\n" + text if self._partial_line else text)
+            reported = None
+            try:
+                text, reported = self._losses(last=last) if line else (b"", None)
+                text += line
+                if status or self._drawn:
+                    text = _CLEAR.encode() + text + status
+                loss = self._put(b"\n" + text if self._partial_line else text)
+            except Exception:  # noqa: BLE001 - counted as a loss; without this thread there would be no log
+                loss = Loss.FAILED
             with self._changed:
                 self._drawn = status
                 self._waiting -= len(line)

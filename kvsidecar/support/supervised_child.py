@@ -244,10 +244,12 @@ class Child:
         if not self._asking.locked():
             self._connection.close()  # else `ask` does, which still uses it
         code = self._process.wait()
-        self._before_end()
-        reason = f"{self.NOUN} has ended ({self._last_words or how_ended(code)})"
-        self.ended.set_result(reason)
-        self._after_end(reason)
+        try:
+            self._before_end()
+        finally:  # whoever waits for its end must hear of it
+            reason = f"{self.NOUN} has ended ({self._last_words or how_ended(code)})"
+            self.ended.set_result(reason)
+            self._after_end(reason)
 
     def _before_end(self) -> None:
         """Take what it said before it died."""
@@ -308,7 +310,18 @@ class Supervised(ABC, Generic[C]):
         return None if self.down else self.alive
 
     async def run(self) -> None:
-        """Start its process, and replace it whenever it ends; until `close`."""
+        """Start its process, and replace it whenever it ends; until `close`. An unexpected error is raised when it has
+        no process any more; then this may be called again."""
+        try:
+            await self._run()
+        except Exception as error:
+            if self._link is not None:
+                self._link.kill()
+                await asyncio.shield(self._link.ended)
+            self._set_down(f"{type(error).__name__}: {error}")
+            raise
+
+    async def _run(self) -> None:
         pause = 0.0
         while True:
             await asyncio.sleep(pause)

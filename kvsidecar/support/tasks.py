@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+AGAIN_SECONDS: Final = 1.0
+"""After an unexpected error, until a part that lasts begins again."""
 
 
 class TaskSet:
@@ -33,6 +36,32 @@ class TaskSet:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    def keep(self, part: Callable[[], Coroutine[Any, Any, object]], *, name: str) -> asyncio.Task[Any]:
+        """Spawn a part that lasts. If it raises, the error is reported, and it begins again after `AGAIN_SECONDS`: no
+        part of a daemon may end unheard, nor for ever because of one error.
+
+        Args:
+            part: begins it. It must bear to be begun again.
+        """
+
+        async def run() -> None:
+            while True:
+                try:
+                    await part()
+                    return
+                except Exception as error:  # noqa: BLE001 - reported; the part goes on
+                    self._on_error(name, error)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+        return self.spawn(run(), name=name)
+
+    def attempt(self, call: Callable[[], object], *, name: str) -> None:
+        """Make one of several calls that must not keep each other from being made: an error is reported."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - reported; the caller goes on
+            self._on_error(name, error)
 
     def report(self, name: str, error: BaseException) -> None:
         """Report an error as if a task of this name had raised it."""
@@ -57,6 +86,12 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(task.get_name(), error)
+
+
+def heard(what: str, error: BaseException) -> None:
+    """Tell the event loop's exception handler of an unexpected error, as a callback does that raises: for one that has
+    more to do."""
+    asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
 
 def in_one(steps: Generator[None, None, T]) -> T:

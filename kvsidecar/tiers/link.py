@@ -13,6 +13,7 @@ from kvsidecar.errors import TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support.host_memory import FileInMemory, facts_of
 from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched
+from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import BackendStats, ShardSpace, TierShare
 from kvsidecar.tiers.messages import MAX_FRAME, TELLS, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
 from kvsidecar.types import Residency
@@ -92,8 +93,9 @@ class TierLink(Child, asyncio.Protocol):
         if self.ended.done():
             raise TierFailed(self.ended.result())
         number = next(self._numbers)
-        self._write(replace(request, number=number).pack())
+        data = replace(request, number=number).pack()  # may raise: then nothing is sent
         self._waiting[number] = (on_end, time.monotonic())
+        self._write(data)
 
     def _write(self, data: bytes) -> None:
         # Its buffer holds what a stopped process does not take: bounded, because the callers bound their requests.
@@ -126,4 +128,7 @@ class TierLink(Child, asyncio.Protocol):
             self._transport.abort()
         waiting, self._waiting = self._waiting, {}
         for on_end, _ in waiting.values():
-            on_end(TierFailed(reason))
+            try:
+                on_end(TierFailed(reason))
+            except Exception as error:  # noqa: BLE001 - told; the other calls are over, too
+                heard("a call to a tier has not ended in order", error)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvsidecar.client import Client
-from kvsidecar.client.jobs import Jobs
+from kvsidecar.client.jobs import HostOrder, Jobs
 from kvsidecar.client.ledger import MAX_UNPOLLED, Flush, Job, Ledger, Phase
 from kvsidecar.client.types import BACKPRESSURE, NOT_ATTACHED, JobDone
 from kvsidecar.client.waiting import Monitor
@@ -117,3 +117,18 @@ def test_waiting_for_a_job_that_was_reported_does_not_wait() -> None:
     began = time.monotonic()
     assert jobs.wait([1], 10 * SECONDS) == {}
     assert time.monotonic() - began < SECONDS
+
+
+def test_a_job_that_cannot_be_sent_when_its_event_comes_ends_the_session_and_others_are_sent() -> None:
+    ledger = Ledger(10)
+    broken, works = FakeSession(ledger), FakeSession(ledger)
+    order, failures = HostOrder(ledger), list[str]()
+
+    broken.send = lambda _: 1 // 0  # type: ignore[assignment, method-assign, return-value]
+    broken.failed = failures.append  # type: ignore[attr-defined]
+    for number, session in (1, broken), (2, works):
+        job = Job(number, Direction.STORE, ())
+        ledger.add(job)
+        order.add(session, job, SimpleNamespace(synchronize=lambda: None))  # type: ignore[arg-type]
+    order.close(SECONDS)
+    assert (failures, works.sent) == (["a job was not sent"], [2])

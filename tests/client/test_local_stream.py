@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,3 +241,23 @@ def test_replies_are_cut_wherever_the_bytes_are() -> None:
             while (each := replies.next()) is not None:
                 calls.append(each.call)
         assert calls == [1, 2, 3, 4]
+
+
+def test_a_backlog_that_cannot_be_sent_ends_the_stream_and_is_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = FakeConnection()
+    stream = Stream(connection)
+    reader = threading.Thread(target=stream.read)
+    reader.start()
+    for item in range(1, 10):
+        stream.put(item, nbytes=1_000_000)
+    assert flushing_threads()
+    monkeypatch.setattr(stream.stream, "_next_frame", lambda: 1 // 0)
+    with suppress(OSError):  # the stream is shut meanwhile
+        while connection.far.recv(1 << 20):
+            pass
+    reader.join(SECONDS)
+    assert not reader.is_alive(), "nothing is sent any more, and nobody hears of it"
+    assert not flushing_threads()
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]

@@ -93,3 +93,20 @@ def test_what_was_said_before_the_end_is_taken_and_nothing_is_sent_after_it(
     opened.session.send(opened.job(3))
     assert opened.stream.said.empty()
     assert queued.phase is Phase.QUEUED, "the daemon cannot have heard of it"
+
+
+@pytest.mark.parametrize("reader", ["its thread", "an engine's"])
+def test_a_reply_that_fails_unexpectedly_ends_the_session_and_is_heard(
+    opened: Opened, reader: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What looks after lost sessions then ends its jobs, and attaches again. No engine's step ends with it."""
+    monkeypatch.setattr(opened.ledger, "finish", lambda _: 1 // 0)
+    if reader == "its thread":
+        opened.stream.done(1)
+    else:
+        done = pb.AttachReply(done=pb.JobDone(job=1, outcome=pb.JobDone.OUTCOME_DONE))
+        opened.stream._arrived.append(done)
+        opened.session.read_now()
+    assert opened.woken.wait(SECONDS), "the supervisor was not woken"
+    assert (opened.session.ended, opened.stream.cancelled) == (True, True)
+    assert [record.exc_info is not None for record in caplog.records] == [True]

@@ -365,3 +365,38 @@ def test_a_breaker_that_opens_is_probed_until_the_daemon_answers(node: Node) -> 
     _, answer = daemon.asked()
     answer(pb.ReleaseReply(released=False))
     assert node.breaker.state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("at", ["_open", "_probe", "_drain_stream", "on_connected"])
+def test_an_error_that_nobody_expects_costs_a_connection_at_most_and_is_heard(
+    node: Node, at: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without its thread no job of a lost daemon would ever end, and no daemon would be attached to."""
+    works, failures = getattr(node.supervisor, at), int(at != "_probe")
+
+    def failing(*given: Any, **options: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ZeroDivisionError("planned")
+        return works(*given, **options)
+
+    monkeypatch.setattr(node.supervisor, at, failing)
+    if at == "_open":
+        node.supervisor.start(REGISTRATION)
+        assert node.supervisor.wait_attempt(0, SECONDS)
+    daemon = node.attached()
+    if at == "_probe":  # not before there is a job
+        node.submit(1)
+        failures = 1
+        node.supervisor.wake()
+    elif at == "_drain_stream":
+        node.submit(1)
+        daemon.stream.end(TransportError(grpc.StatusCode.UNAVAILABLE, "broken"))
+    if at in ("_drain_stream", "_probe"):
+        _, answer = daemon.asked()
+        answer(pb.StatusReply(epoch=7, session_ended=True))
+        node.until(lambda: not node.ledger.count)
+        assert node.ended() == {1: (Outcome.FAILED, "daemon_lost")}
+        node.attached()
+    eventually(lambda: [each.exc_info[0] for each in caplog.records if each.exc_info] == [ZeroDivisionError], "heard")

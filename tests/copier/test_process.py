@@ -259,6 +259,26 @@ async def test_a_copier_that_is_killed_ends_all_copies_and_says_so(bench: Bench)
     assert bench.link._connection.fileno() == -1, "the socket is still open"
 
 
+@pytest.mark.parametrize("ends", ["in order", "with the process"])
+async def test_a_copy_whose_end_is_not_taken_keeps_no_other_from_its_end(bench: Bench, ends: str) -> None:
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
+    part = Part(0, np.array([1]), np.array([0]))
+    if ends != "in order":
+        bench.stop()
+    bench.link.submit(SESSION, Direction.STORE, [part], on_end=lambda _: 1 // 0)  # type: ignore[arg-type, return-value]
+    copies = [bench.store(slot) for slot in range(1, 20)]
+    if ends == "in order":
+        for each in copies:
+            await each.ended
+        assert errors == ["a copier's record was not handled"]
+        await bench.store(30).ended
+    else:
+        bench.link.kill("the test says so")
+        assert {await lost(each) for each in copies} == {"the copier has ended (the test says so)"}
+        assert errors == ["a copy has not ended in order"]
+
+
 async def test_a_signal_without_a_name_ends_all_copies_too(bench: Bench) -> None:
     number = signal.SIGRTMIN + 3
     bench.stop()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.daemon.systemd import status_text
 from kvsidecar.errors import Refusal
@@ -177,3 +179,17 @@ def test_while_no_device_works_the_daemon_is_starting_and_names_them() -> None:
     assert status_text(readiness.now) == f"starting: {readiness.now.reason}"
     readiness.devices_down({}, all_down=False)
     assert readiness.now == Readiness(State.READY, 1000, 1000)
+
+
+def test_one_who_fails_to_take_the_news_keeps_no_other_from_it() -> None:
+    readiness, heard = DaemonReadiness(1000), list[State]()
+    readiness.pinning()
+    readiness.listen(lambda _: 1 // 0)  # type: ignore[arg-type]
+    readiness.listen(lambda now: heard.append(now.state))
+    with pytest.raises(ZeroDivisionError):
+        readiness.become_ready()
+    assert (heard, readiness.ready) == ([State.READY], True)
+    readiness.listen(lambda _: 1 // 0)  # type: ignore[arg-type]
+    with pytest.raises(ExceptionGroup):
+        readiness.drain("bye")
+    assert heard == [State.READY, State.DRAINING]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -380,3 +381,38 @@ def test_a_tier_that_fails_while_a_chunk_waits_gives_its_slots_back() -> None:
     assert bench.cache.stats().reserved_bytes == 0
     assert (bench.fetches.reading_bytes, bench.fetches.waiting_blocks) == (0, 0)
     assert bench.refused[-1][0] is FetchRefusal.FAILED
+
+
+@pytest.mark.parametrize("fails", ["the read", "its slots"])
+async def test_a_fetch_that_fails_unexpectedly_is_over_and_heard_and_the_others_go_on(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
+    bench = Bench()
+    bench.keep(1, 2, 3, 4, 5, 6)
+    owner, name = (bench.tier, "read") if fails == "the read" else (bench.cache, "begin_store")
+    works, failures = getattr(owner, name), 1
+
+    def failing(*given: Any, **options: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ZeroDivisionError
+        return works(*given, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+    for names in (1, 2, 3), (4, 5, 6):
+        assert bench.ask(*names).asking
+    for _ in range(2):
+        bench.find()
+    assert len(errors) == 1
+    bench.read()
+    assert readable(bench.cache, bench.space, 1, 2, 3, 4, 5, 6) == [False] * 3 + [True] * 3
+    assert (FetchRefusal.FAILED in dict(bench.refused), bench.fetches.reading_bytes) == (True, 0)
+    assert bench.ask(1, 2, 3) == NOTHING, "a lookup waits for what does not come"
+    bench.now += ABSENT_SECONDS + 1
+    assert bench.ask(1, 2, 3).asking
+    bench.find()
+    bench.read()
+    assert readable(bench.cache, bench.space, 1, 2, 3) == [True] * 3

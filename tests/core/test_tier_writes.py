@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -349,3 +350,36 @@ def test_every_block_is_in_the_pool_or_in_the_tier_or_counted(steps: list[int | 
     kept = {each for _, each in bench.tier.kept}
     lost = [name for name in range(stored) if bench.in_pool(name) == [False] and keys(name)[0] not in kept]
     assert len(lost) == sum(blocks for _, blocks in bench.refused)
+
+
+@pytest.mark.parametrize("fails", ["the write", "its end"])
+async def test_a_write_that_fails_unexpectedly_is_heard_and_the_others_go_on(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
+    bench = Bench(Admission.ALL)
+    owner, name = (bench.tier, "write") if fails == "the write" else (bench.cache.tiers, "end_write")
+    works, failures = getattr(owner, name), 1
+
+    def failing(*given: Any, **options: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ZeroDivisionError
+        return works(*given, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+    bench.store(1, 2, 3)
+    bench.end()
+    assert len(errors) == 1
+    assert bench.refused == ([(WriteRefusal.FAILED, 2)] if fails == "the write" else [])
+    assert bench.writes.writing_bytes == 0
+    if fails == "the write":
+        bench.store(4)
+        assert bench.written == [keys(4)], "nothing is written any more"
+        bench.end()
+        bench.store(5, 6, 7)
+        assert bench.in_pool(5, 6, 7) == [True] * 3, "blocks that were not written cannot be evicted"
+        bench.end()
+    assert len(errors) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -473,3 +475,41 @@ def test_nobody_watches_the_disk_while_nobody_watches() -> None:
     store(daemon.cache, open_space(daemon.cache), 1)
     daemon.watches.look()
     assert not disk.begun
+
+
+@pytest.mark.parametrize("when", ["changes are joined", "a snapshot is read"])
+async def test_watchers_that_could_not_be_told_begin_anew_and_all_others_are_told(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
+    daemon, reader, beside, other = Daemon(), Reader(), Reader(), Reader()
+    space, apart = open_space(daemon.cache), open_space(daemon.cache, "another model")
+    store(daemon.cache, space, "a")
+    for each in reader, beside:
+        daemon.watch(each)
+    daemon.watches.begin(apart.namespace, other)
+    if when == "changes are joined":
+        daemon.settle()
+    owner, name = (watches, "joined") if when == "changes are joined" else (daemon.cache, "readable_hashes")
+    works, failures = getattr(owner, name), 2
+
+    def failing(*given: Any) -> Any:
+        nonlocal failures
+        if failures and (name == "joined" or given[0] == space.namespace):
+            failures -= 1
+            raise ZeroDivisionError
+        return works(*given)
+
+    monkeypatch.setattr(owner, name, failing)
+    if name == "joined":
+        store(daemon.cache, space, "b")  # else there is nothing to join
+    daemon.settle()
+    assert len(errors) == 2
+    assert all("were not told what has changed" in error for error in errors)
+    for changed in space, apart:
+        store(daemon.cache, changed, "c")
+    daemon.settle()
+    assert other.readable == {0: set(keys("c"))}
+    assert reader.readable == beside.readable == {0: set(keys("a", "c") if name != "joined" else keys("a", "b", "c"))}
+    assert daemon.resets("failed") > 0

@@ -17,6 +17,8 @@ from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.core import zeroing
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.zeroing import Zeroing
+from kvsidecar.support import tasks
+from kvsidecar.support.tasks import TaskSet
 from tests.cache.support import PAGE, begin, keys, namespace
 from tests.harness import SECONDS, eventually_in_loop
 
@@ -147,3 +149,43 @@ async def test_it_ends_only_when_its_thread_does_not_write_any_more(monkeypatch:
         assert task.cancelled()
         assert world.left() == {0}
         assert late == ["b"], "a job that waits has to end"
+
+
+async def test_what_could_not_be_zeroed_is_zeroed_before_anybody_may_write_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    monkeypatch.setattr(tasks, "AGAIN_SECONDS", 0.0)
+    held, failures, heard = zeroing._zero_pieces, 2, list[str]()
+
+    def failing(address: int, pieces: Sequence[tuple[int, int]]) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise MemoryError("planned")
+        held(address, pieces)
+
+    monkeypatch.setattr(zeroing, "_zero_pieces", failing)
+    grant = world.begin("a")
+    world.fill(grant, 1)
+    world.cache.abort_all(grant)
+    parts = TaskSet(lambda name, error: heard.append(f"{name}: {error}"))
+    part = parts.keep(world.zeroing.run, name="zeroing")
+    await world.slice()
+    assert heard == ["zeroing: planned"] * 2
+    late: list[str] = []
+    waits = world.begin("b")
+    assert not world.zeroing.may_write(waits, lambda: late.append("b"))
+    world.goes_on.release(100)
+    await world.all_zeroed()
+    assert (late, world.left()) == (["b"], {0})
+    world.fill(waits, 2)
+    world.cache.seal_all(waits)
+    other = world.begin("c")
+    world.fill(other, 3)
+    world.cache.abort_all(other)
+    await world.all_zeroed()
+    assert world.left() == {0, 2}, "it zeroes no more, or what is in use"
+    assert world.metrics.value("kvsidecar_zeroed_bytes_total") == 4 * PAGE
+    part.cancel()
+    await asyncio.wait([part])

@@ -11,8 +11,10 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvsidecar.copier import PROGRAM
 from kvsidecar.daemon import daemon as module
@@ -25,7 +27,7 @@ from kvsidecar.daemon.systemd import Notifier, NotifySocket
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support import failpoints
 from kvsidecar.support.supervised_child import launch
-from tests.harness import SECONDS
+from tests.harness import SECONDS, eventually_in_loop
 from tests.marks import processes
 
 pytestmark = processes
@@ -42,9 +44,9 @@ def get(url: str) -> tuple[int, dict[str, object]]:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[tuple[Daemon, Lifecycle]]:
+async def running(directory: Path, **more: str) -> AsyncIterator[tuple[Daemon, Lifecycle]]:
     """A daemon in this process that is ready; its copier is a process."""
-    flags = {"socket": str(directory / "kvs.sock"), "pool_size": "1MiB", "device": "host", "http_port": "0"}
+    flags = {"socket": str(directory / "kvs.sock"), "pool_size": "1MiB", "device": "host", "http_port": "0", **more}
     settings = load_settings(flags, {}, default_file=Path("/nowhere"))
     async with Lifecycle(settings, MiB, notifier=Notifier(NotifySocket(None), None)) as life:
         assert await life.open()
@@ -128,3 +130,55 @@ async def test_a_copier_that_does_not_end_though_it_was_killed_is_said_and_ends_
     assert "it hangs" in await ended
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_every_part_of_a_daemon_that_has_nothing_to_do_begins_again_after_an_error(short_dir: Path) -> None:
+    """Only gRPC's own tasks are not the daemon's to begin again. What is spawned for a client ends with it."""
+    disk = {"disk_dir": str(short_dir / "disk"), "disk_size": "1MiB"}
+    async with running(short_dir, zero_freed="on", **disk):
+        own = asyncio.current_task()
+
+        def begin_again() -> bool:
+            tasks = {
+                each: getattr(each.get_coro(), "__qualname__", "") for each in asyncio.all_tasks() if each is not own
+            }
+            mine = {each.get_name() for each, what in tasks.items() if what == "TaskSet.keep.<locals>.run"}
+            assert {"tick", "sweep", "zeroing", "tier-disk", "copier-host", "grpc-seconds", "socket-watch"} <= mine
+            assert "Daemon.run" in tasks.values()
+            rest = {each for each, what in tasks.items() if what != "Daemon.run" and not what.startswith("AioServer.")}
+            return {each.get_name() for each in rest} == mine
+
+        await eventually_in_loop(begin_again)  # some only tell of the start
+
+
+async def test_an_error_that_nobody_expects_is_in_the_log_and_counted_and_the_rest_goes_on(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("planned")
+
+    async with running(short_dir) as (daemon, _):
+        with capture_logs() as lines:
+
+            def said(event: str) -> list[Any]:
+                return [line for line in lines if line["event"] == event]
+
+            def counted() -> float:
+                return daemon._metrics.value("kvsidecar_unexpected_errors_total")
+
+            assert counted() == 0
+            monkeypatch.setattr(daemon._lookups, "expire", fail)
+            await eventually_in_loop(lambda: said("task failed"))
+            checked: list[float] = []
+            monkeypatch.setattr(daemon._copiers, "check", checked.append)
+            await eventually_in_loop(lambda: checked)
+            monkeypatch.undo()
+            before = counted()
+            assert before >= 1
+            asyncio.get_running_loop().call_soon(fail)
+            await eventually_in_loop(lambda: said("unexpected error"))
+            assert counted() == before + 1
+        failed, unexpected = said("task failed")[0], said("unexpected error")[0]
+        assert (failed["task"], failed["log_level"]) == ("expire", "error")
+        assert (unexpected["error"], "fail" in unexpected["where"]) == ("planned", True)
+        assert isinstance(failed["exc_info"], ZeroDivisionError)

@@ -30,6 +30,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_warm_start_blocks": "of a start, which its log line and status say",
     "kvsidecar_warm_start_seconds": "of a start, which its log line says",
     "kvsidecar_serves_kept_blocks": "of the seconds before a warm start is ready, which the log says",
+    "kvsidecar_unexpected_errors": "the log has each, and nothing is to be watched for",
     "kvsidecar_log_lines_lost": "the log says it, when it can",
     "kvsidecar_malformed_traceparents": "an engine's mistake, and of tracing alone",
     "kvsidecar_pool_unzeroed_bytes": "for a question: is all zeroed that was cleared",

@@ -137,3 +137,15 @@ def test_what_a_killed_daemon_had_not_zeroed_the_next_one_zeroes(short_dir: Path
         done(rank.load("d", at=[3]))
         assert rank.holds(3, "d")
         rank.close()
+
+
+def test_what_could_not_be_zeroed_is_zeroed_later_and_the_error_is_heard(short_dir: Path, pool_dir: Path) -> None:
+    with zeroes(short_dir, pool_dir, KVSIDECAR_FAILPOINTS="zeroing.slice@0=raise(planned)") as daemon:
+        rank = Rank(daemon.wait_ready())
+        done(rank.store("a"))
+        rank.client.clear(NAMESPACE)
+        assert daemon.wait_log("task failed")["task"] == "zeroing"
+        all_zeroed(daemon)
+        assert not pool(pool_dir).any()
+        assert daemon.metric("kvsidecar_unexpected_errors_total") == 1
+        rank.close()

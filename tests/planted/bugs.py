@@ -747,7 +747,14 @@ _CORE = (
     _bug(
         "a watcher is not told that changes were lost",
         "core/watches.py",
-        "                    watch.lose(ResetReason.FLOOD)",
+        "                watch.lose(ResetReason.FLOOD)",
+        "                pass",
+        "core/test_watches.py",
+    ),
+    _bug(
+        "watchers that could not be told go on with what they have",
+        "core/watches.py",
+        "                    watch.lose(ResetReason.FAILED)",
         "                    pass",
         "core/test_watches.py",
     ),
@@ -790,9 +797,16 @@ _CORE = (
     _bug(
         "the pool is unmapped while it is zeroed",
         "core/zeroing.py",
-        "            while not work.done():  # cancelled: the memory is going to be unmapped\n"
+        "            while not work.done():  # the memory is going to be unmapped\n"
         "                await asyncio.wait([work])\n",
         "",
+        "core/test_zeroing.py",
+    ),
+    _bug(
+        "what could not be zeroed is taken for zeroed",
+        "core/zeroing.py",
+        "        work.result()\n        self._end()\n",
+        "        self._end()\n        work.result()\n",
         "core/test_zeroing.py",
     ),
     _bug(

@@ -11,6 +11,7 @@ import pytest
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
 from kvsidecar.server.tcp_turns import BURST, CONNECTION_EVERY, RATE, TcpTurns
 from kvsidecar.support import log
+from kvsidecar.support import tasks as task_sets
 from kvsidecar.support.tasks import TaskSet
 from tests.harness import SECONDS
 
@@ -129,3 +130,29 @@ async def test_what_fails_keeps_nobody_from_a_turn() -> None:
     turns.take(lambda: 1 // 0)
     await turns.wait()
     assert [type(error) for error in errors] == [ZeroDivisionError]
+
+
+async def test_an_error_that_nobody_expects_ends_one_connection_and_not_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(task_sets, "AGAIN_SECONDS", 0.0)
+    errors: list[str] = []
+    tasks = TaskSet(lambda name, error: errors.append(f"{name}: {error}"))
+    taken = asyncio.Event()
+
+    async def accepted(connection: socket.socket, _address: Any) -> None:
+        if not errors:
+            raise ValueError("planned")
+        connection.close()
+        taken.set()
+
+    listener = TcpListener(accepted, SocketOptions(65536), TcpTurns(), tasks, log.limited("test"))
+    port = await listener.start("127.0.0.1", 0)
+    for _ in range(2):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), SECONDS) == b""
+        writer.close()
+    await asyncio.wait_for(taken.wait(), SECONDS)
+    assert errors == ["tcp-accept: planned"]
+    await listener.close()
+    await tasks.cancel()

@@ -194,3 +194,25 @@ def test_kinds_of_lines_take_no_more_and_more_memory() -> None:
         assert rate.passes(str(number)) is None
     assert len(rate._last) <= log.MAX_KINDS
     assert len(rate._left_out) <= log.MAX_KINDS
+
+
+def test_a_report_that_fails_costs_its_line_and_not_the_log() -> None:
+    near, far = os.pipe()
+    broken = True
+
+    def describe(lost: Mapping[Loss, int]) -> str:
+        if broken:
+            raise ZeroDivisionError
+        return f"lost {lost}"
+
+    writer = LogWriter(far, describe)
+    writer._lost[Loss.FULL] += 1  # so that there is something to report
+    writer.write(b"one\n")
+    assert writer.flush(SECONDS), "nothing is written any more"
+    broken = False
+    writer.write(b"two\n")
+    assert writer.flush(SECONDS)
+    os.close(far)
+    with open(near, "rb") as pipe:
+        assert pipe.read().splitlines()[-1] == b"two"
+    assert writer.lost()[Loss.FAILED] == 1

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvsidecar.support import host_memory
 from kvsidecar.support.memory_limits import PageKind, Pages
+from kvsidecar.support.tasks import TaskSet
 from kvsidecar.tiers.backend import ReadEnd, ShardSpace, WriteEnd
 from kvsidecar.tiers.link import TierOptions
 from kvsidecar.tiers.tier import Tier
@@ -40,6 +41,8 @@ def names(*numbers: int) -> bytes:
 class Bench:
     def __init__(self, tier: Tier, fd: int, pool: np.ndarray, changes: list[str], running: asyncio.Task[None]) -> None:
         self.tier, self.fd, self.pool, self.changes, self.running = tier, fd, pool, changes, running
+        self.errors: list[str] = []
+        """Of `running`, which goes on."""
 
     def slot(self, number: int) -> np.ndarray:
         return self.pool[number * SHARD : (number + 1) * SHARD]
@@ -90,9 +93,11 @@ async def bench(*, deadline: float = NEVER, backend: str = memory_backend.NAME, 
     memory = SimpleNamespace(fd=fd, nbytes=POOL, pages=pages)
     tier = Tier("memory", TierOptions(backend, options, capacity_bytes=0), memory, deadline=deadline)
     tier.on_change = lambda each: changes.append(each.down)
-    running = asyncio.create_task(tier.run())
+    tasks = TaskSet(lambda _, error: made.errors.append(repr(error)))
+    running = tasks.keep(tier.run, name="tier")
+    made = Bench(tier, fd, host_memory.as_array(address, POOL), changes, running)
     try:
-        yield Bench(tier, fd, host_memory.as_array(address, POOL), changes, running)
+        yield made
     finally:
         await tier.close()
         if not running.cancelled():

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.support import failpoints, supervised_child
+from kvsidecar.support import failpoints, supervised_child, tasks
 from kvsidecar.support.supervised_child import State
 from kvsidecar.tiers import tier as tier_module
 from kvsidecar.tiers.backend import ReadEnd, TierShare, WriteEnd
 from kvsidecar.tiers.policy import GUESSED_RATE
-from kvsidecar.tiers.tier import FAILURES
+from kvsidecar.tiers.tier import FAILURES, Tier
 from tests.harness import NAMESPACE, SECONDS, Gate, eventually_in_loop
 from tests.marks import processes
 from tests.tiers.bench import NEVER, POOL, SHARD, SPACE, Bench, bench, name
@@ -235,3 +235,42 @@ async def test_what_was_cleared_while_it_was_down_is_forgotten_before_it_is_aske
         await each.on()
         assert await each.find(1) == [False]
         assert await each.write(1) == [WriteEnd.DONE]
+
+
+async def test_a_tier_whose_supervision_fails_unexpectedly_has_no_process_and_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever it is, there are never two processes, and it does not stay off without a word."""
+    monkeypatch.setattr(tasks, "AGAIN_SECONDS", 0.0)
+    started: list[int] = []
+
+    async with bench() as each:
+
+        def fail_once(tier: Tier) -> None:
+            if not tier.down:
+                started.append(tier.pid)
+                if len(started) == 1:
+                    raise ZeroDivisionError("planned")
+
+        each.tier.on_change = fail_once
+        await eventually_in_loop(lambda: len(started) == 2)
+        await each.on()
+        assert each.errors == ["ZeroDivisionError('planned')"]
+        assert each.tier.pid == started[1]
+        with pytest.raises(ProcessLookupError):
+            os.kill(started[0], 0)
+
+
+async def test_a_call_whose_end_is_not_taken_keeps_no_other_from_its_end() -> None:
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
+    async with bench() as each:
+        await each.on()
+        process, ends = each.tier.pid, list[Any]()
+        os.kill(process, signal.SIGSTOP)
+        each.tier.find(SPACE, name(1), lambda _: 1 // 0)  # type: ignore[arg-type, return-value]
+        each.tier.find(SPACE, name(1), ends.append)
+        os.kill(process, signal.SIGKILL)
+        await eventually_in_loop(lambda: ends)
+        assert errors == ["a call to a tier has not ended in order"]
+        await each.on()
