@@ -24,6 +24,8 @@ OF_OTHERS = {
     "--enable-return-routed-experts": "SGLang",
     "--kv-canary": "SGLang",
     "--enable-hierarchical-cache": "SGLang",
+    "--enable-fault-tolerance": "vLLM",
+    "--scheduling-policy": "vLLM",
     "--enable-memory-saver": "SGLang",
     "--enable-metrics": "SGLang",
     "--lora-paths": "SGLang",

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
@@ -16,11 +16,13 @@ from kvsidecar.client import BreakerState
 from kvsidecar.client.types import NO_ANSWER, GroupHits, LookupResult
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.hits import limit, lookup_range
-from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StoreJob
+from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.recomputing import Recompute
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.selection import group_suffix
 from kvsidecar.integrations.vllm.shared import EngineFacts
+from kvsidecar.integrations.vllm.written import BlockIds
 from kvsidecar.types import LookupMode, Namespace
 
 NAMESPACE = Namespace("m", "bf16", "LBNHC", 4, 1, 1, "sha256")
@@ -92,7 +94,7 @@ class TinyPool:
         taken, self.free_block_queue.blocks = queue[:count], queue[count:]
         for block in taken:
             self.uncache(block)
-            block.ref_cnt, block.content = 1, None
+            block.ref_cnt = 1
         return taken
 
     def touch(self, blocks: Sequence[Block]) -> None:
@@ -114,6 +116,21 @@ class TinyPool:
             block.block_hash = key
             self.cached_block_hash_to_block.blocks.setdefault(key, []).append(block)
 
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: Sequence[Block],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        group: Group | None = None,
+    ) -> None:
+        for i in range(num_cached_blocks, num_full_blocks):
+            self.cache(blocks[i], key_of(group or full(), request, i))
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for each in block_ids:
+            self.uncache(self.blocks[each])
+
     def uncache(self, block: Block) -> None:
         if block.block_hash is not None:
             self.cached_block_hash_to_block.blocks[block.block_hash].remove(block)
@@ -126,7 +143,6 @@ class Request:
     all_token_ids: list[int]
     hash_tokens: int = 4
     num_computed_tokens: int = 0
-    num_output_placeholders: int = 0
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
     block_hashes: list[bytes] = field(default_factory=list)
@@ -148,6 +164,11 @@ class Request:
     def append(self, tokens: Iterable[int]) -> None:
         self.all_token_ids += tokens
         self.block_hashes = chain(self.all_token_ids, self.hash_tokens)
+
+
+def key_of(group: Group, request: Request, index: int) -> bytes:
+    """The key of a request's block in the GPU's prefix cache."""
+    return group.hashes(request.block_hashes, index, index + 1)[0] + group_suffix(group.index)
 
 
 class Allocated:
@@ -366,6 +387,27 @@ class TinyLease:
         self._daemon.release_nowait(self._lease)
 
 
+class SynchronousSide(SchedulerSide):
+    """In an engine that processes the output of each step before it schedules the next one."""
+
+    _before: Any = None
+
+    def build_plan(self, scheduler_output: Any) -> StepPlan:
+        self.end_step()
+        self._before = scheduler_output
+        return super().build_plan(scheduler_output)
+
+    def end_step(self) -> None:
+        """The output of the last step is processed."""
+        before, self._before = self._before, None
+        if before is not None:
+            self.begin_output(before, ())
+            self.end_output()
+
+
+AnySide = TypeVar("AnySide", bound=SchedulerSide)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -387,13 +429,26 @@ def side(
     waits: bool = True,
     recompute: Recompute | None = None,
     namespace: Namespace = NAMESPACE,
+    block_ids: BlockIds = lambda _: (),
+    of: type[AnySide] = SynchronousSide,  # type: ignore[assignment]
     **extra: Any,
-) -> SchedulerSide:
+) -> AnySide:
     """With the given pool bound, not attached yet."""
     extra.setdefault("store_interval", 1e-9)  # in every step
-    made = SchedulerSide(
+    engine = EngineFacts(
+        namespace.hash_bytes,
+        tuple(groups or (full(),)),
+        world_size,
+        16,
+        longest_blocks,
+        waits,
+        recompute,
+        None,
+        block_ids,
+    )
+    made = of(
         Options.parse(extra),
-        EngineFacts(namespace.hash_bytes, tuple(groups or (full(),)), world_size, 16, longest_blocks, waits, recompute),
+        engine,
         daemon or TinyDaemon(),
         clock=clock or Clock(),
         events=events,
@@ -407,38 +462,38 @@ def side(
 ATTACHED = RankReport(attached={0: EPOCH})
 
 
-def attached(*args: Any, world_size: int = 1, **kwargs: Any) -> SchedulerSide:
+def attached(*args: Any, world_size: int = 1, **kwargs: Any) -> SynchronousSide:
     """`side`, all of whose ranks are attached."""
     made = side(*args, world_size=world_size, **kwargs)
     made.take_report(RankReport(attached=dict.fromkeys(range(world_size), EPOCH)))
     return made
 
 
-def run(made: SchedulerSide, pool: TinyPool, request: Request, tokens: int) -> list[Block]:
+def run(made: SynchronousSide, pool: TinyPool, request: Request, tokens: int) -> list[Block]:
     """Schedule a new request's first ``tokens`` tokens, and let the step be over."""
     blocks = pool.take(-(-tokens // 4))
-    for block, each in zip(blocks, request.block_hashes, strict=False):
-        pool.cache(block, each + bytes(4))
+    pool.cache_full_blocks(request, blocks, 0, tokens // 4)
     made.update_state_after_alloc(request, Allocated([each.block_id for each in blocks]), 0)
     made.build_plan(Step({request.request_id: tokens}))
+    made.end_step()
     request.num_computed_tokens = tokens
     return blocks
 
 
-def pooled(blocks: int, **options: Any) -> tuple[SchedulerSide, TinyPool]:
+def pooled(blocks: int, **options: Any) -> tuple[SynchronousSide, TinyPool]:
     """`attached`, with a block pool."""
     pool = TinyPool(blocks)
     return attached(pool=pool, **options), pool
 
 
-def beside(daemon: TinyDaemon | None = None, **options: Any) -> tuple[SchedulerSide, TinyDaemon]:
+def beside(daemon: TinyDaemon | None = None, **options: Any) -> tuple[SynchronousSide, TinyDaemon]:
     """`attached`, and the daemon that it asks."""
     daemon = daemon or TinyDaemon()
     return attached(daemon=daemon, **options), daemon
 
 
 def computed(
-    made: SchedulerSide, pool: TinyPool, tokens: int, name: str = "r", first: int = 0
+    made: SynchronousSide, pool: TinyPool, tokens: int, name: str = "r", first: int = 0
 ) -> tuple[Request, list[Block]]:
     """`run` of a request whose tokens are the numbers from ``first`` on."""
     request = Request(name, list(range(first, first + tokens)))
@@ -452,7 +507,7 @@ def planned_load(made: SchedulerSide, request: Request, blocks: Allocated | Live
     return job
 
 
-def with_stored(tokens: int) -> tuple[SchedulerSide, TinyDaemon, Request]:
+def with_stored(tokens: int) -> tuple[SynchronousSide, TinyDaemon, Request]:
     """A scheduler, its daemon, and a request of so many tokens whose blocks that has."""
     daemon, request = TinyDaemon(), Request("r", list(range(tokens)))
     daemon.put(0, request.block_hashes)

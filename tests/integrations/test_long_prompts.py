@@ -15,12 +15,11 @@ from kvsidecar.integrations.vllm import lookups
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.support.breaker import CircuitBreaker
 from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, closed_after_the_test, eventually
-from tests.integrations.engine import Clock, Request, Step, full, group
+from tests.integrations.engine import Clock, Request, Step, SynchronousSide, full, group
 from tests.marks import processes
 
 pytestmark = processes
@@ -69,7 +68,7 @@ class Engine:
         # As `connector.KVSidecarConnector` makes it.
         self.client = Client(daemon.socket, step_budget=options.lookup_budget, breaker=breaker)
         clock = None if breaker is None else Clock()
-        self.side = SchedulerSide(
+        self.side = SynchronousSide(
             options,
             EngineFacts(NAMESPACE.hash_bytes, tuple(groups), 1),
             self.client,

@@ -63,7 +63,7 @@ def test_a_hit_is_offered_loaded_under_a_lease_and_the_lease_released_when_every
     assert made.has_pending_push_work()
     made.take_report(RankReport(loaded={load.number: 1}))
     assert daemon.leases
-    made.take_report(RankReport(loaded={load.number: 1}))
+    made.take_report(RankReport(loaded={load.number: 2}))
     assert not daemon.leases
     assert not made.has_pending_push_work()
 
@@ -393,8 +393,9 @@ def test_full_blocks_of_confirmed_tokens_are_stored_once_and_held_until_every_ra
     pool.free_blocks(blocks)
     assert made.has_pending_block_frees()
     made.take_report(RankReport(stored={job.number: 1}))
-    assert pool.num_free == 15 - 3
     made.take_report(RankReport(stored={job.number: 1}))
+    assert pool.num_free == 15 - 3, "the same rank has said it twice"
+    made.take_report(RankReport(stored={job.number: 2}))
     assert pool.num_free == 15
     assert pool.free_block_queue.blocks[-3:] == blocks[2::-1], "vLLM evicts the first of these first"
     assert not made.has_pending_push_work()
@@ -422,10 +423,28 @@ def test_blocks_of_running_requests_are_stored_together_and_those_of_one_that_en
 
 
 def test_tokens_in_flight_are_not_stored() -> None:
+    """As with asynchronous scheduling, where a step is scheduled before the output of the last one is processed."""
     made, pool = pooled(16)
-    request, _ = computed(made, pool, 8)
-    request.num_output_placeholders = 1  # async scheduling: the token behind these is not known yet
-    assert stored_hashes(made.build_plan(Step({"r": 1})).stores) == request.block_hashes[:1]
+    request, blocks = computed(made, pool, 7)
+    request.append([7])
+    steps: list[Step] = []
+
+    def stored() -> list[bytes]:
+        """By one more step of a token, of which the one before is in flight."""
+        if request.num_computed_tokens == 7:
+            pool.cache_full_blocks(request, blocks, 1, 2)
+        steps.append(Step({"r": 1}))
+        jobs = SchedulerSide.build_plan(made, steps[-1]).stores
+        request.num_computed_tokens += 1
+        for step in steps[:-1]:
+            made.begin_output(step, ())
+            made.end_output()
+            steps.remove(step)
+        return stored_hashes(jobs)
+
+    assert stored() == request.block_hashes[:1]
+    assert stored() == [], "the step before may be writing the last token of the block"
+    assert stored() == request.block_hashes[1:]
 
 
 def test_tokens_that_a_draft_model_may_write_again_are_not_stored() -> None:
@@ -836,6 +855,21 @@ def test_a_reset_gives_back_what_was_planned_and_not_sent() -> None:
     gpu_reset(pool)
     assert made.reset_cache() is True
     assert made.build_plan(Step()).stores == ()
+
+
+def test_after_a_reset_that_vllm_raised_an_error_for_nothing_is_offloaded_until_one_succeeds() -> None:
+    made, pool = pooled(16)
+    made.reset_failed()
+    assert made.why_not is WhyNot.RESET_REFUSED
+    _, blocks = computed(made, pool, 8)
+    assert made.build_plan(Step({"r": 1})).stores == ()
+    made.request_finished(made._requests["r"].request)
+    pool.free_blocks(blocks)
+    for block in blocks:
+        pool.uncache(block)
+    assert made.reset_cache()
+    computed(made, pool, 8, "s")
+    assert made.build_plan(Step({"s": 1})).stores
 
 
 def test_shutdown_closes_the_client() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StoreJob
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
+from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.engine import (
     Block,
     CachedRequests,
@@ -27,6 +28,7 @@ from tests.integrations.engine import (
     TinyPool,
     full,
     group,
+    key_of,
     side,
 )
 from tests.marks import examples
@@ -45,6 +47,27 @@ class Running:
     loading: int = 0
     """Tokens that are computed when the load is over."""
     aborted: bool = False
+    spoiled: bool = False
+    """Whether some of the blocks that it has hit are not right."""
+    cached: int = 0
+    """Blocks that are in the prefix cache, or are not worth it any more."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step whose output is not processed."""
+
+    step: Step
+    orders: StepPlan
+    jobs: list[Job]
+    zeroed: list[Block]
+    """What is new in it."""
+    loaded: list[tuple[Block, bytes]]
+    """What another connector loads in it, with the keys."""
+    writes: list[tuple[Block, bytes, list[tuple[Block, bytes]]]]
+    """What it computes, with the keys, and on which blocks."""
+    fails: bool = False
+    """Whether the other connector's load does."""
 
 
 @dataclass(eq=False)
@@ -84,6 +107,8 @@ class Engine:
             daemon=self.daemon,
             clock=self.clock,
             waits=self.waits,
+            block_ids=self.block_ids,
+            of=SchedulerSide,
             **extra,
         )
         self.world_size = world_size
@@ -92,9 +117,12 @@ class Engine:
         self.loading: list[Running] = []
         self.preempted: set[str] = set()
         self.finished: set[str] = set()
-        self.flight: list[tuple[list[tuple[Block, bytes]], list[Job]]] = []
-        """Steps that are not executed: what they write, and the jobs that come with them."""
+        self.flight: list[Flight] = []
         self.jobs: list[Job] = []
+        self.got: set[int] = set()
+        """Numbers of the plans that the ranks got."""
+        self.lost: dict[int, list[Job]] = {}
+        """Jobs of the plans that they did not get."""
         self.weights = 0
         self.refused = False
         """A reset, since the weights changed: vLLM was told to go on all the same, with KV of both."""
@@ -109,8 +137,9 @@ class Engine:
             self.waiting.append(Request(f"r{self.count}", [choice % 2] * (7 + choice // 2 % 16)))
             self.side.on_new_request(self.waiting[-1])
 
-    def key(self, each: Group, request: Request, index: int) -> bytes:
-        return each.hashes(request.block_hashes, index, index + 1)[0] + each.index.to_bytes(4, "big")
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        states = [each for each in (*self.running, *self.loading) if each.request.request_id == request_id]
+        return [[block.block_id for block in table] for each in states for table in each.tables]
 
     def local_hit(self, request: Request) -> tuple[int, list[list[Block]]]:
         """As vLLM's own prefix cache: the longest one that all groups can go on behind."""
@@ -119,7 +148,7 @@ class Engine:
             for each in self.groups:
                 need = each.first_needed(tokens)
                 one = self.pool.cached_block_hash_to_block.get_one_block
-                found = [one(self.key(each, request, i)) for i in range(need, tokens // 4)]
+                found = [one(key_of(each, request, i)) for i in range(need, tokens // 4)]
                 if None in found:
                     break
                 tables.append([self.pool.null_block] * need + [block for block in found if block is not None])
@@ -140,6 +169,13 @@ class Engine:
         assert is_async == (external > 0)
         external = external - 4 if accept == 7 and external > 4 else external  # vLLM may take less
         tokens = local + external if external else min(request.num_tokens, local + 8)
+        # Another connector beside this one may have more, and loads it in the step that computes the rest.
+        other = (
+            0
+            if external or len(self.groups) > 1
+            else min(choice // 8 % 3 * 4, (request.num_tokens - 1 - local) // 4 * 4)
+        )
+        tokens = max(tokens, min(request.num_tokens, local + other + 1)) if other else tokens
         touched = [block for table in tables for block in table if not block.is_null]
         self.pool.touch(touched)
         missing = [range(len(table), -(-tokens // 4)) for table in tables]
@@ -154,23 +190,41 @@ class Engine:
         fresh = iter(self.pool.take(count))
         for table, blocks, null in zip(tables, missing, nulls, strict=True):
             table += [next(fresh) if i >= null else self.pool.null_block for i in blocks]
-        state = Running(request, tables, local + external if external else 0)
+        state = Running(request, tables, local + external if external else 0, cached=local // 4)
         self.side.update_state_after_alloc(request, LiveTables(tables), external)
         if external:
+            self.loading.append(state)
             while self.flight:  # vLLM frees no block that a step in flight may write, where loads could come
                 self.execute()
-            self.loading.append(state)
+            for table in tables:
+                for block in table[local // 4 :]:
+                    block.content = None
             self.schedule({})
         else:
-            request.num_computed_tokens = local
+            request.num_computed_tokens = local + other
             self.running.append(state)
-            self.schedule({request.request_id: tokens - local}, new=state)
+            self.schedule({request.request_id: tokens - local - other}, new=state, other=other, fails=choice % 3 == 0)
 
-    def schedule(self, scheduled: dict[str, int], new: Running | None = None) -> None:
-        """One step: blocks are allocated and entered in the cache now, and written when the step is executed."""
-        writes: list[tuple[Block, bytes]] = []
+    def schedule(
+        self,
+        scheduled: dict[str, int],
+        new: Running | None = None,
+        displaced: Running | None = None,
+        other: int = 0,
+        fails: bool = False,
+    ) -> None:
+        """One step: blocks are allocated and entered in the cache now, and written when the step is executed.
+
+        Args:
+            displaced: is preempted when it has got its blocks, because a request of a higher priority needs some.
+            other: tokens that another connector loads for ``new`` in this step.
+            fails: whether that load fails.
+        """
+        flight = Flight(Step(), StepPlan(), [], [], [], [], fails)
+        if new is not None:
+            flight.zeroed += [block for table in new.tables for block in table[new.cached :] if not block.is_null]
         cached = CachedRequests()
-        for state in self.running:
+        for state in list(self.running):
             request = state.request
             count = scheduled.get(request.request_id, 0)
             if not count:
@@ -181,28 +235,36 @@ class Engine:
                 extra = self.pool.take(max(0, -(-end // 4) - len(table)))
                 added.append([block.block_id for block in extra])
                 table += extra
-                for i in range(request.num_computed_tokens // 4, min(end // 4, len(request.block_hashes))):
-                    self.pool.cache(table[i], self.key(each, request, i))
-                    writes.append((table[i], self.key(each, request, i)))
+                flight.zeroed += extra
+                full_blocks = min(end // 4, len(request.block_hashes))
+                if full_blocks > state.cached:
+                    self.pool.cache_full_blocks(request, table, state.cached, full_blocks, each)
+                keys = [key_of(each, request, i) for i in range(full_blocks)]
+                first = request.num_computed_tokens // 4
+                if state is new:
+                    flight.loaded += zip(
+                        table[first - other // 4 : first], keys[first - other // 4 : first], strict=True
+                    )
+                for i in range(first if state is not displaced else full_blocks, full_blocks):
+                    before = [each for each in zip(table[:i], keys, strict=False) if not each[0].is_null]
+                    flight.writes.append((table[i], keys[i], before))
                 for i in range(min(each.first_needed(request.num_computed_tokens), len(table))):
                     if not table[i].is_null:  # left the window
                         self.pool.free_blocks([table[i]])
                         table[i] = self.pool.null_block
-            if state is not new:
+            state.cached = max(state.cached, min(end // 4, len(request.block_hashes)))
+            if state is displaced:
+                del scheduled[request.request_id]
+                self.preempt(self.running.index(state))
+            elif state is not new:
                 cached.req_ids.append(request.request_id)
                 cached.new_block_ids.append(tuple(added))
-        orders = self.side.build_plan(
-            Step(
-                scheduled,
-                self.preempted,
-                self.finished,
-                [self.new_request(new)] if new else [],
-                cached,
-            )
-        )
+        flight.step = Step(scheduled, self.preempted, self.finished, [self.new_request(new)] if new else [], cached)
+        flight.orders = orders = self.side.build_plan(flight.step)
         self.preempted, self.finished = set(), set()
         assert not (self.refused and (orders.stores or orders.loads))
-        self.flight.append((writes, [self.job_of(each) for each in (*orders.stores, *orders.loads)]))
+        flight.jobs = [self.job_of(each) for each in (*orders.stores, *orders.loads)]
+        self.flight.append(flight)
         for state in self.running:
             state.request.num_computed_tokens += scheduled.get(state.request.request_id, 0)
 
@@ -228,6 +290,18 @@ class Engine:
             free -= need
             scheduled[request.request_id] = count
         self.schedule(scheduled)
+
+    def displace(self, choice: int) -> None:
+        """A step in which the request that was scheduled first is preempted again."""
+        victim = next(
+            (each for each in self.running if each.request.num_computed_tokens < each.request.num_tokens), None
+        )
+        if victim is None:
+            return
+        count = min(1 + choice % 9, victim.request.num_tokens - victim.request.num_computed_tokens)
+        end = victim.request.num_computed_tokens + count
+        if sum(max(0, -(-end // 4) - len(table)) for table in victim.tables) <= self.pool.num_free:
+            self.schedule({victim.request.request_id: count}, displaced=victim)
 
     def finish(self, index: int) -> None:
         if not self.running:
@@ -261,12 +335,74 @@ class Engine:
     # -- ranks -----------------------------------------------------------------------------------------------------
 
     def execute(self, _: int = 0) -> None:
+        """A step is executed, and vLLM processes its output."""
         if not self.flight:
             return
-        writes, jobs = self.flight.pop(0)
-        for block, key in writes:
-            block.content = self.content(key)
+        flight = self.flight.pop(0)
+        self.compute(flight)
+        self.take_orders(flight.orders, flight.jobs)
+        invalid = {block.block_id for block, _ in flight.loaded} if flight.fails else set()
+        self.side.begin_output(flight.step, invalid)
+        if invalid:
+            self.compute_again(flight.step, invalid)
+        self.side.end_output()
+
+    def compute(self, flight: Flight) -> None:
+        for block in flight.zeroed:
+            block.content = None
+        for block, key in flight.loaded:
+            block.content = None if flight.fails else self.content(key)
+        for block, key, before in flight.writes:
+            right = all(each.content is not None and each.content[:-2] == name for each, name in before)
+            block.content = self.content(key) if right else None
+
+    def compute_again(self, step: Step, invalid: set[int]) -> None:
+        """As vLLM with the policy ``recompute``: the first request with an invalid block computes it again, and the
+        others believe that it is right then. What later steps have computed is delivered."""
+        for state in self.loading:
+            state.spoiled |= any(block.block_id in invalid for table in state.tables for block in table)
+        marked: set[int] = set()
+        for state in self.running:
+            request = state.request
+            computed = request.num_computed_tokens - step.num_scheduled_tokens.get(request.request_id, 0)
+            (table,) = state.tables
+            mine = [i for i in range(-(-computed // 4)) if table[i].block_id in invalid]
+            own = [i for i in mine if table[i].block_id not in marked]
+            marked.update(table[i].block_id for i in own)
+            if own:
+                request.num_computed_tokens = own[0] * 4
+            elif mine:
+                request.num_computed_tokens = computed
+
+    def take_orders(self, orders: StepPlan, jobs: list[Job]) -> None:
+        """The ranks get a plan, and those of lost steps that they did not get."""
         self.jobs += jobs
+        for lost in orders.lost:
+            if lost.number not in self.got:
+                self.got.add(lost.number)
+                self.jobs += self.lost.pop(lost.number)
+        self.got.add(orders.number)
+
+    def lose_steps(self, choice: int) -> None:
+        """A rank raises an error, and the engine goes on nevertheless: vLLM aborts all requests, and drops the steps in
+        flight, of which the ranks may have got the first ones."""
+        if not self.flight:
+            return
+        flights, self.flight = self.flight, []
+        self.side.abort_all()
+        for i, flight in enumerate(flights):
+            if i < choice % 3:
+                self.compute(flight)
+                self.take_orders(flight.orders, flight.jobs)
+            else:
+                self.lost[flight.orders.number] = flight.jobs
+        for request in self.waiting:
+            self.side.request_finished(request)
+        self.waiting.clear()
+        while self.running:
+            self.finish(0)
+        for index in range(len(self.loading)):
+            self.abort_while_loading(index)
 
     def content(self, key: bytes, weights: int | None = None) -> bytes:
         return key + (self.weights if weights is None else weights).to_bytes(2)
@@ -278,7 +414,7 @@ class Engine:
         index, done = choice, sure or choice % 5 > 0
         job = self.jobs[index % len(self.jobs)]
         job.ranks -= 1
-        number = job.job.number
+        number, rank = job.job.number, 1 << job.ranks
         if isinstance(job.job, StoreJob):
             job.failed |= not done
             if not job.ranks:
@@ -286,7 +422,7 @@ class Engine:
                 self.stored(job)
             self.side.take_report(
                 RankReport(
-                    stored={number: 1},
+                    stored={number: rank},
                     not_stored=frozenset() if done else frozenset({number}),
                     not_admitted=frozenset({number} if not done and choice % 2 else ()),
                 )
@@ -298,7 +434,7 @@ class Engine:
             self.jobs.remove(job)
             self.loaded(job, job.job)
         self.side.take_report(
-            RankReport(loaded={number: 1}, not_loaded=frozenset({number}) if job.failed else frozenset())
+            RankReport(loaded={number: rank}, not_loaded=frozenset({number}) if job.failed else frozenset())
         )
 
     def stored(self, job: Job) -> None:
@@ -306,7 +442,7 @@ class Engine:
             for key, block_id in zip(hashes_of(each), each.ids(), strict=True):
                 content = self.pool.blocks[block_id].content
                 name = job.hashes[key] + each.group.to_bytes(4, "big")
-                assert content == self.content(name, job.weights), "a store read another block's content"
+                assert content == self.content(name, job.weights), "a store read what is not the content of its hash"
                 if not job.failed:
                     self.daemon.blocks[each.group, key] = content
 
@@ -322,7 +458,7 @@ class Engine:
                     assert block.block_hash is None, "a load wrote to a block that is cached"
                     block.content = self.daemon.blocks[each.group, key]
                     written.add(block_id)
-        if state.aborted or job.failed:
+        if state.aborted or state.spoiled or job.failed:
             self.free(state)
             if not state.aborted:
                 self.waiting.insert(0, request)
@@ -331,11 +467,14 @@ class Engine:
             for i in range(of.first_needed(state.loading), state.loading // 4):
                 block = table[i]
                 if block.block_id in written:
-                    assert block.content == self.content(self.key(of, request, i), job.weights), "wrong KV was loaded"
+                    assert block.content == self.content(key_of(of, request, i), job.weights), "wrong KV was loaded"
                 else:
                     assert block.content is not None, "vLLM goes on with a block that was not loaded"
-                    assert block.content[:-2] == self.key(of, request, i), "vLLM goes on with another block"
-                self.pool.cache(block, self.key(of, request, i))
+                    assert block.content[:-2] == key_of(of, request, i), "vLLM goes on with another block"
+            if state.cached < state.loading // 4:
+                first = max(state.cached, of.first_needed(state.loading))
+                self.pool.cache_full_blocks(request, table, first, state.loading // 4, of)
+        state.cached = state.loading // 4
         request.num_computed_tokens = state.loading
         self.running.append(state)
 
@@ -402,7 +541,7 @@ class Engine:
         request = Request("theirs", [choice % 2] * (7 + choice // 2 % 16))
         for each in self.groups:
             for index in range(len(request.block_hashes)):
-                key = self.key(each, request, index)
+                key = key_of(each, request, index)
                 self.daemon.blocks[each.index, key[:32]] = self.content(key, 0)
 
     def reset(self, choice: int) -> None:
@@ -414,6 +553,7 @@ class Engine:
         while self.flight:
             self.execute()
         self.weights += 1
+        self.side.begin_reset()
         empty = self.pool.num_free == self.pool.num_gpu_blocks - 1
         if empty:
             for block in self.pool.blocks:
@@ -422,6 +562,7 @@ class Engine:
         assert done or not empty
         assert not done or all(each.block_hash is None and not each.ref_cnt for each in self.pool.blocks[1:])
         self.refused = not done
+        self.side.end_reset()
 
     def time_passes(self, choice: int) -> None:
         passed = (0.01, 0.2, 2 * OFFER_SECONDS)[choice % 3]
@@ -455,7 +596,8 @@ class Engine:
         assert all(block.ref_cnt >= owners.get(block.block_id, 0) for block in self.pool.blocks)
         assert self.waits or len(held) <= 7
         loads = 0
-        for job in (*self.jobs, *(job for _, jobs in self.flight for job in jobs)):
+        lost = [job for jobs in self.lost.values() for job in jobs]
+        for job in (*self.jobs, *lost, *(job for flight in self.flight for job in flight.jobs)):
             loads += isinstance(job.job, LoadJob)
             if isinstance(job.job, StoreJob):
                 assert {each for blocks in job.job.blocks for each in blocks.ids()} <= held
@@ -508,6 +650,8 @@ OPERATIONS = (
     *(Engine.execute,) * 5,
     *(Engine.report,) * 6,
     *(Engine.finish,) * 2,
+    *(Engine.displace,) * 2,
+    Engine.lose_steps,
     *(Engine.serve_all,) * 2,
     *(Engine.gpu_forgets,) * 2,
     Engine.abort_while_loading,

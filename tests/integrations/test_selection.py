@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -33,10 +33,10 @@ def candidates(hashes: Sequence[bytes], table: Sequence[Any] = ()) -> Candidates
 
 
 def chosen(
-    pool: TinyPool, stored_filter: StoredFilter, of: Group, of_step: Candidates
+    pool: TinyPool, stored_filter: StoredFilter, of: Group, of_step: Candidates, unwritten: Collection[int] = ()
 ) -> tuple[list[bytes], list[Any], list[int]]:
     """Hashes and blocks, of which the packed form names both, and places."""
-    found = choose(pool, stored_filter, of, of_step)
+    found = choose(pool, stored_filter, of, of_step, unwritten)
     if found is None:
         return [], [], []
     assert found.packed.group == of.index
@@ -52,6 +52,11 @@ def test_what_the_gpu_has_and_is_not_known_is_chosen() -> None:
     know(stored_filter, full(2), hashes[:1])
     assert chosen(pool, stored_filter, full(2), candidates(hashes)) == (hashes[1:3], blocks[1:], [1, 2])
     assert chosen(pool, stored_filter, full(1), candidates(hashes)) == ([], [], [])
+    assert chosen(pool, stored_filter, full(2), candidates(hashes), [blocks[1].block_id]) == (
+        hashes[2:3],
+        blocks[2:],
+        [2],
+    )
     know(stored_filter, full(2), hashes)
     assert chosen(pool, stored_filter, full(2), candidates(hashes)) == ([], [], [])
 
@@ -112,7 +117,7 @@ def test_what_was_selected_last_is_evicted_first() -> None:
     for block, key in zip(blocks, keys_of(full(), request), strict=True):
         pool.cache(block, key)
     for part in (slice(0, 2), slice(2, 4)):
-        found = choose(pool, StoredFilter(), full(), candidates(request[part], blocks[part]))
+        found = choose(pool, StoredFilter(), full(), candidates(request[part], blocks[part]), ())
         assert found is not None
         selection.add(found, ())
     assert list(selection) == blocks

@@ -12,7 +12,6 @@ import pytest
 from kvsidecar.client import GroupLayout, Region
 from kvsidecar.integrations.vllm import scheduler, step_loads
 from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport
-from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.step_loads import LayerChunks, StepLoads
 from tests.harness import LAYERS, NUM_BLOCKS, ROW_BYTES, SECONDS, DaemonProcess, Gate
 from tests.integrations.engine import (
@@ -21,6 +20,7 @@ from tests.integrations.engine import (
     LiveTables,
     Request,
     Step,
+    SynchronousSide,
     TinyDaemon,
     TinyPool,
     attached,
@@ -36,7 +36,7 @@ pytestmark = lent_daemon
 # -- the scheduler's side ------------------------------------------------------------------------------------------
 
 
-def with_hit(**options: object) -> tuple[SchedulerSide, Request, list[list[int]]]:
+def with_hit(**options: object) -> tuple[SynchronousSide, Request, list[list[int]]]:
     """A scheduler whose steps may load, a request whose first two blocks the daemon has, and the GPU blocks that were
     computed again."""
     daemon, request, wrong = TinyDaemon(), Request("r", list(range(18))), []
@@ -45,7 +45,7 @@ def with_hit(**options: object) -> tuple[SchedulerSide, Request, list[list[int]]
     return made, request, wrong
 
 
-def planned(made: SchedulerSide, pool: TinyPool, request: Request) -> int:
+def planned(made: SynchronousSide, pool: TinyPool, request: Request) -> int:
     """vLLM takes the hit, and computes the rest of the request in the same step. Returns the load's number."""
     assert made.get_num_new_matched_tokens(request, 0) == (8, False)
     made.update_state_after_alloc(request, LiveTables([pool.take(5)]), 8)
@@ -104,13 +104,10 @@ def test_until_it_has_ended_nothing_is_stored_and_no_other_request_begins() -> N
     pool, clock = TinyPool(40), Clock()
     made, request, _ = with_hit(pool=pool, clock=clock)
     number = planned(made, pool, request)
-    for block, each in zip(pool.blocks[1:], request.block_hashes, strict=False):
-        pool.cache(block, each + bytes(4))
+    pool.cache_full_blocks(request, pool.blocks[1:], 0, 4)
     assert made.get_num_new_matched_tokens(Request("b", list(range(18))), 8) == (None, False)
     assert not made.build_plan(Step({"r": 1})).stores
     made.request_finished(request)
-    clock.now += SECONDS
-    assert not made.build_plan(Step({"b": 1})).stores
     made.take_report(RankReport(loaded={number: 1}))
     clock.now += SECONDS
     assert made.get_num_new_matched_tokens(Request("b", list(range(18))), 8) == (0, False)

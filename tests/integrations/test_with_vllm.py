@@ -34,9 +34,8 @@ from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.options import Options
-from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
-from tests.integrations.engine import EPOCH, NAMESPACE, Clock, TinyDaemon
+from tests.integrations.engine import EPOCH, NAMESPACE, Clock, SynchronousSide, TinyDaemon
 
 kv_cache_utils.init_none_hash(sha256)
 
@@ -103,7 +102,7 @@ class Engine:
         self.manager = KVCacheManager(self.config, **{name: value for name, value in values.items() if name in known})
         self.hasher = kv_cache_utils.get_request_block_hasher(hash_tokens, sha256)
         self.daemon = daemon
-        self.side = SchedulerSide(
+        self.side = SynchronousSide(
             Options(),
             EngineFacts(NAMESPACE.hash_bytes, tuple(self.groups), 1),
             daemon,

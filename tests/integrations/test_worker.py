@@ -11,7 +11,7 @@ import pytest
 from kvsidecar.client import Blocks, JobDone, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.vllm.adapters import AdapterLoad, AdapterLoads
-from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StoreJob
+from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.integrations.vllm.terms import Terms
 from kvsidecar.types import Priority
@@ -178,7 +178,7 @@ def test_replicated_kv_is_stored_by_the_first_rank_and_loaded_by_all(daemon: Dae
     for rank in ranks:
         rank.kv[...] = 7
         rank.step(store(1, "a", at=[2]))
-    assert ranks[1].report.stored == {1: 1}, "what others store is reported at once"
+    assert ranks[1].report.stored == {1: 2}, "what others store is reported at once"
     ranks[0].until(lambda w: w.report.stored)
     ranks[1].kv[:, :, 5] = 0
     ranks[1].step(loads=(load(2, "a", at=[5]),))
@@ -336,3 +336,23 @@ def test_a_store_that_is_not_admitted_is_reported_so_and_is_no_allocation_failur
     worker.step()
     assert worker.report.not_admitted == {1}
     assert not caplog.records
+
+
+def test_a_rank_begins_the_jobs_of_a_lost_step_that_it_did_not_get_and_tells_again_what_has_ended(
+    short_dir: Path,
+) -> None:
+    worker = Worker(str(short_dir / "nobody.sock"))
+    got = StepPlan((store(1, "a", at=[0]),), number=1)
+    missed = StepPlan((store(2, "b", at=[1]),), (load(3, "c", at=[2]),), number=2)
+    worker.run(got)
+    assert worker.report.stored == {1: 1}
+    worker.report = RankReport()
+    worker.run(StepPlan(number=3, lost=(got, missed), repeat=True))
+    worker.run(StepPlan())
+    assert (worker.report.stored, worker.report.loaded) == ({1: 1, 2: 1}, {3: 1})
+    ends = sum(len(each.stored) + len(each.loaded) for each in worker.side._ends)
+    assert ends == 3, "what it got before is not begun again"
+    worker.report = RankReport()
+    worker.run(StepPlan(number=4, lost=(missed,)))
+    worker.run(StepPlan())
+    assert worker.report == RankReport()

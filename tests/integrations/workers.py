@@ -88,8 +88,11 @@ class Worker:
 
     def step(self, *stores: StoreJob, loads: tuple[LoadJob, ...] = (), saves: bool = True) -> None:
         """One step of the engine, in the order of vLLM's hooks."""
-        orders = StepPlan(tuple(stores), loads, adapter_changes=self.known_changes)
-        self.side.bind(orders)
+        self.run(StepPlan(tuple(stores), loads, adapter_changes=self.known_changes), saves=saves)
+
+    def run(self, plan: StepPlan, *, saves: bool = True) -> None:
+        """A step with this plan."""
+        self.side.bind(plan)
         self.side.submit_loads()
         self.forward()
         if saves:

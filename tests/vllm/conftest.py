@@ -43,6 +43,19 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     return models.save("hybrid", tmp_path_factory.getbasetemp())
 
 
+@pytest.fixture
+def by_name() -> None:
+    """MultiConnector looks connectors up by name; an installed kvsidecar is registered by its entry point."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvsidecar.integrations.vllm import register
+
+    register()
+    for name, module in (("SecondConnector", "tests.vllm.second"), ("FailingConnector", "tests.vllm.failing")):
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)
+
+
 SOON_FULL = ("--pool-size", "6MiB")
 """About 120 blocks of the model with one group, and below the 8 MiB that an ordinary user may lock."""
 POOL = ("--pool-size", "64MiB") if DEVICE == "cuda" else SOON_FULL

@@ -186,10 +186,10 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, prompt: Prompt, tokens: int = 8, adapter: Adapter | None = None) -> str:
-        """Add a request without running it."""
-        name, lora = f"r{next(self._names)}", lora_of(adapter)
-        return str(self.engine.add_request(name, input_of(prompt), sampling(tokens), lora_request=lora))
+    def add(self, prompt: Prompt, tokens: int = 8, adapter: Adapter | None = None, priority: int = 0) -> str:
+        """Add a request without running it. Returns its name, behind which vLLM has put a suffix."""
+        name, what = f"r{next(self._names)}", {"lora_request": lora_of(adapter), "priority": priority}
+        return str(self.engine.add_request(name, input_of(prompt), sampling(tokens), **what))
 
     def step(self) -> list[Any]:
         return list(self.engine.step())

@@ -8,21 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.integrations.vllm import register
 from tests.harness import DaemonProcess
 from tests.marks import promise
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import LONG, Prompt, forget, hits, join, joined, kvsidecar, prompt
 
-
-@pytest.fixture(autouse=True)
-def _by_name() -> None:
-    """MultiConnector looks connectors up by name; an installed kvsidecar is registered by its entry point."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    register()
-    if "SecondConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("SecondConnector", "tests.vllm.second", "SecondConnector")
+pytestmark = pytest.mark.usefixtures("by_name")
 
 
 def multi(*children: dict[str, Any]) -> dict[str, Any]:

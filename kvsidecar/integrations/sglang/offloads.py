@@ -1,8 +1,9 @@
 """Stores of nodes of SGLang's tree, whose ends SGLang takes in the order in which it has offered them.
 
-Every store goes through `Offloads.submit`, and nothing is left to confirm there: SGLang puts pages into its tree when it
-has processed the result of the forward that computed them or, those of a chunk or of a last token, when it has launched
-that forward and all loads for it have arrived (`Loads.finish`); and they are read behind its kernels (`SlotReader`).
+Every store goes through `Offloads.submit`, and nothing is left to confirm there: SGLang puts pages into its tree when
+it has processed the result of the forward that computed them or, those of a chunk or of a last token, when it has
+launched that forward and all loads for it have arrived (`Loads.finish`); and they are read behind its kernels
+(`SlotReader`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.rank_memory import RankMemory
-from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, recomputing, register
+from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, recomputing, register, scheduler_hooks
 from kvsidecar.integrations.vllm.adapters import AdapterLoads, Adapters
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
@@ -100,6 +100,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._unhook: Callable[[], None] = lambda: None
         self._export: Callable[[], RankMemory] | None = None
         self._weights: Weights | None = None
         """Of an engine that may sleep."""
@@ -114,6 +115,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
             _check_failed_loads(kv_cache_config)
+            scheduler = scheduler_hooks.of_caller() if role is KVConnectorRole.SCHEDULER else None
         except ValueError as error:
             self._groups = ()
             _log.error("kvsidecar: no offload: %s", error)
@@ -121,12 +123,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._gauges = {ATTACHED: 0, **reason_gauges(WhyNot.UNSUPPORTED)}
             return
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._scheduler_side()
+            self._scheduler = self._scheduler_side(scheduler)
         elif (lora_config := getattr(vllm_config, "lora_config", None)) is not None:
             self._adapter_loads = adapter_hooks.record_loads(lora_config)
         atexit.register(self.shutdown)
 
-    def _scheduler_side(self) -> SchedulerSide:
+    def _scheduler_side(self, scheduler: Any) -> SchedulerSide:
         policy = self._kv_transfer_config.kv_load_failure_policy
         if policy != "recompute":
             _log.warning(
@@ -158,9 +160,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             waits=hasattr(KVConnectorBase_V1, "has_pending_block_frees"),
             recompute=recomputing.of_caller(self._vllm_config, self._kv_cache_config, self._groups) if wanted else None,
             adapters=self._adapters(),
+            block_ids=lambda request_id: scheduler.kv_cache_manager.get_block_ids(request_id),
         )
         client = self._client(f"{self._instance} scheduler")
-        return SchedulerSide(self._options, engine, client, events=events, watch=watch, wake=waker())
+        side = SchedulerSide(self._options, engine, client, events=events, watch=watch, wake=waker())
+        self._unhook = scheduler_hooks.tell(scheduler, side)
+        return side
 
     def _adapters(self) -> Adapters | None:
         if getattr(self._vllm_config, "lora_config", None) is None:
@@ -369,6 +374,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.unregister()
         if self._scheduler is not None:
+            self._unhook()
             self._scheduler.shutdown()
 
     # -- metrics, on both sides and in the process that serves them ----------------------------------------------

@@ -11,7 +11,7 @@ from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm.events import Events, Loaded
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.lookups import Lookups, Offer
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, traceparent_of
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, all_of, traceparent_of
 from kvsidecar.integrations.vllm.shared import Shared
 
 
@@ -19,8 +19,8 @@ from kvsidecar.integrations.vllm.shared import Shared
 class _Load:
     request_id: str
     blocks: tuple[GroupBlocks, ...]
-    ranks: int
-    """Ranks that have not reported yet."""
+    unreported: int
+    """Ranks that have not reported yet, as in `RankReport.loaded`."""
     lease: LeaseRenewal | None
     begun: int
     """`StoredFilter.age` when it was planned."""
@@ -86,7 +86,7 @@ class Loads:
         number = next(self._numbers)
         lease = self._lookups.renew_lease(offer)
         load = self.running[number] = _Load(
-            request.request_id, tuple(packed), self._world_size, lease, self._stored_filter.age, tables
+            request.request_id, tuple(packed), all_of(self._world_size), lease, self._stored_filter.age, tables
         )
         if self._events is not None:
             load.unannounced = self._unannounced(self._events, request, load.blocks, offer.local)
@@ -162,13 +162,13 @@ class Loads:
         """
         failed: list[str] = []
         wrong: list[int] = []
-        for number, count in report.loaded.items():
+        for number, ranks in report.loaded.items():
             load = self.running.get(number)
             if load is None:
                 continue
             load.failed |= number in report.not_loaded
-            load.ranks -= count
-            if load.ranks > 0:
+            load.unreported &= ~ranks
+            if load.unreported:
                 continue
             del self.running[number]
             if load.lease is not None:

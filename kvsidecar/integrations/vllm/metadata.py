@@ -88,6 +88,12 @@ class StepPlan:
     """Nothing is scheduled in this step: stores may use the whole PCIe bandwidth."""
     give_up: bool = False
     """The daemon hangs, and the engine needs the blocks that its jobs hold: end them."""
+    number: int = 0
+    """Of the plan, if it has jobs: unique, and never 0."""
+    lost: tuple[StepPlan, ...] = ()
+    """Plans of steps that vLLM has lost. Each rank takes those that it did not get."""
+    repeat: bool = False
+    """vLLM has lost a step, and maybe its reports: tell again which jobs have ended."""
     adapter_changes: int = 0
     """How many changed adapters the scheduler side knows of. A rank that has seen more stores nothing of this plan."""
 
@@ -104,11 +110,12 @@ class RankReport:
     attached: Mapping[int, int] = field(default_factory=dict)
     """By rank: the epoch of the daemon run that it is attached to; 0 for none. Only changes are reported."""
     stored: Mapping[int, int] = field(default_factory=dict)
-    """By store job: the number of ranks on which it has ended, whatever the outcome."""
+    """By store job: the ranks on which it has ended, whatever the outcome, as a bit for each. A rank may say so
+    twice."""
     not_stored: frozenset[int] = frozenset()
     """Store jobs that some rank did not complete: their blocks may be stored again."""
     loaded: Mapping[int, int] = field(default_factory=dict)
-    """By load job: the number of ranks on which it has ended. vLLM is told of their requests separately."""
+    """By load job: the ranks on which it has ended, as in ``stored``. vLLM is told of their requests separately."""
     not_loaded: frozenset[int] = frozenset()
     nodes: Mapping[int, str] = field(default_factory=dict)
     """By rank: which node it runs on; reported at the engine's start."""
@@ -127,18 +134,18 @@ class RankReport:
         """All of them as one: thousands of jobs may end in one step, so none is copied for each of the next."""
         reports = (self, *others)
 
-        def summed(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+        def united(ranks: Iterable[Mapping[int, int]]) -> dict[int, int]:
             found: dict[int, int] = {}
-            for each in counts:
-                for number, count in each.items():
-                    found[number] = found.get(number, 0) + count
+            for each in ranks:
+                for number, bits in each.items():
+                    found[number] = found.get(number, 0) | bits
             return found
 
         return RankReport(
             {rank: epoch for each in reports for rank, epoch in each.attached.items()},
-            summed(each.stored for each in reports),
+            united(each.stored for each in reports),
             frozenset().union(*[each.not_stored for each in reports]),
-            summed(each.loaded for each in reports),
+            united(each.loaded for each in reports),
             frozenset().union(*[each.not_loaded for each in reports]),
             {rank: node for each in reports for rank, node in each.nodes.items()},
             max(each.pool_blocks for each in reports),
@@ -147,6 +154,11 @@ class RankReport:
             frozenset().union(*[each.not_admitted for each in reports]),
             {rank: same for each in reports for rank, same in each.woken.items()},
         )
+
+
+def all_of(ranks: int) -> int:
+    """So many ranks, with a bit for each."""
+    return (1 << ranks) - 1
 
 
 def traceparent_of(request: Any) -> str | None:

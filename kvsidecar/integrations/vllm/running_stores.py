@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport
+from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, all_of
 from kvsidecar.integrations.vllm.selection import Selection
 
 SOON_SECONDS = 0.1
@@ -24,13 +24,15 @@ report may arrive after two more steps were planned."""
 class RunningStore:
     selection: Selection
     blocks: tuple[GroupBlocks, ...]
-    ranks: int
-    """Ranks that have not reported yet."""
+    unreported: int
+    """Ranks that have not reported yet, as in `RankReport.stored`."""
     begun: tuple[float, int]
     """Monotonic seconds and step number when it was sent to the ranks."""
     failed: bool = False
     retry: bool = True
     """Whether to store its blocks later if it fails."""
+    tells: bool = True
+    """False: its blocks were stored for keys that a reset has made useless, so that its end concerns nobody."""
     admitted: bool = True
     """False: the daemon keeps other blocks instead."""
 
@@ -56,18 +58,18 @@ class RunningStores:
 
     def add(self, number: int, selection: Selection, blocks: tuple[GroupBlocks, ...], ranks: int, now: float) -> None:
         """A store is sent to so many ranks in this step."""
-        self._stores[number] = RunningStore(selection, blocks, ranks, (now, self._step))
+        self._stores[number] = RunningStore(selection, blocks, all_of(ranks), (now, self._step))
 
     def ended(self, report: RankReport, now: float) -> Iterator[RunningStore]:
         """Those that every rank has reported with this one."""
-        for number, count in report.stored.items():
+        for number, ranks in report.stored.items():
             store = self._stores.get(number)
             if store is None:
                 continue
             store.failed |= number in report.not_stored
             store.admitted &= number not in report.not_admitted
-            store.ranks -= count
-            if store.ranks <= 0:
+            store.unreported &= ~ranks
+            if not store.unreported:
                 self.wait_anew(now)
                 del self._stores[number]
                 yield store

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from kvsidecar.integrations.vllm.stores import Stores
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
 from kvsidecar.integrations.vllm.touches import Touches
 from kvsidecar.integrations.vllm.waking import Alarm
+from kvsidecar.integrations.vllm.written import WrittenBlocks
 from kvsidecar.integrations.weights_version import WeightsVersion, read_name
 from kvsidecar.types import Namespace
 
@@ -60,9 +62,11 @@ class SchedulerSide:
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        shared = Shared(options, engine, events, clock)
+        written = WrittenBlocks(engine.block_ids)
+        shared = Shared(options, engine, events, clock, written=written)
         self.counters, self._stored_filter, self._events = shared.counters, shared.stored_filter, events
         self._options, self._world_size, self._clock = options, engine.world_size, clock
+        self._written, self._plans = written, itertools.count(1)
         # A file from before the start names older weights.
         used = read_name(options.weights_version_file)
         self._weights_version = WeightsVersion(engine.hash_bytes, options.weights_version, used=[used] if used else [])
@@ -201,24 +205,44 @@ class SchedulerSide:
 
     def build_plan(self, scheduler_output: Any) -> StepPlan:
         """What the ranks do in this step; mostly `NOTHING`, without a look at any request."""
+        self._written.schedule(scheduler_output)
         if self._lookups.used:
             self._lookups.new_step()
         self._counts |= self._touches.step()
         if self._adapters is not None:
             self._adapters.new_step()
         due = self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids
-        # Blocks count as computed, and would be stored, whose load has not ended.
-        if due and self._enabled and not self._loads.in_step:
+        if due and self._enabled:
             self._counts = True
             self._stores.step(self._requests, scheduler_output)
         idle = not scheduler_output.total_num_scheduled_tokens
         give_up = self._stores.gives_up()
         stores, loads = self._stores.take_jobs(), self._loads.planned and self._loads.take_jobs()
-        if not (stores or loads or give_up):
+        repeat, lost = self._written.take_lost_plans()
+        if not (stores or loads or give_up or repeat):
             return IDLE if idle else NOTHING
         self._counts = True
         changes = self._adapters.changes if self._adapters is not None else 0
-        return StepPlan(self._with_keys(stores), self._with_keys(loads), idle, give_up, changes)
+        stores, loads = self._with_keys(stores), self._with_keys(loads)
+        plan = StepPlan(stores, loads, idle, give_up, next(self._plans), tuple(map(_again, lost)), repeat, changes)
+        self._written.send(plan)
+        return plan
+
+    def begin_output(self, scheduler_output: Any, invalid_block_ids: Collection[int]) -> None:
+        """vLLM begins to process the output of a step.
+
+        Args:
+            invalid_block_ids: of blocks that some connector has not loaded, although the step has computed on them.
+        """
+        self._written.begin_output(scheduler_output, invalid_block_ids)
+
+    def abort_all(self) -> None:
+        """vLLM is about to abort all requests."""
+        self._written.abort_all()
+
+    def end_output(self) -> None:
+        """vLLM has processed the output of a step."""
+        self._written.end_output()
 
     def _with_keys(self, jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
         """The jobs with the keys of the current version of the weights instead of hashes."""
@@ -402,11 +426,12 @@ class SchedulerSide:
         progress = self._requests.pop(request_id, None)
         if progress is not None:
             self._counts = True
-            self._stores.store_remaining(progress, self._enabled and not self._loads.in_step)
+            self._stores.store_remaining(progress, self._enabled)
             said = next_use.said_in(getattr(request, "kv_transfer_params", None))
             pause = next_use.pause_after(said, request.output_token_ids, self.counters, self._tool_tokens)
             self._touches.ended(request, pause)
         self._stores.terms.pop(request_id, None)
+        self._written.end_request(request_id)
         return False, None
 
     # -- the engine ------------------------------------------------------------------------------------------------
@@ -415,15 +440,41 @@ class SchedulerSide:
         """Set vLLM's pool of GPU blocks. Without it nothing is stored."""
         self._null_block = pool.null_block.block_id
         self._stored_filter.fit(pool.num_gpu_blocks)
+        self._written.bind(pool)
         self._stores.bind(pool)
 
-    def reset_cache(self) -> bool | None:
-        """The weights may have changed: earlier blocks are no longer hit. Other engines, which may still have the old
-        weights, continue to share them. Makes no calls.
+    def begin_reset(self) -> None:
+        """vLLM is about to empty its prefix cache, which succeeds only if nothing holds a block."""
+        self._stores.let_go()
 
-        False: vLLM could not empty the GPU's own cache because requests or stores use blocks. Nothing is hit or stored
-        until a reset succeeds, because it is unknown which weights the blocks belong to.
+    def end_reset(self) -> None:
+        """vLLM has emptied its prefix cache, or failed to."""
+        self._stores.hold_again()
+
+    def reset_failed(self) -> None:
+        """vLLM has raised an error instead of a reset that includes the connector."""
+        self._begin_reset()
+        self._refuse_reset()
+
+    def reset_cache(self) -> bool:
+        """The weights may have changed: earlier blocks are no longer hit. Other engines, which may still have the old
+        weights, continue to share them. Makes no calls. Stores that run go on, under the keys that they began with.
+
+        False: vLLM could not empty the GPU's own cache because requests use blocks. Nothing is hit or stored until a
+        reset succeeds, because it is unknown which weights the blocks belong to.
         """
+        self._begin_reset()
+        if not self._stores.gpu_is_empty():
+            self._refuse_reset()
+            return False
+        self._reset_refused = False
+        if self._adapters is not None:
+            self._adapters.reset()
+            self._stores.walks = self._adapters.in_hashes
+        self._new_weights()
+        return True
+
+    def _begin_reset(self) -> None:
         self._counts = True
         self.counters.resets += 1
         self._woken.clear()
@@ -435,21 +486,15 @@ class SchedulerSide:
         if self._events is not None:
             self._events.reset()
             self._loads.forget_events()
-        if self._jobs_outstanding or not self._stores.gpu_is_empty():
-            self.counters.refused_resets += 1
-            if not self._reset_refused:
-                _log.warning(
-                    "kvsidecar: vLLM refused to reset its prefix cache because blocks are in use: nothing is offloaded "
-                    "until a reset with reset_connector succeeds"
-                )
-            self._reset_refused = True
-            return False
-        self._reset_refused = False
-        if self._adapters is not None:
-            self._adapters.reset()
-            self._stores.walks = self._adapters.in_hashes
-        self._new_weights()
-        return True
+
+    def _refuse_reset(self) -> None:
+        self.counters.refused_resets += 1
+        if not self._reset_refused:
+            _log.warning(
+                "kvsidecar: vLLM refused to reset its prefix cache because blocks are in use: nothing is offloaded "
+                "until a reset with reset_connector succeeds"
+            )
+        self._reset_refused = True
 
     def take_counts(self) -> dict[str, int]:
         """`Counters.take`, and the gauges that have changed. Skipped after steps in which nothing was done: to read the
@@ -473,6 +518,13 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Close the client, whose leases end with its connection."""
+        self._written.close()
         self._client.close()
         if self._watch is not None:
             self._watch.close()
+
+
+def _again(plan: StepPlan) -> StepPlan:
+    """A plan that some rank did not get. Its requests have ended, and so have loads within its step: their blocks are
+    others' now."""
+    return replace(plan, loads=tuple(replace(each, blocks=()) if each.in_step else each for each in plan.loads))

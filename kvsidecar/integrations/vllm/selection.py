@@ -1,15 +1,15 @@
 """Selects the blocks to store next. Pure.
 
-The GPU's prefix cache defines the content of a GPU block. vLLM enters a block there when it is about to be full of
-known tokens, does not write to it again, and removes it before it gives the block to another request. A request's block
-table is only a hint: preemptions, sliding windows and copy on write make it stale. The step that writes a cached block
-may still be in flight; stores are ordered after it.
+The GPU's prefix cache defines the content of a GPU block, once the block is written: see `WrittenBlocks`. vLLM enters a
+block there when it is about to be full of known tokens, does not write to it again, and removes it before it gives the
+block to another request. A request's block table is only a hint: preemptions, sliding windows and copy on write make it
+stale.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +39,7 @@ class Pool(Protocol):
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -129,15 +130,19 @@ def _by(chosen: Chosen, spans: Sequence[Span], key_of: Callable[[Span], _Key], n
     return {key: chosen.only(which) for key, which in found.items()}
 
 
-def choose(pool: Pool, stored_filter: StoredFilter, group: Group, candidates: Candidates) -> Chosen | None:
-    """The candidates that are not stored yet and still in the GPU's cache, each hash once. None if there are none.
+def choose(
+    pool: Pool, stored_filter: StoredFilter, group: Group, candidates: Candidates, unwritten: Collection[int]
+) -> Chosen | None:
+    """The candidates that are not stored yet, and that the GPU's cache has and holds, each hash once. None if there are
+    none. Every store passes through here.
 
-    Three filters remove these, and are skipped where they cannot apply:
+    Four filters remove these, and are skipped where they cannot apply:
 
     1. Stored blocks, by ``stored_filter``. `walk` has applied it to its own candidates, which have no spans.
     2. Duplicates: two requests may compute the same block. The first is kept.
     3. Blocks that the GPU no longer caches. If a candidate's block does not have the expected key, the pool's index is
        searched for the key. Usually all blocks are right, which one comparison of the joined keys shows.
+    4. Blocks that are not known to be written: ``unwritten``, from `WrittenBlocks`.
     """
     hashes, blocks = candidates.hashes, candidates.blocks
     packed = b"".join(hashes)
@@ -149,7 +154,7 @@ def choose(pool: Pool, stored_filter: StoredFilter, group: Group, candidates: Ca
         places = sorted({hashes[i]: i for i in reversed(places)}.values())
     if len(places) < len(hashes):
         hashes, blocks = [hashes[i] for i in places], [blocks[i] for i in places]
-    suffix = group.index.to_bytes(GROUP_ID_BYTES, "big")
+    suffix = group_suffix(group.index)
     if hashes and _keys(pool, blocks) != suffix.join((*hashes, b"")):
         get = pool.cached_block_hash_to_block.get_one_block
         blocks = [
@@ -159,12 +164,21 @@ def choose(pool: Pool, stored_filter: StoredFilter, group: Group, candidates: Ca
         kept = [i for i, block in enumerate(blocks) if block is not None]
         hashes, blocks = [hashes[i] for i in kept], [blocks[i] for i in kept]
         places = [places[i] for i in kept]
+    ids = [each.block_id for each in blocks]
+    if unwritten and any(each in unwritten for each in ids):
+        kept = [i for i, each in enumerate(ids) if each not in unwritten]
+        hashes, blocks, ids = [hashes[i] for i in kept], [blocks[i] for i in kept], [ids[i] for i in kept]
+        places = [places[i] for i in kept]
     if not hashes:
         return None
     if len(hashes) < len(candidates.hashes):
         packed, tags = b"".join(hashes), tags[np.array(places)]
-    ids = [each.block_id for each in blocks]
     return Chosen(GroupBlocks(group.index, packed, pack_ids(ids)), blocks, tags, places)
+
+
+def group_suffix(group: int) -> bytes:
+    """What follows a hash in vLLM's key of a block of this group."""
+    return group.to_bytes(GROUP_ID_BYTES, "big")
 
 
 def _keys(pool: Pool, blocks: Sequence[Any]) -> bytes:
@@ -261,7 +275,7 @@ def walk(
             found[bytes(key)] = block
     stored: set[bytes] = set()
     for index in groups:
-        suffix = index.to_bytes(GROUP_ID_BYTES, "big")
+        suffix = group_suffix(index)
         keys = [key for key in found if key.endswith(suffix)]
         flags = stored_filter.find(tags_of(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]), len(keys)))
         stored.update(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)

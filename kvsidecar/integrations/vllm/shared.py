@@ -13,6 +13,7 @@ from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.recomputing import Recompute
+from kvsidecar.integrations.vllm.written import BlockIds, WrittenBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class EngineFacts:
     """After a failed load within a step; None: no step computes a request while its hit is loaded."""
     adapters: Adapters | None = None
     """What the ranks load; None: the engine has no adapters."""
+    block_ids: BlockIds = lambda _: ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,4 @@ class Shared:
     stored_filter: StoredFilter = field(default_factory=StoredFilter)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Of the jobs."""
+    written: WrittenBlocks = field(default_factory=WrittenBlocks)

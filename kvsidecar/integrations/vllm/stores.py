@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from kvsidecar.integrations.vllm.selection import (
     by_terms,
     choose,
     default_watermark,
+    group_suffix,
     walk,
 )
 from kvsidecar.integrations.vllm.shared import Shared
@@ -60,7 +63,7 @@ class Stores:
         options, engine, groups = shared.options, shared.engine, shared.engine.groups
         self._waits, self._world_size = engine.waits, engine.world_size
         self._groups, self._by_index = groups, {group.index: group for group in groups}
-        self._stored_filter, self._numbers = shared.stored_filter, shared.numbers
+        self._stored_filter, self._numbers, self._written = shared.stored_filter, shared.numbers, shared.written
         self._counters, self._events = shared.counters, shared.events
         self._alignment = self._groups[0].alignment
         self._hash_tokens = self._groups[0].hash_tokens
@@ -86,6 +89,8 @@ class Stores:
         self._most_hung = 0
         """Most blocks that stores hold of a daemon that hangs or is slow."""
         self._num_held = 0
+        self._lets_go = False
+        """Whether the GPU's blocks have been given back for a moment: see `let_go`."""
         self._is_held: npt.NDArray[np.bool_]
         """By GPU block: whether stores hold it. A job with a block twice would be declined as invalid."""
         self._candidates = {group.index: Candidates() for group in groups}
@@ -181,7 +186,7 @@ class Stores:
     def _step_eager(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
         for request_id in scheduler_output.preempted_req_ids or ():
             if (progress := requests.get(request_id)) is not None:
-                done = progress.done
+                done, progress.tables = progress.done, ()
                 self.store_remaining(progress)
                 # Blocks that vLLM gave to others in this step were not found: they are computed again, or hit.
                 progress.done = done
@@ -192,9 +197,7 @@ class Stores:
             progress = requests.get(request_id)
             if progress is None:
                 continue
-            # Tokens of earlier steps. With async scheduling the last ones may not be known yet.
-            request = progress.request
-            tokens = request.num_computed_tokens - request.num_output_placeholders - lag
+            tokens = progress.request.num_computed_tokens - self._written.tokens_in_flight(request_id) - lag
             if tokens >= progress.done + alignment:
                 self._consider(progress, tokens)
                 self._next = self._now + self._interval
@@ -202,7 +205,7 @@ class Stores:
 
     def store_remaining(self, progress: RequestProgress, store: bool = True) -> None:
         """A request is about to lose its blocks: plan the remaining ones, and defer those for which there is no room.
-        vLLM's prefix cache tells which ones are computed.
+        vLLM's prefix cache tells which ones are computed, as far as they are known to be written.
 
         Args:
             store: False without a daemon: defer all of them.
@@ -216,8 +219,11 @@ class Stores:
             progress.done = aligned
             return
         if store and not self._lazy:
+            done = progress.done
             self._consider(progress, tokens)
             self._plan()
+            if self._written.unwritten:
+                progress.done = done  # what is not written yet was left out: it is deferred
         aligned, end = self._bounds(progress, tokens)
         if aligned > progress.done:
             self._defer(progress, aligned, end)
@@ -242,9 +248,18 @@ class Stores:
         end = min(tokens, len(request.block_hashes) * self._hash_tokens)
         return end // self._alignment * self._alignment, end
 
+    def _written_end(self, progress: RequestProgress, aligned: int, end: int) -> int:
+        """How many of a request's first ``aligned`` tokens are known to be written: the others may be stored later."""
+        for group in self._groups:
+            blocks = block_range(group, progress.done, aligned, end)
+            first = self._written.first_unwritten(progress.table(group.index), blocks)
+            aligned = min(aligned, first * group.block_tokens // self._alignment * self._alignment)
+        return aligned
+
     def _consider(self, progress: RequestProgress, tokens: int) -> None:
         """Add a request's next blocks, up to ``tokens`` tokens, to the candidates, as far as there is room."""
         aligned, end = self._bounds(progress, tokens)
+        aligned = self._written_end(progress, aligned, end)
         if aligned <= progress.done or progress.declined:
             return
         room = self._room()
@@ -293,12 +308,13 @@ class Stores:
     # -- backlog ---------------------------------------------------------------------------------------------------
 
     def _defer(self, progress: RequestProgress, aligned: int, end: int) -> None:
-        """Add those of a request's blocks to the backlog that the GPU's prefix cache has."""
+        """Add those of a request's blocks to the backlog that the GPU's prefix cache has. They may not be written
+        yet."""
         assert self._pool is not None
         for group in self._groups:
             candidates = Candidates()
             self._add(candidates, group, progress, aligned, end)
-            chosen = choose(self._pool, self._stored_filter, group, candidates)
+            chosen = choose(self._pool, self._stored_filter, group, candidates, ())
             if chosen is None:
                 continue
             if self._events is not None:
@@ -335,8 +351,22 @@ class Stores:
             planned = self._plan(terms)
             for index, hashes in of_groups.items():
                 places = set(planned[index].places) if index in planned else set()
-                if evicted := [each for i, each in enumerate(hashes) if i not in places]:
-                    self._abandon(index, evicted)
+                if missing := [each for i, each in enumerate(hashes) if i not in places]:
+                    self._try_again_or_abandon(index, missing, terms)
+
+    def _try_again_or_abandon(self, group: int, hashes: Sequence[bytes], terms: Terms) -> None:
+        """Put those blocks into the backlog again that are not written yet. The others are evicted."""
+        assert self._pool is not None
+        suffix, find = group_suffix(group), self._pool.cached_block_hash_to_block.get_one_block
+        blocks = [find(each + suffix) for each in hashes]
+        waits = [block is not None and block.block_id in self._written.unwritten for block in blocks]
+        unwritten = list(compress(hashes, waits))
+        evicted = list(compress(hashes, map(not_, waits)))
+        if unwritten:
+            packed = b"".join(unwritten)
+            self._add_to_backlog(BlockHashes(group, packed, tags_of(group, packed, len(unwritten)), terms))
+        if evicted:
+            self._abandon(group, evicted)
 
     def _room(self) -> int:
         """Number of further blocks that this step may consider."""
@@ -367,7 +397,7 @@ class Stores:
             if not candidates.hashes:
                 continue
             self._candidates[group.index] = Candidates()
-            chosen = choose(self._pool, self._stored_filter, group, candidates)
+            chosen = choose(self._pool, self._stored_filter, group, candidates, self._written.unwritten)
             if chosen is None:
                 continue
             planned[group.index] = chosen
@@ -441,38 +471,64 @@ class Stores:
                     continue
                 declined += of_requests
             retry = store.retry and store.admitted
-            self._end(store.selection, store.blocks, store.failed, retry, admitted=store.admitted)
+            self._end(store.selection, store.blocks, store.failed, retry, admitted=store.admitted, tells=store.tells)
         return declined
 
+    def let_go(self) -> None:
+        """Give all blocks back for a moment, in which vLLM may empty its prefix cache but gives no block to a request:
+        it does the former only if nothing holds a block. Their content stays, and the stores go on."""
+        if self._pool is not None:
+            self._lets_go = True
+            self._pool.free_blocks(self._held())
+
+    def hold_again(self) -> None:
+        """Hold the blocks again that stores read, after `let_go`."""
+        if self._lets_go and self._pool is not None:
+            self._lets_go = False
+            self._pool.touch(self._held())
+
+    def _held(self) -> list[Any]:
+        selections = (*self._planned.values(), *(store.selection for store in self.running))
+        return [block for each in selections for block in each]
+
     def reset(self) -> None:
-        """Drop the planned blocks and the backlog, and do not retry the running stores."""
+        """Drop the planned blocks and the backlog. Nobody is told of the ends of running stores, whose blocks are under
+        keys that are not looked up any more, and none is retried."""
         planned, self._planned = self._planned, {}
         for each in planned.values():
             self._end(each, each.packed(), failed=True, retry=False)
         for store in self.running:
-            store.retry = False
+            store.retry, store.tells = False, False
         for part in self._backlog.take(self._backlog.count):
             if self._events is not None:
                 self._events.not_stored(part.group, part.split())
 
     def _end(
-        self, selection: Selection, blocks: Sequence[GroupBlocks], failed: bool, retry: bool, *, admitted: bool = True
+        self,
+        selection: Selection,
+        blocks: Sequence[GroupBlocks],
+        failed: bool,
+        retry: bool,
+        *,
+        admitted: bool = True,
+        tells: bool = True,
     ) -> None:
         assert self._pool is not None
         self._num_held -= len(selection)
         for each in blocks:
             self._is_held[each.id_array()] = False
-        self._pool.free_blocks(selection.in_order_of_eviction())
+        if not self._lets_go:
+            self._pool.free_blocks(selection.in_order_of_eviction())
         if not failed:
             self._pause, self._retry = RETRY_SECONDS, min(self._retry, self._now + RETRY_SECONDS)
-            if self._events is not None:
+            if tells and self._events is not None:
                 for each in blocks:
                     self._events.stored(each.group, each.split())
             return
         if admitted:
             self._counters.failed_stores += 1
             self._retry, self._pause = self._now + self._pause, min(2 * self._pause, MAX_RETRY_SECONDS)
-        for each in blocks:
+        for each in blocks if tells else ():
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)
             if retry:

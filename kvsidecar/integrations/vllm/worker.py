@@ -7,6 +7,7 @@ daemon.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.integrations.vllm.step_loads import StepLoads
+from kvsidecar.integrations.vllm.written import MAX_STEPS
 
 if TYPE_CHECKING:
     from kvsidecar.integrations.device_order import DeviceOrder
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvsidecar.vllm")
 
 CLOSE_SECONDS = 10.0
+MAX_ENDS = 256
+"""Ends of jobs that a rank can tell again: more than end in the few steps that vLLM may lose at once."""
 
 
 @dataclass(slots=True)
@@ -100,6 +104,8 @@ class WorkerSide:
         # CPU's caches cold, and a call that does nothing takes about a microsecond.
         self.new_stores: tuple[StoreJob, ...] = ()
         self.new_loads: tuple[LoadJob, ...] = ()
+        self._plans: deque[int] = deque(maxlen=MAX_STEPS)
+        """Numbers of the last plans that this rank got."""
         self._idle = False
         """As reported to the client."""
         self._idle_unsent = False
@@ -113,6 +119,8 @@ class WorkerSide:
         """Clients that were closed before the daemon had unmapped the memory, and their loads."""
         self._news: list[RankReport] = []
         """To be reported."""
+        self._ends: deque[RankReport] = deque(maxlen=MAX_ENDS)
+        """The last reports of the ends of jobs, which vLLM may lose."""
         self._unfit_jobs = UnfitJobs(_log)
         self._results = LoadResults()
         self._store_transfers = Transfers()
@@ -197,6 +205,14 @@ class WorkerSide:
         if self.new_loads or self.new_stores:
             self.submit_rest()
         self.new_stores, self.new_loads, self._known_changes = plan.stores, plan.loads, plan.adapter_changes
+        if plan.repeat:
+            self._news += self._ends
+        if plan.number:
+            for lost in plan.lost:
+                if lost.number not in self._plans:
+                    self._plans.append(lost.number)
+                    self.new_stores, self.new_loads = self.new_stores + lost.stores, self.new_loads + lost.loads
+            self._plans.append(plan.number)
         if self._client is None:
             return
         if plan.give_up:
@@ -205,7 +221,7 @@ class WorkerSide:
             self._idle = plan.idle
             self._client.set_idle(plan.idle, soon=True)
             self._idle_unsent = True
-        if plan.loads and self._order is not None:
+        if self.new_loads and self._order is not None:
             # Steps in flight and this step's zeroing may write to the blocks: the copies wait for them.
             self._loads_after = self._order.mark()
 
@@ -345,6 +361,16 @@ class WorkerSide:
         """Add to the next report."""
         self._news.append(news)
 
+    def _tell_end(self, end: RankReport) -> None:
+        """Add the end of a job to the next report, and keep it in case that this is lost."""
+        self._ends.append(end)
+        self._tell(end)
+
+    @property
+    def _bit(self) -> int:
+        """This rank in a report."""
+        return 1 << self._place.rank
+
     def _settle_closed(self) -> None:
         """Report the loads of closed clients once nothing can write to their blocks any more."""
         closed, self._closed = self._closed, []
@@ -381,11 +407,11 @@ class WorkerSide:
 
     def _store_ended(self, store: StoreJob, *, done: bool) -> None:
         number = store.number
-        self._tell(RankReport(stored={number: 1}, not_stored=frozenset() if done else frozenset([number])))
+        self._tell_end(RankReport(stored={number: self._bit}, not_stored=frozenset() if done else frozenset([number])))
 
     def _load_ended(self, load: LoadJob, *, done: bool) -> None:
         number = load.number
-        self._tell(RankReport(loaded={number: 1}, not_loaded=frozenset() if done else frozenset([number])))
+        self._tell_end(RankReport(loaded={number: self._bit}, not_loaded=frozenset() if done else frozenset([number])))
         if load.in_step:
             if not done:
                 self._results.failed_in_step.update(*[each.ids() for each in load.blocks])

@@ -1,0 +1,69 @@
+"""Hears from vLLM's scheduler what it does not tell its connector: that the output of a step is processed, that all
+requests are aborted, and that a reset begins, which fails, before the connector is asked, while anything holds a GPU
+block.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvsidecar.integrations.callers import attribute_of_caller
+from kvsidecar.integrations.wrapping import End, wrap
+
+if TYPE_CHECKING:
+    from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+
+
+def of_caller() -> Any:
+    """The scheduler that is being constructed by a caller of this function.
+
+    Raises:
+        ValueError: it has not the methods that must be heard of.
+    """
+    scheduler = getattr(attribute_of_caller("update_from_output", callable), "__self__", None)
+    if not hasattr(scheduler, "reset_prefix_cache"):
+        raise ValueError("this vLLM's scheduler is unknown, so nobody says which blocks of the GPU are written")
+    return scheduler
+
+
+def tell(scheduler: Any, side: SchedulerSide) -> End:
+    """From now on, tell ``side`` what this scheduler does."""
+    parameters = inspect.signature(scheduler.reset_prefix_cache)
+
+    def update_from_output(original: Callable[..., Any], scheduler_output: Any, model_runner_output: Any) -> Any:
+        loads = getattr(model_runner_output, "kv_connector_output", None)
+        side.begin_output(scheduler_output, loads.invalid_block_ids if loads is not None else ())
+        try:
+            return original(scheduler_output, model_runner_output)
+        finally:
+            side.end_output()
+
+    def reset_prefix_cache(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        side.begin_reset()
+        try:
+            return original(*args, **named)
+        except Exception:
+            if parameters.bind(*args, **named).arguments.get("reset_connector"):
+                side.reset_failed()
+            raise
+        finally:
+            side.end_reset()
+
+    def finish_requests(original: Callable[..., Any], request_ids: Any, *others: Any, **named: Any) -> Any:
+        if request_ids is None:
+            side.abort_all()
+        return original(request_ids, *others, **named)
+
+    ends = [
+        wrap(scheduler, "finish_requests", finish_requests),
+        wrap(scheduler, "update_from_output", update_from_output),
+        wrap(scheduler, "reset_prefix_cache", reset_prefix_cache),
+    ]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
