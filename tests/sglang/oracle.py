@@ -217,7 +217,9 @@ class Episode:
             rules.append(f"copy.device_lost=delay({self._random.choice([0.02, 0.2])})")
         self._note(f"daemon started: {rules}")
         variables = {"KVSIDECAR_FAILPOINTS": ";".join(rules)} if rules else {}
-        self._daemon = DaemonProcess(home, "--pool-size", self.table.kind.pool, **variables).wait_ready()
+        self._daemon = DaemonProcess(
+            home, "--pool-size", self.table.kind.pool, "--slab-size", "256KiB", **variables
+        ).wait_ready()
         self._failing = fails
 
     def _end_daemon(self, kill: bool = True) -> None:
@@ -291,15 +293,16 @@ class Episode:
 
     def _acts(self, updates: bool) -> list[dict[str, Any]]:
         after = self._random.choice([0, 2, 20, 10**6])
-        if updates and self._happens(0.1):
+        if updates and self._happens(0.12):
             self._versions += 1
             act = {
-                "pause": self._random.choice([None, "retract", "in_place"]),
+                "pause": self._random.choice([None, "retract", "in_place", "in_place"]),
                 "flush": self._happens(0.7),
                 "model": models.save(self._random.choice(self.table.kind.weights), self.directory),
                 "version": self._random.choice([None, f"{self.seed} {self._versions}"]),
             }
-            return [{"after": after, **act}, {"after": 10**6, "flush": self._happens(0.8)}]
+            # Without a flush, further prompts begin with KV of the weights before.
+            return [{"after": after, **act}, {"after": 10**6, "flush": self._happens(0.3)}]
         if self._happens(0.1):
             return [{"after": after, "pause": "retract", "flush": True}]
         return [{"after": 10**6, "flush": True}] if self._happens(0.6) else []
