@@ -86,6 +86,15 @@ def test_engines_that_differ_share_nothing(change: Callable[[Any], None]) -> Non
     assert namespace(other) != namespace()
 
 
+def test_kv_whose_scales_the_engine_finds_as_it_runs_is_its_own() -> None:
+    scaled = config()
+    scaled.cache_config.calculate_kv_scales = False
+    assert namespace(scaled, private="one") == namespace(scaled, private="two")
+    scaled.cache_config.calculate_kv_scales = True
+    assert namespace(scaled, private="one") == namespace(scaled, private="one")
+    assert namespace(scaled, private="one") != namespace(scaled, private="two")
+
+
 @pytest.mark.parametrize(
     "given",
     [

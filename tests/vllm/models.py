@@ -91,6 +91,59 @@ def save_experts(directory: Path) -> str:
     return str(path)
 
 
+HEARS = "<|audio_bos|> <|AUDIO|> <|audio_eos|>"
+"""In the prompts of `save_listening`, whose other words are ``w5`` to ``w999``."""
+
+
+def save_listening(directory: Path) -> str:
+    """Write a model that takes sounds, with its processor and tokenizer, and return its path. (Those that take images
+    import more than is installed for these tests.)"""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2AudioConfig,
+        Qwen2AudioEncoderConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        Qwen2Config,
+        WhisperFeatureExtractor,
+    )
+
+    path = directory / "listening"
+    torch.manual_seed(len(_MODELS) + 2)
+    values = {name: value for name, value in _COMMON.items() if name != "head_dim"}
+    text = Qwen2Config(**values, hidden_size=128, intermediate_size=256, num_hidden_layers=3)
+    sizes = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "d_model": 64}
+    sound = Qwen2AudioEncoderConfig(**sizes, num_mel_bins=16, max_source_positions=1500, initializer_range=0.3)
+    special = HEARS.split()
+    config = Qwen2AudioConfig(audio_config=sound, text_config=text, audio_token_index=VOCABULARY - 2)
+    Qwen2AudioForConditionalGeneration(config).save_pretrained(path)
+    # transformers writes names that vLLM does not read. What is heard is loud: it changes all that follows.
+    tensors = {
+        name.replace("model.model.", "model."): each * 10 if "projector" in name else each.clone()
+        for name, each in load_file(path / _WEIGHTS).items()
+    }
+    save_file(tensors, path / _WEIGHTS, {"format": "pt"})
+    words = {"<unk>": 0, "</s>": 1, **{f"w{i}": i for i in range(5, 1000)}}
+    words |= {word: VOCABULARY - len(special) + i for i, word in enumerate(special)}
+    assert words["<|AUDIO|>"] == config.audio_token_index
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>",
+        additional_special_tokens=special,
+    )  # fmt: skip
+    hears = WhisperFeatureExtractor(feature_size=16, chunk_length=30)
+    Qwen2AudioProcessor(feature_extractor=hears, tokenizer=fast, chat_template="none").save_pretrained(path)
+    return str(path)
+
+
+_WEIGHTS = "model.safetensors"
+
+
 def _full() -> Any:
     """Three layers of full attention: one KV cache group."""
     from transformers import LlamaConfig, LlamaForCausalLM

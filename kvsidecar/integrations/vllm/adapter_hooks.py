@@ -5,7 +5,6 @@ loaded, because an idle engine reports nothing. Imports vLLM.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import secrets
 import weakref
@@ -22,9 +21,12 @@ from kvsidecar.integrations.wrapping import wrap
 
 _log = logging.getLogger("kvsidecar.vllm")
 
-_EXTRA_KEYS = "generate_block_hash_extra_keys"
+EXTRA_KEYS = "generate_block_hash_extra_keys"
+"""Of `kv_cache_utils`: what a block's hash contains besides tokens."""
 _LOAD = "_load_adapter"
 _ADD = "add_lora"
+_CALL = "kvsidecar_call"
+"""Of a function that `wrap_once` has put in place of another one: what it calls."""
 
 _hashed: weakref.ref[Adapters] | None = None
 """Of the engine core in this process."""
@@ -39,21 +41,32 @@ def hash_by_content(adapters: Adapters) -> bool:
     """From now on, the hashes of requests with an adapter contain its identity instead of its name and path. Returns
     whether this version of vLLM lets them."""
     global _hashed
-    hasher = getattr(kv_cache_utils, "get_request_block_hasher", None)
-    codes = [each for each in getattr(hasher, "__code__", _NO_CODE).co_consts if isinstance(each, CodeType)]
-    if not hasattr(kv_cache_utils, _EXTRA_KEYS) or not any(_EXTRA_KEYS in each.co_names for each in codes):
+    if not hashes_call_extra_keys():
         return False
     _hashed = weakref.ref(adapters)
     # vLLM's KV events have imported the function itself: they go on saying the name.
-    _wrap_once(kv_cache_utils, _EXTRA_KEYS, _by_content)
-    _wrap_once(getattr(vllm_core, "EngineCore", None), _ADD, _announced)
+    wrap_once(kv_cache_utils, EXTRA_KEYS, _by_content)
+    wrap_once(getattr(vllm_core, "EngineCore", None), _ADD, _announced)
     return True
 
 
-def _wrap_once(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Of an owner without this name, nothing."""
-    if (function := getattr(owner, name, None)) is not None and inspect.unwrap(function) is function:
+def hashes_call_extra_keys() -> bool:
+    """Whether vLLM asks for what a block's hash contains where it can be wrapped."""
+    hasher = getattr(kv_cache_utils, "get_request_block_hasher", None)
+    codes = [each for each in getattr(hasher, "__code__", _NO_CODE).co_consts if isinstance(each, CodeType)]
+    return hasattr(kv_cache_utils, EXTRA_KEYS) and any(EXTRA_KEYS in each.co_names for each in codes)
+
+
+def wrap_once(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """`wrap`, unless this call is around it already. Of an owner without this name, nothing."""
+    each = function = getattr(owner, name, None)
+    while each is not None:
+        if getattr(each, _CALL, None) is call:
+            return
+        each = getattr(each, "__wrapped__", None)
+    if function is not None:
         wrap(owner, name, call)
+        setattr(getattr(owner, name), _CALL, call)
 
 
 def _announced(original: Any, core: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +123,7 @@ def record_loads(lora_config: Any) -> AdapterLoads:
         )
         return loads
     _recorders[loads] = lora_config
-    _wrap_once(WorkerLoRAManager, _LOAD, _recorded)
+    wrap_once(WorkerLoRAManager, _LOAD, _recorded)
     return loads
 
 

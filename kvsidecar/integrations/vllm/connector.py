@@ -35,7 +35,7 @@ from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.rank_memory import RankMemory
-from kvsidecar.integrations.vllm import adapter_hooks, memory, ranks, recomputing, register, scheduler_hooks
+from kvsidecar.integrations.vllm import adapter_hooks, media, memory, ranks, recomputing, register, scheduler_hooks
 from kvsidecar.integrations.vllm.adapters import AdapterLoads, Adapters
 from kvsidecar.integrations.vllm.counters import OWN_HASHES
 from kvsidecar.integrations.vllm.events import Events
@@ -105,6 +105,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._weights: Weights | None = None
         """Of an engine that may sleep."""
         self._adapter_loads: AdapterLoads | None = None
+        self._media: media.Media | None = None
         self._failed_block_ids: set[int] = set()
         self._gauges: dict[str, int] = {}
         """Gauges that were not reported to vLLM yet."""
@@ -116,6 +117,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups = groups_of(kv_cache_config, vllm_config)
             _check_failed_loads(kv_cache_config)
             scheduler = scheduler_hooks.of_caller() if role is KVConnectorRole.SCHEDULER else None
+            if role is KVConnectorRole.SCHEDULER:
+                self._media = media.named_by_content(vllm_config)
         except ValueError as error:
             self._groups = ()
             _log.error("kvsidecar: no offload: %s", error)
@@ -485,6 +488,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.has_pending_block_frees()
 
     def reset_cache(self) -> bool | None:
+        if self._media is not None:
+            self._media.reset()
         return None if self._scheduler is None else self._scheduler.reset_cache()
 
 

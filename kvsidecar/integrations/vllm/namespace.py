@@ -66,6 +66,9 @@ def identity_of(
             for each in groups
         ],
     })  # fmt: skip
+    if getattr(cache, "calculate_kv_scales", False):
+        # Found in the engine's first steps, from what these compute: the same KV has other bytes in another run.
+        known.update({"KV scales": private})
     _add(known, vllm_config, "vllm_config", "")
     for variable in sorted({*variables, *(each for each in environment if each.startswith("VLLM_"))}):
         if variable in environment and not ignored.variable(variable):
