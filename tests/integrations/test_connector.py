@@ -63,6 +63,7 @@ def vllm_config(socket: str, **changed: Any) -> Any:
             world_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
+            data_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
@@ -79,8 +80,22 @@ def kv_cache_config() -> KVCacheConfig:
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), SPEC)])
 
 
+class EngineScheduler:
+    """As vLLM's scheduler, which constructs its connector."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.connector = KVSidecarConnector(*arguments)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> None: ...
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return True
+
+
 def made(role: KVConnectorRole, socket: str, **changed: Any) -> KVSidecarConnector:
-    return KVSidecarConnector(vllm_config(socket, **changed), role, kv_cache_config())
+    return EngineScheduler(vllm_config(socket, **changed), role, kv_cache_config()).connector
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +278,7 @@ def test_without_prefix_caching_it_does_nothing_and_says_so(short_dir: Path, cap
     config = vllm_config(str(short_dir / "none"))
     config.cache_config.enable_prefix_caching = False
     for role in KVConnectorRole:
-        one = KVSidecarConnector(config, role, kv_cache_config())
+        one = EngineScheduler(config, role, kv_cache_config()).connector
         one.register_kv_caches({})
         assert one.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
         assert one.build_connector_meta(SimpleNamespace()) is NO_PLAN
@@ -275,18 +290,26 @@ def test_without_prefix_caching_it_does_nothing_and_says_so(short_dir: Path, cap
     assert "prefix caching" in caplog.text
 
 
+def test_without_vllms_scheduler_it_does_nothing_and_says_so(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody would tell it which blocks of the GPU are written."""
+    one = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, kv_cache_config())
+    assert one.build_connector_meta(SimpleNamespace()) is NO_PLAN
+    assert "scheduler is unknown" in caplog.text
+    one.shutdown()
+
+
 def test_where_vllm_takes_failed_loads_of_one_group_only_it_does_nothing_for_several_and_says_so(
     short_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM 0.26."""
     monkeypatch.delitem(KVConnectorOutput.__dataclass_fields__, "failed_recving", raising=False)
     config = kv_cache_config()
-    one_group = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
+    one_group = EngineScheduler(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config).connector
     assert one_group._scheduler is not None
     one_group.shutdown()
     assert "no offload" not in caplog.text
     config.kv_cache_groups.append(KVCacheGroupSpec(["another"], SPEC))
-    several = KVSidecarConnector(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config)
+    several = EngineScheduler(vllm_config(str(short_dir / "none")), KVConnectorRole.SCHEDULER, config).connector
     assert several._scheduler is None
     assert several.build_connector_meta(SimpleNamespace()) is NO_PLAN
     (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
@@ -339,7 +362,7 @@ def test_hashes_that_nobody_else_makes_are_warned_of(
 
 def told_hashes(config: Any) -> Any:
     """What the gauge is set to, by a connector's scheduler side; it is told once."""
-    one = KVSidecarConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+    one = EngineScheduler(config, KVConnectorRole.SCHEDULER, kv_cache_config()).connector
     told = one.get_kv_connector_stats()
     assert one.get_kv_connector_stats() is None
     one.shutdown()
@@ -348,8 +371,8 @@ def told_hashes(config: Any) -> Any:
 
 def test_reports_of_ranks_are_merged() -> None:
     one = WorkerReport(RankReport({0: 5}, {1: 1}), frozenset([NAMESPACE]))
-    both = one.aggregate(WorkerReport(RankReport({1: 5}, {1: 1}, frozenset([1])), frozenset([NAMESPACE])))
-    assert both == WorkerReport(RankReport({0: 5, 1: 5}, {1: 2}, frozenset([1])), frozenset([NAMESPACE]))
+    both = one.aggregate(WorkerReport(RankReport({1: 5}, {1: 2}, frozenset([1])), frozenset([NAMESPACE])))
+    assert both == WorkerReport(RankReport({0: 5, 1: 5}, {1: 3}, frozenset([1])), frozenset([NAMESPACE]))
 
 
 def test_it_is_a_cache_whose_hits_come_from_host_memory(short_dir: Path) -> None:

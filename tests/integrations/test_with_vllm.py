@@ -289,6 +289,7 @@ def test_the_tables_that_vllm_hands_over_are_alive(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(index), "get_one_block", get_one_block)
     engine.finish_stores(engine.step({"a": 297}))
     request.num_computed_tokens = 345
+    engine.side.end_step()
     engine.side.request_finished(request)
     engine.finish_stores(engine.step({}))
     assert not asked

@@ -127,6 +127,30 @@ def test_what_was_computed_on_blocks_that_were_not_loaded_leaves_the_cache(reque
     assert engine.all_stored() == other.block_hashes, "it has nothing to do with it"
 
 
+def test_a_request_that_shares_a_block_that_was_not_loaded_may_be_computed_before_that(request_of_8: Request) -> None:
+    """vLLM computes the block again with the first of them, in as many steps as that takes."""
+    engine, longer = Engine(), Request("longer", list(range(17)))
+    engine.enter(request_of_8, 8)
+    longer.num_computed_tokens = 8
+    engine.enter(longer, 4, hit=engine.tables["r"])
+    engine.schedule((request_of_8, 8), (longer, 4))
+    engine.process(invalid=engine.tables["r"][:1])
+    engine.compute(longer, 4)
+    assert engine.cached("longer") == [False] * 4
+    assert engine.all_stored() == []
+
+
+def test_null_blocks_in_front_of_a_window_are_nobodys(request_of_8: Request) -> None:
+    engine = Engine()
+    engine.tables["r"] = [engine.pool.null_block, *engine.pool.take(1)]
+    engine.side.update_state_after_alloc(request_of_8, LiveTables([engine.tables["r"]]), 0)
+    engine.pool.cache_full_blocks(request_of_8, engine.tables["r"], 1, 2)
+    engine.side._written._entered("r", [engine.pool.null_block] * 2)
+    engine.schedule((request_of_8, 8))
+    engine.process()
+    assert not engine.side._written.unwritten
+
+
 def test_a_request_of_a_later_step_that_has_hit_them_enters_nothing_until_it_is_computed_anew(
     request_of_8: Request,
 ) -> None:

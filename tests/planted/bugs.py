@@ -1384,8 +1384,8 @@ _INTEGRATIONS = (
     _bug(
         "a request that goes on from KV that was not loaded is stored",
         "integrations/vllm/written.py",
-        "        self._wrong |= affected &",
-        "        affected &=",
+        "        self._wrong |= affected\n",
+        "",
         "integrations/test_written.py",
     ),
     _bug(

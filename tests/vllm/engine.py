@@ -212,6 +212,68 @@ class Engine:
 
     # -- the same in both
 
+    def play(self, requests: Sequence[dict[str, Any]], acts: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """Run requests that arrive while others run, and change something meanwhile.
+
+        Args:
+            requests: each with ``ids``, ``tokens``, ``arrives`` (the step) and, if wanted, ``salt``, ``priority``,
+                ``answers`` and ``abort_after`` (steps).
+            acts: each with ``step``, when it is done, at the latest after all requests, and one of ``reset`` (the
+                arguments of vLLM's reset) and ``model`` (weights to load in place, before that reset).
+
+        Returns:
+            ``answers``: of each request a list, with ``tokens``, ``chosen`` (their log probabilities), ``margins`` (by
+            which each is ahead of the next best), ``cached`` and ``finish``; ``acted``: of each act, whether the
+            engine's own cache is empty of other weights now.
+        """
+        names: dict[str, int] = {}
+        outputs: dict[int, dict[str, Any]] = {}
+        acted: list[bool] = []
+        waiting = sorted(range(len(requests)), key=lambda each: int(requests[each]["arrives"]))
+        aborts: list[tuple[int, str]] = []
+        left = sorted(acts, key=lambda each: int(each["step"]))
+        deadline, step = time.monotonic() + START, 0
+        while waiting or self.engine.has_unfinished_requests() or left:
+            assert time.monotonic() < deadline, f"requests have not ended: {self.scheduler.get_request_counts()}"
+            idle = not (waiting or self.engine.has_unfinished_requests())
+            while waiting and requests[waiting[0]]["arrives"] <= step:
+                number = waiting.pop(0)
+                names[name := self._add_played(requests[number])] = number
+                if (after := requests[number].get("abort_after")) is not None:
+                    aborts.append((step + after, name))
+            for due in [each for each in aborts if each[0] <= step]:
+                aborts.remove(due)
+                self.engine.abort_request([due[1]])
+            while left and (idle or left[0]["step"] <= step):
+                acted.append(self._act(left.pop(0)))
+            for output in self.engine.step() if self.engine.has_unfinished_requests() else ():
+                outputs[names[output.request_id]] = {
+                    "answers": [_said(each) for each in output.outputs],
+                    "cached": output.num_cached_tokens or 0,
+                }
+            step += 1
+        self.drain()
+        return {"answers": [outputs.get(number) for number in range(len(requests))], "acted": acted}
+
+    def _add_played(self, request: dict[str, Any]) -> str:
+        from vllm import SamplingParams
+
+        answers = request.get("answers", 1)
+        # vLLM gives several answers only where it samples. Of one candidate, that is the same.
+        how = {"temperature": 0.0} if answers == 1 else {"n": answers, "temperature": 1.0, "top_k": 1}
+        chosen = SamplingParams(max_tokens=request["tokens"], ignore_eos=True, detokenize=False, logprobs=2, **how)
+        name, what = f"p{next(self._names)}", Prompt(tuple(request["ids"]), request.get("salt"))
+        self.engine.add_request(name, input_of(what), chosen, priority=request.get("priority", 0))
+        return name
+
+    def _act(self, act: dict[str, Any]) -> bool:
+        if (model := act.get("model")) is not None:
+            self.update(model)
+        try:
+            return bool(self.scheduler.reset_prefix_cache(**act["reset"]))
+        except RuntimeError:
+            return False
+
     def generate(
         self, *prompts: Prompt, tokens: int = 8, adapter: Adapter | dict[str, Any] | None = None
     ) -> list[Answer]:
@@ -343,6 +405,21 @@ def _step_aside() -> None:
         Path("/proc/self/autogroup").write_text("10")
 
 
+def _said(completion: Any) -> dict[str, Any]:
+    """One answer, as `Engine.play` returns it."""
+    chosen, margins = [], []
+    for token, best in zip(completion.token_ids, completion.logprobs or (), strict=False):
+        ranked = sorted((each.logprob for each in best.values()), reverse=True)
+        chosen.append(best[token].logprob)
+        margins.append(ranked[0] - ranked[1])
+    return {
+        "tokens": list(completion.token_ids),
+        "chosen": chosen,
+        "margins": margins,
+        "finish": completion.finish_reason,
+    }
+
+
 class EngineProcess:
     """`Engine` in a process group of its own, with the same methods; a test may kill it at any instant.
 
@@ -452,6 +529,13 @@ class EngineProcess:
         if isinstance(options.get("adapter"), Adapter):
             options["adapter"] = asdict(options["adapter"])
         self._send("generate", [asdict(each) for each in prompts], options)
+
+    def send_play(self, requests: Sequence[dict[str, Any]], acts: Sequence[dict[str, Any]] = ()) -> None:
+        self._send("play", (requests, acts), {})
+
+    def played(self) -> dict[str, Any]:
+        """What `Engine.play` returns for what was sent."""
+        return dict(self._reply(START))
 
     def load(self, adapter: Adapter) -> None:
         self._call("load", asdict(adapter))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from kvsidecar.integrations.callers import attribute_of_caller
+from kvsidecar.integrations.callers import attribute_of_caller, caller_with
 from kvsidecar.integrations.vllm.groups import Group, Kind
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -25,15 +25,15 @@ Recompute = Callable[[Iterable[int]], None]
 def of_caller(vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -> Recompute | None:
     """For the scheduler that is being constructed by a caller of this function. None, and logged, if its steps cannot
     load: vLLM gives a connector no way to its scheduler."""
-    reset = attribute_of_caller("reset_prefix_cache", callable)
-    if (why_not := _why_not(reset, vllm_config, kv_cache_config, groups)) is not None:
+    scheduler = caller_with("reset_prefix_cache", callable)
+    if (why_not := _why_not(scheduler, vllm_config, kv_cache_config, groups)) is not None:
         asked = "load_chunks" in (vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         _log.log(logging.WARNING if asked else logging.INFO, "kvsidecar: load_chunks has no effect: %s", why_not)
         return None
-    return partial(_recompute, reset.__self__)
+    return partial(_recompute, scheduler)
 
 
-def _why_not(reset: Any, vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -> str | None:
+def _why_not(scheduler: Any, vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -> str | None:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -43,7 +43,7 @@ def _why_not(reset: Any, vllm_config: Any, kv_cache_config: Any, groups: Sequenc
         or "drop_stale_output" not in Request.__init__.__code__.co_names
     ):
         return "this vLLM does not let a step drop the tokens of an earlier one: use 0.33 or later"
-    if reset is None or "reset_running_requests" not in inspect.signature(reset).parameters:
+    if scheduler is None or "reset_running_requests" not in inspect.signature(scheduler.reset_prefix_cache).parameters:
         return "this vLLM's scheduler is unknown"
     # vLLM ends an engine with several groups that is told of blocks that were not loaded.
     if len(kv_cache_config.kv_cache_groups) > 1 or groups[0].kind is not Kind.FULL:

@@ -447,9 +447,15 @@ class SchedulerSide:
         """vLLM is about to empty its prefix cache, which succeeds only if nothing holds a block."""
         self._stores.let_go()
 
-    def end_reset(self) -> None:
-        """vLLM has emptied its prefix cache, or failed to."""
+    def end_reset(self, *, all_preempted: bool = False) -> None:
+        """vLLM has emptied its prefix cache, or failed to.
+
+        Args:
+            all_preempted: whether it has preempted all requests before.
+        """
         self._stores.hold_again()
+        if all_preempted:
+            self._written.preempt_all()
 
     def reset_failed(self) -> None:
         """vLLM has raised an error instead of a reset that includes the connector."""

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvsidecar.integrations.callers import attribute_of_caller
+from kvsidecar.integrations.callers import caller_with
 from kvsidecar.integrations.wrapping import End, wrap
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def of_caller() -> Any:
     Raises:
         ValueError: it has not the methods that must be heard of.
     """
-    scheduler = getattr(attribute_of_caller("update_from_output", callable), "__self__", None)
+    scheduler = caller_with("update_from_output", callable)
     if not hasattr(scheduler, "reset_prefix_cache"):
         raise ValueError("this vLLM's scheduler is unknown, so nobody says which blocks of the GPU are written")
     return scheduler
@@ -41,15 +41,16 @@ def tell(scheduler: Any, side: SchedulerSide) -> End:
             side.end_output()
 
     def reset_prefix_cache(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        asked = parameters.bind(*args, **named).arguments
         side.begin_reset()
         try:
             return original(*args, **named)
         except Exception:
-            if parameters.bind(*args, **named).arguments.get("reset_connector"):
+            if asked.get("reset_connector"):
                 side.reset_failed()
             raise
         finally:
-            side.end_reset()
+            side.end_reset(all_preempted=bool(asked.get("reset_running_requests")))
 
     def finish_requests(original: Callable[..., Any], request_ids: Any, *others: Any, **named: Any) -> Any:
         if request_ids is None:

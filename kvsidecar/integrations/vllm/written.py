@@ -74,8 +74,8 @@ class WrittenBlocks:
         self._in_output = False
         """Whether vLLM is processing an output: what it enters now was written by that step or an earlier one."""
         self._wrong: set[str] = set()
-        """Requests that go on from wrong KV, because a step was scheduled before it was known. Nothing of them is
-        entered into the prefix cache."""
+        """Requests that may go on from wrong KV, until they are preempted. Nothing of them is entered into the prefix
+        cache."""
         self._has_lost = False
         self._lost_plans: list[StepPlan] = []
 
@@ -129,7 +129,7 @@ class WrittenBlocks:
     def _entered(self, request_id: str, blocks: Sequence[Any]) -> None:
         if self._in_output:
             return
-        entry = _Entry(request_id, [block.block_id for block in blocks])
+        entry = _Entry(request_id, [block.block_id for block in blocks if not block.is_null])
         self._scheduled.entries.append(entry)
         self._entry_of.update(dict.fromkeys(entry.block_ids, entry))
 
@@ -217,6 +217,10 @@ class WrittenBlocks:
         """A request has ended, and enters nothing any more."""
         self._wrong.discard(request_id)
 
+    def preempt_all(self) -> None:
+        """vLLM has preempted all requests, which may be in the next step again."""
+        self._wrong.clear()
+
     def abort_all(self) -> None:
         """vLLM aborts all requests, because it is told to or because a step has failed. The outputs of the steps in
         flight may never come, so that nothing may hit what they were to write."""
@@ -240,8 +244,8 @@ class WrittenBlocks:
     def _spread(self, wrong: set[int], steps: Sequence[_Step]) -> None:
         """Remove these blocks from the prefix cache, and those that were computed on them in these steps.
 
-        vLLM computes the requests again that are in the step whose output it processes. It has scheduled later steps
-        already, and goes on with what they compute.
+        vLLM computes the requests again, but not all rightly: it goes on with what it has scheduled already, and lets a
+        request that shares an invalid block go on before another one has computed that again.
         """
         affected: set[str] = set()
         grows = True
@@ -255,7 +259,7 @@ class WrittenBlocks:
                     affected.add(request_id)
                     wrong |= entered
                     grows = True
-        self._wrong |= affected & {request_id for step in self._steps for request_id in step.tokens}
+        self._wrong |= affected
         self._evict(wrong)
 
     def _last_entered(self, entries: Iterable[_Entry]) -> Iterator[int]:

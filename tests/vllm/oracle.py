@@ -1,0 +1,383 @@
+"""Many answers of engines with a daemon, under faults at random, each compared with that of an engine without a cache.
+
+python -m tests.vllm.oracle --answers 5000 --seed 7
+
+Two engines of one model share a daemon that is killed, stopped and started again, and whose copies are slow or fail.
+Their own caches are so small that blocks are evicted and requests preempted, also in the step that would have written
+their blocks. Prompts share prefixes; requests are aborted, the engines' caches reset in the middle of requests, and the
+weights of one engine updated in place. With some seeds, another connector beside this one fails to load what it has
+promised. One engine would hit what the other has stored under a wrong key, and both what they have stored themselves.
+
+An episode is one seed: kind of engine, rounds of requests, and faults. The seed is printed, and repeats the episode,
+except for the instants at which the daemon reaches what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.harness import DEVICE, SECONDS, DaemonProcess, eventually
+from tests.vllm import models
+from tests.vllm.engine import EngineProcess, kvsidecar, prompt
+
+EPISODE = 1000
+"""Answers of one seed at most."""
+ROOTS, CHILDREN = 10, 6
+TOKENS = 40
+"""Of an answer at most."""
+LONGEST = 640
+"""Tokens of a prompt and its answer at most."""
+LEAST_MARGIN = 0.01 if DEVICE == "host" else 0.2
+"""An answer is compared up to the first token that is ahead of the next best by less: what else is in a batch changes
+the last digits of float32, and more of them on a GPU, which multiplies with fewer."""
+TOLERANCE = 0.002 if DEVICE == "host" else 0.05
+"""Of a token's log probability. KV that is wrong in one place may not change the token."""
+SLOW_COPIES = (0.02, 0.2)
+"""Seconds that a copy waits for, in some episodes."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of model."""
+
+    weights: tuple[str, ...]
+    """Those of the engines, and others of the same shape that one of them may get."""
+    pool: str
+    """Of the daemon: some of the blocks of all prompts."""
+    blocks: tuple[int, int]
+    """Of an engine's GPU: the fewest and the most."""
+
+
+KINDS = {
+    "full": Kind(("full", "other"), "6MiB", (26, 60)),
+    "hybrid": Kind(("hybrid",), "12MiB", (40, 90)),
+    "mla": Kind(("mla",), "6MiB", (26, 60)),
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an engine without a cache says to a prompt."""
+
+    ids: tuple[int, ...]
+    tokens: list[int]
+    chosen: list[float]
+    """Log probabilities of the tokens."""
+
+
+@dataclass
+class Table:
+    """What is expected, by prompt and name of the weights: computed once."""
+
+    prompts: list[tuple[int, ...]]
+    answers: dict[str, list[Expected]]
+    kind: Kind = KINDS["full"]
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    """A forest: prefixes end within blocks, at their ends, and one token off."""
+    numbers = random.Random("prompts of the oracle")
+    found = []
+    for root in range(ROOTS):
+        whole = prompt(("root", root), numbers.choice([70, 130, 256, 400])).ids
+        found.append(whole)
+        for child in range(CHILDREN):
+            cut = numbers.randrange(16, len(whole))
+            cut = min(len(whole), cut // models.BLOCK * models.BLOCK + numbers.choice([-1, 0, 1, cut % models.BLOCK]))
+            rest = numbers.choice([1, 15, 33, 90, 190])
+            found.append(whole[: max(1, cut)] + prompt(("child", root, child), rest).ids)
+    return found
+
+
+def expected(name: str, directory: Path) -> Table:
+    """The table for this kind of model; from the directory, if an earlier run has left it there."""
+    table, kept = Table(_prompts(), {}, KINDS[name]), directory / f"expected-{name}.json"
+    if kept.exists():
+        found = json.loads(kept.read_text())
+        table.answers = {name: [Expected(**each) for each in answers] for name, answers in found.items()}
+        return table
+    for weights in table.kind.weights:
+        with EngineProcess(models.save(weights, directory), enable_prefix_caching=False) as engine:
+            engine.wait_started()
+            answers = table.answers[weights] = []
+            for ids in table.prompts:  # one at a time
+                engine.send_play([{"ids": ids, "tokens": TOKENS, "arrives": 0}])
+                (said,) = engine.played()["answers"][0]["answers"]
+                sure = next((at for at, margin in enumerate(said["margins"]) if margin < LEAST_MARGIN), TOKENS)
+                answers.append(Expected(ids, said["tokens"][:sure], said["chosen"][:sure]))
+    kept.write_text(json.dumps({name: [asdict(each) for each in found] for name, found in table.answers.items()}))
+    return table
+
+
+@dataclass
+class _Engine:
+    process: EngineProcess
+    weights: str
+    mixed: bool = False
+    """Whether its own cache may have KV of other weights, because vLLM has refused a reset."""
+    judged: bool = True
+    """Whether its answers are compared."""
+
+
+@dataclass
+class Episode:
+    """
+    Args:
+        table: of what is expected.
+        directory: for models and logs.
+    """
+
+    table: Table
+    directory: Path
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+    history: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._daemon: DaemonProcess | None = None
+        self._stopped = False
+        self._hot = 0
+        """The first of the prompts that most requests are for, which share a prefix."""
+        self._versions = 0
+
+    def _happens(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def options(self) -> dict[str, Any]:
+        """Of both engines."""
+        chosen = self._random.choice
+        return {
+            "num_gpu_blocks_override": self._random.randrange(*self.table.kind.blocks),
+            "max_model_len": LONGEST,
+            "max_num_batched_tokens": chosen([96, 256, 512]),
+            "long_prefill_token_threshold": chosen([0, 64, 128]),
+            "scheduling_policy": chosen(["fcfs", "priority"]),
+            "async_scheduling": self._happens(0.5),
+        }
+
+    def run(self, answers: int) -> None:
+        """Raises AssertionError if one is wrong."""
+        options, kind = self.options(), self.table.kind
+        with_updates = self._happens(0.4) and len(kind.weights) > 1
+        extra: dict[str, Any] = {
+            "store_mode": self._random.choice(["eager", "lazy"]),
+            "store_interval": self._random.choice([1e-6, 0.05]),
+            "load_chunks": self._random.choice([0, 4]),
+        }
+        with_failing = self._happens(0.3) and kind.weights[0] == "full"
+        print(f"seed {self.seed}: {options} {extra} {with_updates=} {with_failing=}", flush=True)
+        home = Path(tempfile.mkdtemp(prefix="kvs-"))
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, home)
+            stack.callback(self._end_daemon)
+            model = models.save(kind.weights[0], self.directory)
+            sidecar = kvsidecar(str(home / "kvs.sock"), **extra)
+            engines = []
+            for name in "ab":
+                transfer = beside_failing(sidecar) if with_failing and name == "a" else sidecar
+                log = stack.enter_context((self.directory / f"{self.seed}-{name}.log").open("w"))
+                process = stack.enter_context(EngineProcess(model, transfer, stderr=log, **options))
+                engines.append(_Engine(process, kind.weights[0]))
+            # After a load within a step has failed, vLLM itself goes on from some wrong KV: see `WrittenBlocks`.
+            engines[0].judged = not with_failing
+            self._start_daemon(home)
+            for each in engines:
+                each.process.wait_started()
+            daemon = self._daemon
+            assert daemon is not None
+            eventually(lambda: len(daemon.get("/status")[1]["ranks"]) >= 2, "both engines attach")
+            while self.counts["answers"] < answers:
+                self._change(home)
+                number = int(self._happens(0.4))
+                self._round(engines[number], options["scheduling_policy"] == "priority", with_updates and not number)
+            for name, each in zip("ab", engines, strict=True):
+                counters = each.process.counters()
+                for what in ("vllm:num_preemptions", "vllm:kvsidecar_loads", "vllm:kvsidecar_step_loads"):
+                    self.counts[f"{what} of {name}"] = int(counters.get(what, 0))
+
+    def _note(self, what: str) -> None:
+        self.counts[what.split(":", maxsplit=1)[0]] += 1
+        self.history.append(what)
+
+    # -- the daemon
+
+    def _start_daemon(self, home: Path) -> None:
+        number, rules = self._random.randrange(3, 60), []
+        if self._happens(0.3):
+            failures = ["in_flight@{}=kill", "before_copy@{}=raise(planned)"]
+            rules.append(self._random.choice(["load.", "store."]) + self._random.choice(failures).format(number))
+        if self._happens(0.5):
+            # Blocks stand in copies while their requests end, caches are reset and weights change.
+            rules.append(f"copy.device_lost=delay({self._random.choice(SLOW_COPIES)})")
+        self._note(f"daemon started: {rules}")
+        variables = {"KVSIDECAR_FAILPOINTS": ";".join(rules)} if rules else {}
+        self._daemon = DaemonProcess(home, "--pool-size", self.table.kind.pool, **variables).wait_ready()
+
+    def _end_daemon(self, kill: bool = True) -> None:
+        if self._daemon is None:
+            return
+        with self._daemon as daemon:
+            if kill:
+                daemon.process.kill()
+            else:
+                daemon.process.terminate()
+            daemon.process.wait(SECONDS)
+        self._daemon = None
+
+    def _change(self, home: Path) -> None:
+        """Between two rounds."""
+        if self._daemon is None:
+            if self._happens(0.4):
+                self._start_daemon(home)
+        elif self._happens(0.04):
+            kill = self._happens(0.5)
+            self._end_daemon(kill)
+            self._note("daemon killed" if kill else "daemon stopped")
+
+    # -- requests
+
+    def _round(self, engine: _Engine, priorities: bool, updates: bool) -> None:
+        chosen = self._requests(priorities)
+        acts = self._acts(updates)
+        weights, judged = engine.weights, engine.judged and not engine.mixed
+        engine.process.send_play([request for _, request in chosen], acts)
+        if self._daemon is not None and self._happens(0.03):
+            self._end_daemon()
+            self._note("daemon killed in a round")
+        played = engine.process.played()
+        for act, forgot in zip(acts, played["acted"], strict=True):
+            self._note(f"act: {act} {forgot}")
+            if "model" in act:
+                judged = False  # tokens of both
+                engine.weights, engine.mixed = Path(act["model"]).name, True
+                self.counts["updates"] += 1
+            if forgot:
+                engine.mixed = False
+            self.counts["resets" if forgot else "refused resets"] += 1
+        for (number, request), said in zip(chosen, played["answers"], strict=True):
+            if said is None:
+                self.counts["aborted before a token"] += 1
+                assert "abort_after" in request, f"no answer to {request}"
+                continue
+            for each in said["answers"]:
+                self.compare(self.table.answers[weights][number], request, {**each, "cached": said["cached"]}, judged)
+
+    def _requests(self, priorities: bool) -> list[tuple[int, dict[str, Any]]]:
+        chosen = []
+        if self._happens(0.3):
+            self._hot = self._random.randrange(ROOTS) * (1 + CHILDREN)
+        urgency = self._happens(0.5)
+        for each in range(self._random.randrange(1, 10)):
+            number = self._hot + self._random.randrange(1 + CHILDREN)
+            if self._happens(0.4):
+                number = self._random.randrange(len(self.table.prompts))
+            request: dict[str, Any] = {
+                "ids": self.table.prompts[number],
+                "tokens": self._random.choice([1, 5, 20, TOKENS]),
+                "salt": self._random.choice([None] * 5 + ["salt"]),
+                "arrives": self._random.choice([0, 0, each, 3 * each]),
+            }
+            if priorities:
+                request["priority"] = -each if urgency else self._random.randrange(4)
+            if self._happens(0.1):
+                request["abort_after"] = self._random.choice([0, 1, 3, 10])
+            elif self._happens(0.1):
+                request["answers"] = 2
+            chosen.append((number, request))
+        return chosen
+
+    def _acts(self, updates: bool) -> list[dict[str, Any]]:
+        step = self._random.choice([0, 2, 20, 10**6])
+        running = {"reset_running_requests": True}
+        if updates and self._happens(0.1):
+            model = models.save(self._random.choice(self.table.kind.weights), self.directory)
+            return [
+                {"step": step, "model": model, "reset": {**running, "reset_connector": True}},
+                {"step": 10**6, "reset": {**running, "reset_connector": True}},
+            ]
+        if self._happens(0.1):
+            return [{"step": step, "reset": {**running, "reset_connector": self._happens(0.3)}}]
+        return [{"step": 10**6, "reset": {}}] if self._happens(0.5) else []
+
+    def compare(self, right: Expected, request: dict[str, Any], said: dict[str, Any], judged: bool) -> None:
+        aborted = "abort_after" in request
+        if aborted:
+            self.counts["aborted"] += 1
+        if not judged:
+            self.counts["not judged"] += 1
+            return
+        if not aborted:
+            assert len(said["tokens"]) == request["tokens"], self._failure("tokens are missing", right, request, said)
+        count = min(len(said["tokens"]), len(right.tokens))
+        assert said["tokens"][:count] == right.tokens[:count], self._failure("wrong tokens", right, request, said)
+        off = max((abs(a - b) for a, b in zip(said["chosen"][:count], right.chosen, strict=False)), default=0.0)
+        self.counts["largest error in millionths"] = max(self.counts["largest error in millionths"], int(off * 1e6))
+        assert off < TOLERANCE, self._failure(f"log probabilities are off by {off}", right, request, said)
+        self.counts["answers"] += 1
+        self.counts["tokens from a cache"] += said["cached"]
+
+    def _failure(self, what: str, right: Expected, request: dict[str, Any], said: dict[str, Any]) -> str:
+        asked = {**request, "ids": f"{len(right.ids)} tokens"}
+        lines = [
+            f"after {self.counts['answers']} answers: {what}",
+            f"asked {asked}",
+            f"right {right.tokens} {right.chosen}",
+            f"said {said}",
+            *self.history[-12:],
+            f"python -m tests.vllm.oracle --seed {self.seed} --answers {EPISODE}",
+        ]
+        return "\n".join(lines)
+
+
+def beside_failing(sidecar: dict[str, Any]) -> dict[str, Any]:
+    """Under a MultiConnector, behind a connector that fails to load what it has promised."""
+    failing = {"kv_connector": "FailingConnector", "kv_connector_module_path": "tests.vllm.failing"}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [{**failing, "kv_role": "kv_both"}, sidecar]},
+    }
+
+
+def run(answers: int, seed: int, directory: Path, model: str = "full") -> Counter[str]:
+    """As many episodes as it takes. Raises AssertionError if an answer is wrong."""
+    table, total = expected(model, directory), Counter[str]()
+    while (left := answers - total["answers"]) > 0:
+        episode = Episode(table, directory, seed)
+        episode.run(min(EPISODE, left))
+        print(f"seed {seed}: {dict(episode.counts)}", flush=True)
+        total.update(episode.counts)
+        seed += 1
+    return total
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=1000, help="how many are compared")
+    parser.add_argument("--seed", type=int, default=0, help="of the first episode; the next one has the next number")
+    parser.add_argument("--model", choices=KINDS, default="full", help="kind of model")
+    parser.add_argument("--directory", type=Path, help="keep the models, what is expected and the logs here")
+    options = parser.parse_args(arguments)
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="oracle-"))
+    directory.mkdir(exist_ok=True, parents=True)
+    try:
+        run(options.answers, options.seed, directory, options.model)
+    except AssertionError as error:
+        sys.exit(f"{error}\nlogs: {directory}")
+
+
+if __name__ == "__main__":
+    main()
