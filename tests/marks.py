@@ -60,7 +60,7 @@ def directory_of(item: pytest.Item) -> str:
 
 def starts_processes(item: pytest.Item) -> bool:
     """Whether it is known to start processes."""
-    named = any(item.get_closest_marker(each) for each in ("processes", "promise", "lent_daemon"))
+    named = any(item.get_closest_marker(each) for each in ("processes", "promise", "lent_daemon", "gpu"))
     with_daemon = "daemon" in getattr(item, "fixturenames", ())
     return named or with_daemon or directory_of(item) in (*PROCESSES, *ENGINES)
 

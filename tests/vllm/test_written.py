@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.harness import DaemonProcess
+from tests.harness import DEVICE, DaemonProcess
 from tests.marks import promise
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import LONG, WHOLE, Prompt, answer_of, joined, kvsidecar, prompt
@@ -70,7 +70,8 @@ def test_tokens_that_another_connector_failed_to_load(
     with joined(daemon, model, children, async_scheduling=ahead) as engine:
         for each in (shorter, LONG, longer):
             (answer,) = engine.generate(each)
-            if not ahead:  # else vLLM delivers what the next step has computed on them
+            # Else vLLM itself delivers what the next step, or its second model runner, has computed on them.
+            if not ahead and DEVICE == "host":
                 assert [answer.tokens] == truth(each)
         engine.generate(loaded_by_nobody := prompt("loaded by nobody", 90))
         engine.drain()
@@ -138,7 +139,8 @@ def test_a_step_that_is_lost_leaves_nothing_behind(model: str, daemon: DaemonPro
     """As with vLLM's fault tolerance: all requests are aborted, and the engine goes on."""
     from vllm.v1.request import RequestStatus
 
-    with joined(daemon, model) as engine:
+    # With asynchronous scheduling, vLLM 0.33 itself never frees the blocks of a lost step.
+    with joined(daemon, model, async_scheduling=False) as engine:
         core = engine.engine.engine_core.engine_core
         free, execute = engine.free_blocks, core.model_executor.execute_model
 
