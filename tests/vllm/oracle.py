@@ -61,7 +61,7 @@ class Kind:
 
 KINDS = {
     "full": Kind(("full", "other"), "6MiB", (26, 60)),
-    "hybrid": Kind(("hybrid",), "12MiB", (40, 90)),
+    "hybrid": Kind(("hybrid",), "12MiB", (70, 120)),
 }
 
 
