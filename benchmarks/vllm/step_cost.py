@@ -158,8 +158,10 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     def both(scheduler_output: Any) -> Any:
         orders = side.build_plan(scheduler_output)
         report = rank.step(orders)
+        side.begin_output(scheduler_output, ())
         if report is not None:
             side.take_report(report)
+        side.end_output()
         return orders
 
     def busy(table: Any, tokens: int, scheduled: Any) -> None:

@@ -192,12 +192,15 @@ class Stores:
                 progress.done = done
         if self._now < self._next:
             return  # a block per step and request would mean many small jobs; requests that end need no wait
-        lag, alignment = self._lag, self._alignment
+        lag, alignment, in_flight = self._lag, self._alignment, self._written.tokens_in_flight()
         for request_id in scheduler_output.num_scheduled_tokens:
             progress = requests.get(request_id)
             if progress is None:
                 continue
-            tokens = progress.request.num_computed_tokens - self._written.tokens_in_flight(request_id) - lag
+            tokens = progress.request.num_computed_tokens - lag
+            if tokens < progress.done + alignment:  # most requests of most steps
+                continue
+            tokens -= sum(step.get(request_id, 0) for step in in_flight)
             if tokens >= progress.done + alignment:
                 self._consider(progress, tokens)
                 self._next = self._now + self._interval

@@ -10,7 +10,7 @@ every store passes through it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -152,9 +152,9 @@ class WrittenBlocks:
                     break
         return first
 
-    def tokens_in_flight(self, request_id: str) -> int:
-        """Tokens of a request in the steps before the last one whose output has not been processed."""
-        return sum(step.tokens.get(request_id, 0) for step in islice(self._steps, len(self._steps) - 1))
+    def tokens_in_flight(self) -> Sequence[Mapping[str, int]]:
+        """By request id: the tokens of each step before the last one whose output has not been processed."""
+        return [step.tokens for step in islice(self._steps, len(self._steps) - 1)]
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
