@@ -49,14 +49,14 @@ SLOW_COPIES = (0.02, 0.2)
 
 @dataclass(frozen=True)
 class Kind:
-    """Of model."""
+    """A kind of model, and the room that it gets."""
 
     weights: tuple[str, ...]
     """Those of the engines, and others of the same shape that one of them may get."""
     pool: str
-    """Of the daemon: some of the blocks of all prompts."""
+    """Size of the daemon's pool, which holds some of the blocks of all prompts."""
     blocks: tuple[int, int]
-    """Of an engine's GPU: the fewest and the most."""
+    """Fewest and most GPU blocks of an engine."""
 
 
 KINDS = {
@@ -146,16 +146,14 @@ class Episode:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._daemon: DaemonProcess | None = None
-        self._stopped = False
         self._hot = 0
         """The first of the prompts that most requests are for, which share a prefix."""
-        self._versions = 0
 
     def _happens(self, probability: float) -> bool:
         return self._random.random() < probability
 
     def options(self) -> dict[str, Any]:
-        """Of both engines."""
+        """Options that both engines are started with."""
         chosen = self._random.choice
         return {
             "num_gpu_blocks_override": self._random.randrange(*self.table.kind.blocks),

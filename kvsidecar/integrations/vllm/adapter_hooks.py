@@ -22,11 +22,11 @@ from kvsidecar.integrations.wrapping import wrap
 _log = logging.getLogger("kvsidecar.vllm")
 
 EXTRA_KEYS = "generate_block_hash_extra_keys"
-"""Of `kv_cache_utils`: what a block's hash contains besides tokens."""
+"""Function of `kv_cache_utils` that tells what a block's hash contains besides tokens."""
 _LOAD = "_load_adapter"
 _ADD = "add_lora"
 _CALL = "kvsidecar_call"
-"""Of a function that `wrap_once` has put in place of another one: what it calls."""
+"""Attribute of a function that `wrap_once` has put in place of another one: what it calls."""
 
 _hashed: weakref.ref[Adapters] | None = None
 """Of the engine core in this process."""

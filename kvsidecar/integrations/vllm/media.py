@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 from kvsidecar.integrations.vllm.adapter_hooks import EXTRA_KEYS, hashes_call_extra_keys, wrap_once
 
 ATTRIBUTE = "kvsidecar_media"
-"""Of vLLM's feature, one item of a request: what stands for it in hashes."""
+"""Attribute of a feature of vLLM's, which is one item of a request: the name that stands for it in hashes."""
 MAX_KNOWN: Final = 1 << 17
 """Identifiers whose content is remembered: more than an encoder cache has room for."""
 
@@ -36,7 +36,7 @@ _MAKE = "from_engine_core_request"
 _OF_MEDIA = "_gen_mm_extra_hash_keys"
 
 _hashed: weakref.ref[Media] | None = None
-"""Of the engine core in this process."""
+"""The names that block hashes of this process's engine core contain."""
 
 
 class Media:
@@ -52,7 +52,7 @@ class Media:
         self._seen = seen
         self._own = token()
         self._contents: OrderedDict[str, str] = OrderedDict()
-        """By identifier: what the encoder's outputs that vLLM may keep under it are of."""
+        """By identifier: the content whose encoder outputs vLLM may keep under it."""
         self._age = 0
 
     def reset(self) -> None:

@@ -89,7 +89,7 @@ class StepPlan:
     give_up: bool = False
     """The daemon hangs, and the engine needs the blocks that its jobs hold: end them."""
     number: int = 0
-    """Of the plan, if it has jobs: unique, and never 0."""
+    """Identifies a plan with jobs among those of its engine; 0: it has none."""
     lost: tuple[StepPlan, ...] = ()
     """Plans of steps that vLLM has lost. Each rank takes those that it did not get."""
     repeat: bool = False
