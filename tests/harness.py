@@ -57,6 +57,18 @@ def root_of(pid: int) -> Path:
     return Path("/proc", str(pid), "root")
 
 
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """The next call of ``owner.name(...)`` raises an error that nobody expects. Those after it work."""
+    works, failures = getattr(owner, name), [ZeroDivisionError()]
+
+    def failing(*given: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return works(*given, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
 def eventually(
     condition: Callable[[], Answer],
     what: str | Callable[[], object] = "",

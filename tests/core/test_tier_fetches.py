@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -28,6 +28,7 @@ from kvsidecar.tiers.policy import FetchRefusal
 from kvsidecar.tiers.tier import Tier
 from tests.cache.support import PAGE, keys, new_cache, open_space, readable, store
 from tests.core.scripted_tier import ScriptedTier
+from tests.harness import fail_once
 
 BIT = 1
 
@@ -392,16 +393,7 @@ async def test_a_fetch_that_fails_unexpectedly_is_over_and_heard_and_the_others_
     bench = Bench()
     bench.keep(1, 2, 3, 4, 5, 6)
     owner, name = (bench.tier, "read") if fails == "the read" else (bench.cache, "begin_store")
-    works, failures = getattr(owner, name), 1
-
-    def failing(*given: Any, **options: Any) -> Any:
-        nonlocal failures
-        if failures:
-            failures -= 1
-            raise ZeroDivisionError
-        return works(*given, **options)
-
-    monkeypatch.setattr(owner, name, failing)
+    fail_once(monkeypatch, owner, name)
     for names in (1, 2, 3), (4, 5, 6):
         assert bench.ask(*names).asking
     for _ in range(2):

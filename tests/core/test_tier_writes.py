@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -20,6 +20,7 @@ from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import LookupMode
 from tests.cache.support import PAGE, begin, keys, new_cache, open_space, refused
 from tests.core.scripted_tier import ScriptedTier
+from tests.harness import fail_once
 
 BIT = 1
 
@@ -360,16 +361,7 @@ async def test_a_write_that_fails_unexpectedly_is_heard_and_the_others_go_on(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
     bench = Bench(Admission.ALL)
     owner, name = (bench.tier, "write") if fails == "the write" else (bench.cache.tiers, "end_write")
-    works, failures = getattr(owner, name), 1
-
-    def failing(*given: Any, **options: Any) -> Any:
-        nonlocal failures
-        if failures:
-            failures -= 1
-            raise ZeroDivisionError
-        return works(*given, **options)
-
-    monkeypatch.setattr(owner, name, failing)
+    fail_once(monkeypatch, owner, name)
     bench.store(1, 2, 3)
     bench.end()
     assert len(errors) == 1
