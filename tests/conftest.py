@@ -7,12 +7,14 @@ import shutil
 import signal
 import sys
 import tempfile
+from asyncio import AbstractEventLoop
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import uvloop
 
 # Before they are imported: an assertion that fails in a helper says what it compared, as in a test.
 for _package in sorted(path.name for path in Path(__file__).parent.iterdir() if (path / "__init__.py").exists()):
@@ -104,6 +106,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if is_smoke(item):
             item.add_marker("smoke")
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], AbstractEventLoop]]:
+    """The daemon's event loop: its transports, among others, are not asyncio's."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

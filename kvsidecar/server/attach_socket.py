@@ -186,7 +186,7 @@ class _Connection:
         self._peer: Peer | None = None
         """None before its Welcome."""
         self._local: LocalConnection | None = None
-        self._transport: asyncio.BaseTransport | None = None
+        self._transport: asyncio.Transport | None = None  # as it behaves: uvloop's is no subclass
         self._pidfd: int | None = None
         self._late = self._loop.call_later(HELLO_SECONDS, self._take, self._refuse_late)
         self._watch(self._connection.fileno(), self._readable)
@@ -340,7 +340,7 @@ class _Connection:
             self._watch(self._connection.fileno(), None)
 
     def _abort(self) -> None:
-        if isinstance(self._transport, asyncio.Transport):
+        if self._transport is not None:
             self._transport.abort()
 
     def _end(self) -> None:

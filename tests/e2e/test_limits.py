@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -51,6 +53,28 @@ def test_connections_of_one_user_are_limited_and_given_back(daemon: DaemonProces
             assert client.status().pool.blocks == 1
     rank.close()
     eventually(lambda: daemon.refused("limit") and _attaches(daemon))
+
+
+_INHERITED = """
+import os, socket, sys
+path, count, message = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
+connections = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+for each in connections:
+    each.connect(path)
+    each.sendall(message)
+    assert each.recv(1 << 16)
+if os.fork():
+    os._exit(0)
+assert not any(each.recv(1) for each in connections)
+print("all are closed", flush=True)
+"""
+
+
+def test_connections_that_outlive_their_process_are_closed(daemon: DaemonProcess) -> None:
+    """A child has inherited them. They count for nobody any more, and no change of the policy would reach them."""
+    command = [sys.executable, "-c", _INHERITED, daemon.socket + ".attach", "64", HELLO.hex()]
+    out = subprocess.run(command, stdout=subprocess.PIPE, timeout=SECONDS, check=True).stdout
+    assert out == b"all are closed\n"
 
 
 def _attaches(daemon: DaemonProcess) -> bool:

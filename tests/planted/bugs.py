@@ -818,6 +818,16 @@ _CORE = (
     ),
 )
 
+_SERVER = (
+    _bug(
+        "a connection outlives its process in whoever has inherited it",
+        "server/attach_socket.py",
+        "            self._transport.abort()\n",
+        "            pass\n",
+        "server/test_attach_socket.py",
+    ),
+)
+
 _COPIER = (
     # -- the queue
     _bug(
@@ -1673,4 +1683,4 @@ _INTEGRATIONS = (
     ),
 )
 
-BUGS = (*_CACHE, *_CORE, *_COPIER, *_CLIENT, *_INTEGRATIONS)
+BUGS = (*_CACHE, *_CORE, *_SERVER, *_COPIER, *_CLIENT, *_INTEGRATIONS)

@@ -12,17 +12,22 @@ from typing import Any, cast
 
 import pytest
 
+from kvsidecar.core.peer import Peer
 from kvsidecar.core.sessions import Instances
 from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import frame
 from kvsidecar.server import attach_socket
 from kvsidecar.server.attach_socket import AttachSocket
+from kvsidecar.server.handler import Handler
+from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support.loop_time import SECONDS, LoopTime
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests import harness
 from tests.harness import eventually_in_loop
 
 CLIENTS = 60
@@ -40,8 +45,13 @@ class Peers:
         return Peer()
 
 
+def local(peer: Peer) -> LocalConnection:
+    """For clients that ask for nothing."""
+    return LocalConnection(cast(Handler, None), PartialMessages(), peer)
+
+
 class Bench:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, local_connection: Callable[[Peer], LocalConnection] | None = None) -> None:
         ticks = itertools.count()
         # Each step takes a part of an iteration, however long it takes.
         self.turns = Turns(LoopTime(lambda: next(ticks) * SECONDS / STEPS))
@@ -55,7 +65,7 @@ class Bench:
             epoch=1,
             instances=cast(Instances, Peers()),
             on_gone=lambda _: self.count(),
-            local_connection=None,
+            local_connection=local_connection,
             refuse=self.refuse,
             tasks=self.tasks,
             turns=self.turns,
@@ -179,4 +189,19 @@ async def test_an_end_that_is_noticed_in_several_ways_is_one_end(short_dir: Path
     assert bench.in_iteration.total() == CLIENTS
     for client in clients:
         client.close()
+    await bench.close()
+
+
+async def test_a_connection_that_has_ended_is_closed_whoever_holds_its_other_end(short_dir: Path) -> None:
+    bench = Bench(short_dir, local)
+    clients = bench.connect(frame(pb.Hello(protocol=PROTOCOL).SerializeToString()))
+    for client in clients:
+        client.settimeout(harness.SECONDS)
+        assert await asyncio.get_running_loop().run_in_executor(None, client.recv, 1000)
+    for connection in tuple(bench.socket.connections):
+        connection.gone()  # as when the pidfd of its process is readable
+    for client in clients:
+        assert not await asyncio.get_running_loop().run_in_executor(None, client.recv, 1000), "it is open"
+        client.close()
+    assert not bench.socket.connections
     await bench.close()
