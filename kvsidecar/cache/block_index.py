@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,11 +44,15 @@ class BlockIndex:
     W. Litwin, VLDB 1980). Bucket ``i`` of ``2**level`` is split in two by one more bit of its hashes. Buckets are
     split in order; when all are split, the level rises.
 
+    Clients choose the block hashes, so the bucket is chosen by a hash of them that is drawn at random (`_tags_of`).
+    And what finds no lane is in a dict: even for somebody who knows the draw, and chooses hashes of which all share one
+    bucket, what a call costs depends on the number of its keys, not on that of the blocks that are there.
+
     Args:
         hash_bytes: width of a block hash.
         capacity: maximum number of rows, until `reserve`.
-        seed: for the multipliers of the hash function. A secret: knowing it, a client could choose hashes that share
-            one bucket.
+        seed: of 64 bits, for the multipliers of the hash function. A secret: knowing it, a client could choose hashes
+            that share one bucket.
     """
 
     def __init__(self, hash_bytes: int, capacity: int, seed: int) -> None:
@@ -64,14 +68,15 @@ class BlockIndex:
         self._num_buckets = 1
         self._level = 0
         """``2**level <= num_buckets < 2**(level + 1)``; the first ``num_buckets - 2**level`` buckets are split."""
-        self._overflow: dict[int, list[int]] = {}
-        """Bucket -> rows for which it had no free lane."""
+        self._overflow: dict[int, dict[bytes, int]] = {}
+        """Bucket -> rows for which it had no free lane, by their hashes. Buckets that were one may share a dict."""
         self._overflows = zeros((buckets,), np.bool_)
         """Whether `_overflow` has the bucket."""
         self._len = 0
         self._any_word = np.ones(words, np.bool_)
-        draw = random.Random(seed)
-        self._multipliers = np.array([draw.getrandbits(64) | 1 for _ in range(words)], np.uint64)
+        drawn: Words = np.frombuffer(hashlib.shake_128(seed.to_bytes(8)).digest(8 * (2 * words + 1)), np.uint64).copy()
+        self._addend, self._multipliers = drawn[0], drawn[1:]
+        """Multipliers: one for each half of a word of a hash, in the order in which the halves lie in memory."""
 
     def __len__(self) -> int:
         return self._len
@@ -106,9 +111,12 @@ class BlockIndex:
     def all_hashes(self) -> bytes:
         """Those of all rows that can be found, joined, in no order."""
         filed = self._tags[: self._num_buckets].ravel() != 0
-        overflowed = [row for rows in self._overflow.values() for row in rows]
         rows = self._rows[: filed.size][filed].astype(np.int64)
-        return self.hashes_of(np.concatenate((rows, np.array(overflowed, np.int64))))
+        return self.hashes_of(np.concatenate((rows, np.array(self.overflowed(), np.int64))))
+
+    def overflowed(self) -> list[int]:
+        """The rows that have no lane."""
+        return [row for rows in {id(rows): rows for rows in self._overflow.values()}.values() for row in rows.values()]
 
     def keys_of(self, rows: Ints) -> Keys:
         return self.keys_from(self.words_of(rows))
@@ -131,7 +139,7 @@ class BlockIndex:
         found[which] = rows
         if self._overflow:
             for i in (self._overflows[buckets] & (found < 0)).nonzero()[0].tolist():
-                found[i] = self._find_one(words[i], int(tags[i]))
+                found[i] = self._overflow[buckets.item(i)].get(words[i].tobytes(), -1)
         return found
 
     def add(self, keys: Keys, rows: Ints) -> None:
@@ -159,10 +167,28 @@ class BlockIndex:
                 self._remove_one(tag, row)
 
     def _tags_of(self, words: Words) -> Tags:
-        """The high bits of ``sum(a * x)`` (Dietzfelbinger 1996). The highest bits depend on all bits of the hash; they
-        become the low byte."""
-        spread = words @ self._multipliers
-        return spread.view(np.uint32)[1::2].byteswap() | np.uint32(1 << 31)
+        """The high 32 bits of ``(m0 + sum(m[i] * x[i])) mod 2**64``, where the ``x[i]`` are the halves of the words, of
+        32 bits each, and m0 and the ``m[i]`` are drawn at random from all numbers of 64 bits. This is the multilinear
+        hash of Lemire and Kaser, "Strongly universal string hashing is fast", The Computer Journal 57 (2014), theorem
+        3.1 with K = 64 and L = 32: strongly universal. For any two different hashes, chosen by whom you like who does
+        not know the draw, each pair of values is equally likely.
+
+        Proof: let x and y differ in half k, by d, and let 2**c be the largest power of two that divides d: c < 32. With
+        the other multipliers given, m[k] * d is uniform among the multiples of 2**c, so the bits c to 63 of
+        ``h(y) - h(x)`` are uniform, the high 32 among them, whatever the bits below are. And m0, which the difference
+        does not depend on, makes h(x) uniform: so the high halves of h(x) and h(y) are uniform and independent.
+
+        Whole words instead of halves have no such proof: c can be 63 then, and hashes that differ in the top bits of
+        words alone share a few tags, whatever the multipliers.
+
+        The highest bit is set, so that no tag is 0: 31 bits of each tag keep that property. The bucket is selected by
+        the lowest of them. So two chosen hashes have the same tag in one of 2**31 draws, and fall into the same of
+        2**n buckets in one of 2**n, as random ones do. The multipliers are not random but drawn from a seed, by
+        SHAKE128.
+        """
+        spread = words.view(np.uint32) @ self._multipliers
+        spread += self._addend
+        return spread.view(np.uint32)[1::2] | np.uint32(1 << 31)
 
     def _bucket(self, tag: int) -> int:
         bucket = tag & (2 << self._level) - 1
@@ -182,14 +208,13 @@ class BlockIndex:
     def _find_one(self, words: Words, tag: int) -> int:
         bucket = self._bucket(tag)
         tags = self._tags[bucket].tolist()
-        candidates = self._overflow.get(bucket, ())
         if tag in tags:
-            in_lanes = [self._rows.item(bucket << LANE_BITS | i) for i in range(LANES) if tags[i] == tag]
-            candidates = (*in_lanes, *candidates)
-        for row in candidates:
-            if self._words[row].tobytes() == words.tobytes():
-                return row
-        return -1
+            in_lanes: list[int] = [self._rows.item(bucket << LANE_BITS | i) for i in range(LANES) if tags[i] == tag]
+            for row in in_lanes:
+                if self._words[row].tobytes() == words.tobytes():
+                    return row
+        overflow = self._overflow.get(bucket)
+        return -1 if overflow is None else overflow.get(words.tobytes(), -1)
 
     def _remove_one(self, tag: int, row: int) -> None:
         bucket = self._bucket(tag)
@@ -198,7 +223,7 @@ class BlockIndex:
             if rows[lane] == row and tags[lane] == tag:
                 self._tags[bucket, lane] = 0
                 return
-        self._overflow[bucket].remove(row)
+        del self._overflow[bucket][self._words[row].tobytes()]
         if not self._overflow[bucket]:
             del self._overflow[bucket]
             self._overflows[bucket] = False
@@ -211,7 +236,7 @@ class BlockIndex:
             self._tags[bucket, lane] = tag
             self._rows[bucket << LANE_BITS | lane] = row
         else:
-            self._overflow.setdefault(bucket, []).append(row)
+            self._overflow.setdefault(bucket, {})[self._words[row].tobytes()] = row
             self._overflows[bucket] = True
 
     def _place(self, tags: Tags, rows: Ints) -> None:
@@ -250,9 +275,16 @@ class BlockIndex:
         if count == half - first:
             self._level += 1
         if self._overflow:
-            displaced = []
+            displaced: list[int] = []
             for bucket in (self._overflows[old].nonzero()[0] + first).tolist():
-                displaced += self._overflow.pop(bucket)
+                overflow = self._overflow[bucket]
+                if len(overflow) > LANES:  # somebody knows the draw: to place all of them again would take long
+                    self._overflow[bucket + half] = overflow
+                    self._overflows[bucket + half] = True
+                    continue
+                displaced += overflow.values()
+                overflow.clear()
+                del self._overflow[bucket]
                 self._overflows[bucket] = False
             if displaced:
                 rows = np.array(displaced, np.int64)

@@ -470,17 +470,25 @@ def create_unknown(blocks: SpaceBlocks, keys: Keys, rows: Ints) -> Ints:
 
     Equal hashes are recognised by their tags, which is much faster. A duplicate then finds the block that was created
     for the first one. Two different hashes may share a tag (in about one of 16,000 jobs of 512 blocks): the second one
-    finds nothing, and its block is created in another round.
+    finds nothing. Those are told apart by the hashes themselves, in one more round for all.
     """
-    created = NO_INTS
     unknown = (rows < 0).nonzero()[0]
-    while len(unknown):
-        new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
-        rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
-        created = np.concatenate((created, rows[new])) if len(created) else rows[new]
-        if len(new) == len(unknown):
-            break
-        again = unknown[rows[unknown] < 0]
-        rows[again] = blocks.index.find(keys.take(again))
-        unknown = again[rows[again] < 0]
-    return created
+    if not len(unknown):
+        return NO_INTS
+    new = unknown[first_of_each(keys.tags[unknown])] if len(unknown) > 1 else unknown
+    created = rows[new] = blocks.create(keys if len(new) == len(keys) else keys.take(new))
+    if len(new) == len(unknown):
+        return created
+    again = unknown[rows[unknown] < 0]
+    rows[again] = blocks.index.find(keys.take(again))
+    unknown = again[rows[again] < 0]
+    if not len(unknown):
+        return created
+    firsts: dict[bytes, int] = {}
+    for at in unknown.tolist():
+        firsts.setdefault(keys.words[at].tobytes(), at)
+    new = np.array(list(firsts.values()))
+    more = rows[new] = blocks.create(keys.take(new))
+    again = unknown[rows[unknown] < 0]
+    rows[again] = blocks.index.find(keys.take(again))
+    return np.concatenate((created, more))

@@ -3,12 +3,18 @@
 A Bloom filter with two bits for each block (Bloom, CACM 1970), in memory that the tier's process and the daemon share.
 The process sets bits, the daemon reads them. Blocks that have gone leave their bits behind until the process sets all
 bits again; to believe them costs a question.
+
+Clients choose the block hashes, so each of the two bits is found by a multiplier that is drawn for this filter. Whoever
+chooses two keys without knowing it: in at most 2 of n draws, if there are n bits, they share the bit (multiply-shift:
+Dietzfelbinger, Hagerup, Katajainen and Penttonen, Journal of Algorithms 25, 1997). Of a hash only the first eight bytes
+count: who stores a block makes the tier be asked for others of its namespace that begin alike.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import struct
 import threading
 from collections.abc import Iterable
@@ -24,8 +30,8 @@ BLOCK_BYTES: Final = 256 << 10
 """Of a block, as far as the filter's size is concerned. Smaller ones make it less sharp."""
 MIN_BITS: Final = 1 << 20
 MAX_BITS: Final = 1 << 30
-_MIX: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
-"""Odd numbers; the high bits of the products are used. Block hashes are random already, if nobody chose them."""
+_DRAWN: Final = struct.Struct("<2Q")
+"""The multipliers, behind the bits: odd numbers. The high bits of the products are used."""
 _MASK: Final = (1 << 64) - 1
 _FIRST_WORD: Final = struct.Struct("<Q").unpack_from
 
@@ -36,20 +42,28 @@ def filter_bytes(capacity_bytes: int) -> int:
     return 1 << (min(MAX_BITS, max(MIN_BITS, bits)) - 1).bit_length() >> 3
 
 
+def create_filter(capacity_bytes: int) -> int:
+    """A file in memory for the filter of a tier, as `KeyFilter` maps it. Returns its descriptor."""
+    fd = os.memfd_create("kvsidecar-tier-filter", os.MFD_CLOEXEC)
+    os.pwrite(fd, _DRAWN.pack(*(secrets.randbits(64) | 1 for _ in range(2))), filter_bytes(capacity_bytes))
+    return fd
+
+
 class KeyFilter:
-    """Args: fd: of a file in memory, a power of two long; it is mapped."""
+    """Args: fd: of a file that `create_filter` has made; it is mapped."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
-        self._shift = 64 - (len(self._memory) * 8 - 1).bit_length()
+        self._drawn: Final[tuple[int, ...]] = _DRAWN.unpack_from(self._memory, len(self._memory) - _DRAWN.size)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)[: -_DRAWN.size]
+        self._shift = 64 - (len(self._bytes) * 8 - 1).bit_length()
         self._lock = threading.Lock()
 
     def may_have(self, digest: bytes, block_hash: bytes) -> bool:
         """Args: digest: of the shard space."""
         key = _FIRST_WORD(block_hash)[0] ^ _FIRST_WORD(digest)[0]
-        for mix in _MIX:
-            bit = (key * mix & _MASK) >> self._shift
+        for factor in self._drawn:
+            bit = (key * factor & _MASK) >> self._shift
             if not self._memory[bit >> 3] >> (bit & 7) & 1:
                 return False
         return True
@@ -58,8 +72,8 @@ class KeyFilter:
         """`may_have` of many at once. Args: keys: as for `add`."""
         keys = keys ^ np.frombuffer(digest[:8], np.uint64)
         found = np.ones(len(keys), np.bool_)
-        for mix in _MIX:
-            bits = keys * np.uint64(mix) >> np.uint64(self._shift)
+        for factor in self._drawn:
+            bits = keys * np.uint64(factor) >> np.uint64(self._shift)
             byte, bit = (bits >> np.uint64(3)).astype(np.int64), (bits & np.uint64(7)).astype(np.uint8)
             found &= self._bytes[byte] >> bit & 1 != 0
         return found
@@ -68,8 +82,8 @@ class KeyFilter:
         """Args: keys: the first eight bytes of each block hash, little endian."""
         keys = keys ^ np.frombuffer(digest[:8], np.uint64)
         with self._lock:  # to set a bit is to read and to write its byte
-            for mix in _MIX:
-                bits = keys * np.uint64(mix) >> np.uint64(self._shift)
+            for factor in self._drawn:
+                bits = keys * np.uint64(factor) >> np.uint64(self._shift)
                 values = np.left_shift(1, bits & np.uint64(7), dtype=np.uint64).astype(np.uint8)
                 np.bitwise_or.at(self._bytes, (bits >> np.uint64(3)).astype(np.int64), values)
 

@@ -30,7 +30,7 @@ from kvsidecar.support.supervised_child import (
     to_the_end,
 )
 from kvsidecar.tiers.backend import BackendStats, ReadEnd, ShardSpace, TierShare, WriteEnd
-from kvsidecar.tiers.key_filter import KeyFilter, filter_bytes
+from kvsidecar.tiers.key_filter import KeyFilter, create_filter
 from kvsidecar.tiers.link import TierLink, TierOptions
 from kvsidecar.tiers.messages import Do, Reply, Request, pack_namespace, stats_of
 from kvsidecar.tiers.policy import ReadRate
@@ -88,8 +88,7 @@ class Tier(Supervised[TierLink]):
             failures=FAILURES, silence=0.0, backoff=Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         )
         self._last_failure = ""
-        self._filter_fd = os.memfd_create("kvsidecar-tier-filter", os.MFD_CLOEXEC)
-        os.ftruncate(self._filter_fd, filter_bytes(options.capacity_bytes))
+        self._filter_fd = create_filter(options.capacity_bytes)
         self._filter = KeyFilter(self._filter_fd)
         self.may_have: Final = self._filter.may_have
         """False: it does not have this block. Asks nobody. Takes the digest of a shard space and a block hash."""

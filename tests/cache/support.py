@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -151,9 +154,27 @@ def state_of(allocator: SlotAllocator, offset: int) -> SlotState:
 def rows_in(index: BlockIndex) -> Ints:
     """All rows in the index, in no order."""
     filed = index._tags[: index._num_buckets] != 0
-    overflowed = [row for rows in index._overflow.values() for row in rows]
     in_buckets = index._rows[: filed.size][filed.ravel()].astype(np.int64)
-    return np.concatenate((in_buckets, np.array(overflowed, np.int64)))
+    return np.concatenate((in_buckets, np.array(index.overflowed(), np.int64)))
+
+
+def instructions_of(call: Callable[[], object]) -> int:
+    """Instructions of Python's virtual machine that run until it returns: the rounds of its loops, on any machine."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def hashes_of(index: BlockIndex, rows: Ints) -> list[bytes]:

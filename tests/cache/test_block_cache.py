@@ -14,6 +14,7 @@ from tests.cache.support import (
     PAGE,
     begin,
     find,
+    instructions_of,
     key,
     keys,
     lease,
@@ -155,6 +156,15 @@ def test_hashes_of_one_request_that_share_a_tag_are_all_stored(distinct: int) ->
     cache.abort_all(begin(cache, space, keys("a", "b", "c")))
     check_integrity(cache)
     assert cache.lookup(space, keys("a", "b", "c", "known"), LookupMode.BITMAP) == [False, False, False, True]
+
+
+def test_a_store_of_hashes_that_share_a_tag_takes_steps_in_proportion_to_them() -> None:
+    def steps(count: int) -> int:
+        cache, space = one_space(2048)
+        space.blocks.index._multipliers[:] = 0
+        return instructions_of(lambda: cache.seal_all(begin(cache, space, keys(*range(count), *range(count)))))
+
+    assert steps(1000) < 5 * steps(250)
 
 
 @pytest.mark.parametrize("second", ["seal", "abort"])

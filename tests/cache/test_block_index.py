@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import struct
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, LANES, BlockIndex
 from tests.cache.integrity import check_index
-from tests.cache.support import hashes_of, rows_in
+from tests.cache.support import hashes_of, instructions_of, rows_in
 from tests.marks import examples
 
 pytestmark = pytest.mark.timeout(600)
@@ -62,11 +65,51 @@ def test_hashes_that_share_a_tag_are_told_apart() -> None:
     check_index(blocks)
 
 
+@pytest.mark.parametrize("here", [90, 380, 760, 3060])
+def test_a_call_costs_no_more_where_all_blocks_share_a_bucket_and_however_many_they_are(here: int) -> None:
+    """Whoever knows the draw, or finds hashes that collide whatever it is, gains nothing."""
+    blocks = index(capacity=4096)
+    blocks._multipliers[:] = blocks._addend = np.uint64(0)  # all are in bucket 0, which one of these calls splits
+    blocks.add(blocks.keys(digests(*range(here))), np.arange(here))
+    more, one = blocks.keys(digests(*range(here, here + 50))), blocks.keys(digests(here + 50))
+    there, last = blocks.keys(digests(*range(here - 50, here))), blocks.keys(digests(here - 1))
+    rows = np.arange(here, here + 50)
+    calls: list[tuple[int, Callable[[], object]]] = [
+        (50, lambda: blocks.find(more)),
+        (50, lambda: blocks.find(there)),
+        (50, lambda: blocks.add(more, rows)),
+        (50, lambda: blocks.remove(rows)),
+        (1, lambda: blocks.find(one)),
+        (1, lambda: blocks.find(last)),
+        (1, lambda: blocks.add(one, np.array([here + 50]))),
+        (1, lambda: blocks.remove(np.array([here + 50]))),
+    ]
+    for number, (count, call) in enumerate(calls):
+        assert instructions_of(call) < 1000 + 1000 * count, f"call {number}"
+    check_index(blocks)
+
+
+@pytest.mark.parametrize("width", [16, 20, 32, 64])
+@pytest.mark.parametrize("top", [32, 64])
+def test_hashes_chosen_to_differ_in_top_bits_alone_spread_as_others_do(width: int, top: int) -> None:
+    """In the six bits below bit ``top`` of each word: whatever the seed, a sum of products of whole words with numbers
+    of 64 bits gives all of them 64 tags."""
+    for seed in range(5):
+        rng, blocks = random.Random(seed), index(width, 10000, seed)
+        words = [[rng.getrandbits(6) << top - 6 for _ in range(8)] for _ in range(5000)]
+        hashes = blocks.keys(sorted({struct.pack("<8Q", *each)[:width] for each in words}))
+        assert len(np.unique(hashes.tags)) > 0.99 * len(hashes), "the tags"
+        assert len(np.unique(hashes.tags & np.uint32(511))) > 400, "the buckets"
+        blocks.add(hashes, np.arange(len(hashes)))
+        assert len(blocks.overflowed()) < 200
+        check_index(blocks)
+
+
 def test_hashes_that_differ_in_few_bits_spread_over_the_buckets() -> None:
     blocks = index(capacity=20000)
     hashes = [number.to_bytes(2, "little").rjust(32, b"#") for number in range(10000)]
     blocks.add(blocks.keys(hashes), np.arange(10000))
-    assert sum(map(len, blocks._overflow.values())) < 200
+    assert len(blocks.overflowed()) < 200
 
 
 def test_the_table_grows_by_few_buckets_a_call() -> None:
@@ -77,7 +120,7 @@ def test_the_table_grows_by_few_buckets_a_call() -> None:
         blocks.add(blocks.keys(digests(*range(first, first + 600))), np.arange(first, first + 600))
         split = max(split, blocks._num_buckets - before)
     assert 0 < split <= 600 // BLOCKS_PER_BUCKET + 1
-    assert sum(map(len, blocks._overflow.values())) < 60
+    assert len(blocks.overflowed()) < 60
     check_index(blocks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kvsidecar.cache import records
 from kvsidecar.cache.arrays import FEW, Words
 from kvsidecar.cache.block_cache import BlockCache
+from kvsidecar.cache.block_index import BlockIndex
 from kvsidecar.cache.records import COMMIT, DIGEST, HASH, RECORD_WORDS, SIZE, SLOT, TABLE, USED, Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.space_blocks import Space
@@ -26,6 +28,7 @@ from tests.cache.support import (
     begin,
     eviction_order,
     find,
+    instructions_of,
     key,
     keys,
     lease,
@@ -293,6 +296,26 @@ def test_hashes_of_every_width_are_kept(hash_bytes: int, blocks: int) -> None:
     again = life.cache.find_space(names, 3)
     assert again is not None
     assert [slot_of(again, each, 0) for each in hashes] == slots
+
+
+@pytest.mark.parametrize("draw_known", [False, True])
+def test_blocks_with_chosen_hashes_are_kept_with_no_more_steps_than_others(
+    draw_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They differ in the top bits of their words alone. And by whom the draw of the index is known: they all share a
+    tag, which costs a bounded number of steps each."""
+    count = 2000
+    steps: list[int] = []
+    for chosen in (False, True):
+        life, rng = Life(2 * count, count), random.Random(1)
+        words = [[rng.getrandbits(12) << 52 if chosen else rng.getrandbits(64) for _ in range(4)] for _ in range(count)]
+        life.cache.seal_all(begin(life.cache, open_space(life.cache), [struct.pack("<4Q", *each) for each in words]))
+        if chosen and draw_known:
+            monkeypatch.setattr(BlockIndex, "_tags_of", lambda _, words: np.full(len(words), 1 << 31, np.uint32))
+        steps.append(instructions_of(lambda life=life: recorded_cache(life.words, life.pages, life.slab)))  # type: ignore[misc]
+        assert life.run().adopted.kept_blocks == count
+    others, those = steps
+    assert those < (others + 1000 * count if draw_known else 1.2 * others)
 
 
 def test_a_space_that_does_not_fit_is_used_and_forgotten() -> None:

@@ -39,6 +39,21 @@ def _bug(name: str, file: str, old: str, new: str, *tests: str) -> Bug:
 
 _CACHE = (
     # -- leases
+    # -- the index of hashes
+    _bug(
+        "hashes that a client chose to differ in the top bits of their words share a few tags",
+        "cache/block_index.py",
+        "words.view(np.uint32) @ self._multipliers",
+        "words @ (self._multipliers[: words.shape[1]] | np.uint64(1))",
+        "cache/test_block_index.py",
+    ),
+    _bug(
+        "a bucket that overflows is placed again as a whole, however many blocks it has",
+        "cache/block_index.py",
+        "if len(overflow) > LANES:",
+        "if False:",
+        "cache/test_block_index.py",
+    ),
     _bug(
         "a lease is good for the instant at which it ends",
         "cache/leases.py",

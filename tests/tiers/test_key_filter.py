@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from kvsidecar.tiers.key_filter import MIN_BITS, KeyFilter, filter_bytes, first_words
+from kvsidecar.tiers.key_filter import MIN_BITS, KeyFilter, create_filter, filter_bytes, first_words
 from tests.tiers.support import key, space
 
 ONE, TWO = space().digest, space("two").digest
@@ -16,8 +18,7 @@ ONE, TWO = space().digest, space("two").digest
 
 @pytest.fixture
 def fd() -> Iterator[int]:
-    fd = os.memfd_create("filter")
-    os.ftruncate(fd, MIN_BITS // 8)
+    fd = create_filter(0)
     yield fd
     os.close(fd)
 
@@ -45,6 +46,22 @@ def test_few_others_may_be_there(fd: int) -> None:
     wrong = sum(keys.may_have(ONE, key(name)) for name in range(5000))
     assert wrong < 5000 * 0.03, "two bits of sixteen a block: about 1.4 %"
     assert sum(keys.may_have(TWO, key(name)) for name in range(5000)) < 5000 * 0.03
+
+
+def test_hashes_chosen_to_share_a_bit_of_one_filter_do_not_share_one_of_another(fd: int) -> None:
+    (own,) = struct.unpack("<Q", ONE[:8])
+    inverse = pow(KeyFilter(fd)._drawn[0], -1, 1 << 64)
+    chosen = [(product * inverse % (1 << 64) ^ own).to_bytes(8, "little").ljust(32) for product in range(100)]
+
+    def bits(fd: int) -> int:
+        keys = KeyFilter(fd)
+        keys.add(ONE, first_words(b"".join(chosen), 32))
+        return int(np.unpackbits(keys._bytes).sum())
+
+    other = create_filter(0)
+    assert 90 < bits(fd) <= 101, "one for all, and one for each"
+    assert bits(other) > 190
+    os.close(other)
 
 
 def test_it_begins_anew_with_what_is_there_or_denies_nothing(fd: int) -> None:
