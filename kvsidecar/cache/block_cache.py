@@ -5,7 +5,7 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, KeysView, Sequence
 from math import inf
 
 import numpy as np
@@ -14,13 +14,13 @@ from kvsidecar.cache.adoption import AdoptReport, adopt
 from kvsidecar.cache.arrays import Ints, all_true, first_of_each
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
-from kvsidecar.cache.expiry import Expiry
+from kvsidecar.cache.expiry import SCAN, SWEEP, Expiry
 from kvsidecar.cache.grants import Chain, Lease, LoadGrant, StoreGrant
 from kvsidecar.cache.leases import LeaseTable
 from kvsidecar.cache.prompts import Prompts
 from kvsidecar.cache.reader import Hashes, Reader
 from kvsidecar.cache.records import Records
-from kvsidecar.cache.room import SWEEP, Room
+from kvsidecar.cache.room import Room
 from kvsidecar.cache.shares import Share, ShareLimits, Shares
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.space_blocks import Space
@@ -96,10 +96,24 @@ class BlockCache:
     @property
     def spaces(self) -> list[Space]:
         """All spaces with ranks or blocks."""
-        return list(self._table.spaces.values())
+        return [space for groups in self._table.groups.values() for space in groups.values()]
+
+    @property
+    def namespaces(self) -> KeysView[Namespace]:
+        """Those with ranks or blocks, as they are when it is looked at."""
+        return self._table.groups.keys()
+
+    def namespaces_of(self, share: str) -> list[Namespace]:
+        """Those of a share."""
+        groups = self._table.groups.items()
+        return [each for each, spaces in groups if next(iter(spaces.values())).share.name == share]
+
+    def spaces_of(self, namespace: Namespace) -> list[Space]:
+        """The spaces of one namespace."""
+        return list(self._table.groups.get(namespace, {}).values())
 
     def find_space(self, namespace: Namespace, group: int) -> Space | None:
-        return self._table.spaces.get((namespace, group))
+        return self._table.groups.get(namespace, {}).get(group)
 
     def readable_hashes(self, namespace: Namespace, group: int, rows: int) -> Iterator[bytes]:
         """The joined hashes of a space's readable blocks, from ``rows`` of its table at a time, as they are when each
@@ -392,7 +406,7 @@ class BlockCache:
     def forget(self, grant: LoadGrant, part: int, index: int) -> None:
         """As `mark_corrupt`, but the slot is free as soon as nothing reads it: the memory is not to blame."""
         require(grant.open, "the load has already ended")
-        self._table.forget(grant.chains[part].blocks, int(grant.rows[part][index]))
+        self._table.forget(grant.chains[part].blocks, grant.rows[part][index : index + 1])
 
     @property
     def recorded(self) -> bool:
@@ -432,22 +446,32 @@ class BlockCache:
         """Delete these blocks. Returns how many are no longer readable. Slots in use are freed when that ends."""
         before = self._table.readable_blocks
         blocks, rows = space.blocks, self.chain(space, hashes).rows
-        if blocks.superseded:
-            words = {bytes(each) for each in blocks.index.keys(hashes).words}
-            blocks.superseded = {
-                row for row in blocks.superseded if bytes(blocks.index.words_of(np.array([row]))) not in words
-            }
-        for row in rows[(blocks.refs[rows] > 0) & (blocks.missing[rows] == 0)].tolist():
-            self._table.forget(blocks, row)
+        held = rows[(blocks.refs[rows] > 0) & (blocks.missing[rows] == 0)]
+        if len(held):
+            self._table.forget(blocks, held)
         self._table.evict(Chain(blocks, rows[blocks.evictable[rows]]))
         return before - self._table.readable_blocks
 
-    def clear_unused(self, space: Space, seconds: float) -> int:
-        """Delete the blocks that nobody has used for so long, or since the daemon started. Returns how many were
-        readable."""
-        before = self._table.readable_blocks
-        self._table.evict(Chain(space.blocks, self._expiry.unused(space.blocks, seconds)))
-        return before - self._table.readable_blocks
+    def clear_old(self, space: Space, hashes: Container[bytes]) -> Iterator[None]:
+        """No lease finds a block of these any more that had expired and was stored again. In steps."""
+        blocks, first = space.blocks, 0
+        while blocks.num_superseded and first < blocks.rows_used:
+            rows = blocks.superseded[first : first + SCAN].nonzero()[0][:SWEEP] + first
+            first = int(rows[-1]) + 1 if len(rows) == SWEEP else first + SCAN
+            width = space.namespace.hash_bytes
+            packed = blocks.index.hashes_of(rows)
+            gone = [packed[i * width : (i + 1) * width] in hashes for i in range(len(rows))]
+            blocks.forget_old(rows[np.array(gone, np.bool_)])
+            yield
+
+    def clear_unused(self, space: Space, seconds: float) -> Iterator[int]:
+        """Delete the blocks that nobody has used for so long, or since the daemon started. In steps: how many were
+        readable of each."""
+        blocks = space.blocks
+        for rows in self._expiry.unused(blocks, seconds):
+            before = self._table.readable_blocks
+            self._table.evict(Chain(blocks, rows))
+            yield before - self._table.readable_blocks
 
     def clear(self, namespace: Namespace | None = None, sweep: int = SWEEP) -> int:
         """Delete the blocks of one namespace, or all blocks. Returns how many are no longer readable.
@@ -456,9 +480,8 @@ class BlockCache:
         `sweep` or by a store that needs them. Slots in use by a lease, a load or a store are freed at its end.
         """
         before = self._table.readable_blocks
-        for space in self.spaces:
-            if namespace is None or space.namespace == namespace:
-                self._table.clear(space)
+        for space in self.spaces if namespace is None else self.spaces_of(namespace):
+            self._table.clear(space)
         self._table.sweep(sweep)
         return before - self._table.readable_blocks
 

@@ -51,7 +51,8 @@ class BlockTable:
         """Every change of a slot that a block has is accounted for here, too."""
         self.records: Records | None = None
         """Where the sealed slots are recorded, from `start_with` on."""
-        self.spaces: dict[tuple[Namespace, int], Space] = {}
+        self.groups: dict[Namespace, dict[int, Space]] = {}
+        """The space of each group."""
         self.tables: dict[int, SpaceBlocks] = {}
         """Every table that has rows or a space, by number, including cleared ones."""
         self._num_tables = 0
@@ -84,7 +85,7 @@ class BlockTable:
         self._num_tables = records.last_number
         for blocks in adopted:
             space = blocks.space
-            self.spaces[space.namespace, space.group] = space
+            self.groups.setdefault(space.namespace, {})[space.group] = space
             self.tables[blocks.number] = blocks
             self.num_blocks += len(blocks.index)
             self.readable_blocks += blocks.readable
@@ -117,7 +118,7 @@ class BlockTable:
                 f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but a slot of this pool can have "
                 f"no more than {self.slots.largest_slot}: set --pool-size to at least {LARGEST_SHARE} times the block"
             )
-        known = self.spaces.get((namespace, group))
+        known = self.groups.get(namespace, {}).get(group)
         space = known or Space(namespace, group, num_shards)
         new_shard = space.register_shard(num_shards, shard, shard_bytes)
         if known:
@@ -127,7 +128,7 @@ class BlockTable:
         else:
             space.share = self.shares.of(namespace)
             space.blocks = self._new_blocks(space)
-            self.spaces[namespace, group] = space
+            self.groups.setdefault(namespace, {})[group] = space
         space.users += 1
         return space
 
@@ -299,15 +300,15 @@ class BlockTable:
     def mark_corrupt(self, blocks: SpaceBlocks, row: int, slot: int) -> None:
         """`forget` a block whose slot holds wrong bytes. The slot is quarantined when its last reader ends."""
         self.corrupt.add(slot)
-        self.forget(blocks, row)
+        self.forget(blocks, np.array([row]))
 
-    def forget(self, blocks: SpaceBlocks, row: int) -> None:
-        """Detach a referenced block, or one that is detached: nothing may load it any more."""
-        blocks.superseded.discard(row)
+    def forget(self, blocks: SpaceBlocks, rows: Ints) -> None:
+        """Detach referenced blocks, or some that are detached: nothing may load them any more."""
+        blocks.forget_old(rows)
         if self.records is not None:
-            self.records.unseal(self.slots.places(blocks.sealed_slots(np.array([row]))))
-        if not blocks.cleared and not blocks.detached[row]:
-            self._detach(blocks, np.array([row]))
+            self.records.unseal(self.slots.places(blocks.sealed_slots(rows)))
+        if not blocks.cleared and len(rows := rows[~blocks.detached[rows]]):
+            self._detach(blocks, rows)
             self._drop_if_unused(blocks.space)
 
     def clear(self, space: Space) -> None:
@@ -438,7 +439,10 @@ class BlockTable:
             space.dropped = True
             if self.records is not None:
                 self.records.close_space(space.blocks.number)
-            del self.spaces[space.namespace, space.group]
+            groups = self.groups[space.namespace]
+            del groups[space.group]
+            if not groups:
+                del self.groups[space.namespace]
             self._retire(space.blocks)
 
     def _retire(self, blocks: SpaceBlocks) -> None:

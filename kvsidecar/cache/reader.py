@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvsidecar.cache.arrays import Bools, Ints, all_true
+from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, all_true
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.expiry import Expiry
 from kvsidecar.cache.grants import Lease
-from kvsidecar.cache.space_blocks import Space
+from kvsidecar.cache.space_blocks import Space, SpaceBlocks
 from kvsidecar.types import LookupMode
 
 Hashes = Sequence[bytes] | bytes
@@ -53,15 +53,17 @@ class Reader:
         return rows, hits, keys
 
     def find_leased(self, space: Space, hashes: Hashes, lease: Lease | None) -> Ints:
-        """The row of each hash, or -1: what the lease holds, where it has expired and was stored again."""
+        """The row of each hash, or -1: what the lease holds, where that has expired and what was stored again, too."""
         blocks = space.blocks
         keys = blocks.index.keys(hashes)
         rows = blocks.index.find(keys)
-        if lease is not None and blocks.superseded:
-            held = {row for chain in lease.chains if chain.blocks is blocks for row in chain.rows.tolist()}
-            old = {bytes(blocks.index.words_of(np.array([row]))): row for row in held & blocks.superseded}
-            for i, words in enumerate(keys.words if old else ()):
-                rows[i] = old.get(bytes(words), rows[i])
+        if lease is not None and blocks.num_superseded:
+            missed = (~self.readable(space, rows, leased=True)).nonzero()[0]
+            if len(missed):
+                held = np.concatenate([NO_INTS, *(chain.rows for chain in lease.chains if chain.blocks is blocks)])
+                rows[missed] = _old_or(
+                    rows[missed], blocks, keys.take(missed), np.unique(held[blocks.superseded[held]])
+                )
         return rows
 
     def readable(self, space: Space, rows: Ints, *, leased: bool = False) -> Bools:
@@ -79,3 +81,19 @@ class Reader:
             gone = self._expiry.expired(blocks, rows)
             readable &= ~(gone & (blocks.refs[rows] == 0)) if leased else ~gone
         return readable
+
+
+def _old_or(rows: Ints, blocks: SpaceBlocks, keys: Keys, old: Ints) -> Ints:
+    """Of each key the row among the ``old`` ones, else its own of ``rows``."""
+    held = blocks.index.keys_of(old)
+    order = held.tags.argsort()
+    old, held = old[order], held.take(order)
+    at = np.searchsorted(held.tags, keys.tags)
+    open_ = np.arange(len(rows))
+    while len(open_ := open_[at[open_] < len(old)]):  # once for nearly all: two hashes seldom have one tag
+        open_ = open_[held.tags[at[open_]] == keys.tags[open_]]
+        same = (held.words[at[open_]] == keys.words[open_]).all(axis=1)
+        rows[open_[same]] = old[at[open_[same]]]
+        open_ = open_[~same]
+        at[open_] += 1
+    return rows

@@ -10,16 +10,13 @@ import numpy as np
 
 from kvsidecar.cache.arrays import all_true, least
 from kvsidecar.cache.block_table import BlockTable
-from kvsidecar.cache.expiry import Expiry
+from kvsidecar.cache.expiry import SWEEP, Expiry
 from kvsidecar.cache.grants import Chain, StoreGrant
 from kvsidecar.cache.shares import Age, Share
 from kvsidecar.cache.space_blocks import SpaceBlocks
 from kvsidecar.cache.victims import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
-
-SWEEP = 4096
-"""Number of cleared blocks to free at once: less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)

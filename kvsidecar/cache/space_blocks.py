@@ -54,6 +54,7 @@ COLUMNS = (
     "gaps",
     "marks",
     "detached",
+    "superseded",
     "tiers",
     "_freed_rows",
 )
@@ -128,8 +129,9 @@ class SpaceBlocks:
         """Scratch space of `kvsidecar.cache.victims`; 0 outside of it."""
         self.detached = np.zeros(1, np.bool_)
         """Whether the block has left the index. It exists until its last reference ends."""
-        self.superseded: set[int] = set()
-        """Detached because they had expired when they were stored again: loads under a lease still find them."""
+        self.superseded = np.zeros(1, np.bool_)
+        """Whether it was detached because it was stored again when it had expired: loads under a lease find it."""
+        self.num_superseded = 0
         self.tiers = np.zeros(1, np.uint8)
         """One bit per slower tier: whether it has the block, or is being given it."""
         self._freed_rows = np.zeros(1, np.int64)
@@ -268,10 +270,20 @@ class SpaceBlocks:
         """Make the rows of deleted blocks available again."""
         self.evictable[rows] = False
         self.detached[rows] = False
-        if self.superseded:
-            self.superseded.difference_update(rows.tolist())
+        self.forget_old(rows)
         self._freed_rows[self._num_freed : self._num_freed + len(rows)] = rows
         self._num_freed += len(rows)
+
+    def supersede(self, rows: Ints) -> None:
+        """These detached blocks had expired when they were stored again."""
+        self.superseded[rows] = True
+        self.num_superseded += len(rows)
+
+    def forget_old(self, rows: Ints) -> None:
+        """No lease finds these detached blocks any more."""
+        if self.num_superseded:
+            self.num_superseded -= int(np.count_nonzero(self.superseded[rows]))
+            self.superseded[rows] = False
 
     def free_memory(self) -> None:
         """Free the memory of a table without blocks."""

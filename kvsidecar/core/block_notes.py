@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 import numpy as np
 
+from kvsidecar.cache.arrays import Bools, all_true, any_true
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.core.changes import Change
 from kvsidecar.types import Namespace
@@ -23,9 +25,13 @@ ENTRY_BYTES: Final = 200
 STEP_NOTES: Final = 1024
 STEP_BYTES: Final = 4 * 1024 * 1024
 """At most so many are looked at, or freed, in one step: half a millisecond."""
+STEP_BLOCKS: Final = 8192
+"""At most so many blocks of them are looked for in one step: one or two milliseconds."""
 LOOKS: Final = 40
 """Calls of `look` between two rounds: ten seconds. No younger note is looked at: its block may be on its way."""
 
+IsThere = Callable[[int, bytes], Bools]
+"""Of these blocks of one group, hashes joined, which are there."""
 AreGone = Callable[[Namespace, "Sequence[Change]"], Sequence[bool]]
 """Of each of these notes of one namespace, whether none of its blocks is there any more."""
 
@@ -68,6 +74,22 @@ def _bytes_of(change: Change) -> int:
     return change.nbytes + ENTRY_BYTES
 
 
+def _piece(kept: _Kept, number: int, end: int, width: int) -> tuple[list[int], int]:
+    """The numbers of the notes to look at in one step, from this number on, and the number to go on with.
+
+    Args:
+        width: of a hash.
+    """
+    found, nbytes, hashed, stop = list[int](), 0, 0, min(end, number + STEP_NOTES)
+    while number < stop and nbytes < STEP_BYTES and hashed < STEP_BLOCKS * width:
+        if (change := kept.changes.get(number)) is not None:
+            found.append(number)
+            nbytes += len(change.notes)
+            hashed += len(change.hashes)
+        number += 1
+    return found, number
+
+
 class Notes:
     def __init__(self) -> None:
         self._kept: dict[Namespace, dict[int, _Kept]] = {}
@@ -81,6 +103,8 @@ class Notes:
         self._freed_bytes = 0
         self._round: Iterator[None] | None = None
         """What `look` goes on with; None between two rounds."""
+        self._unlooked: Iterator[Namespace] = iter(())
+        """Namespaces of which is to be seen whether they are there still."""
         self._looks = 0
         self._old: list[tuple[Namespace, int, _Kept, int]] = []
         """Namespace, user and what was kept, with its end, when the last round began."""
@@ -131,18 +155,55 @@ class Notes:
             del self._bytes[user]
         return kept
 
-    def forget(self, namespace: Namespace | None) -> None:
-        """All notes of a namespace, or all."""
-        for each in tuple(self._kept) if namespace is None else (namespace,):
-            for user in tuple(self._kept.get(each, ())):
-                self._freed_bytes += self._kept[each][user].nbytes
-                self._freed.append(self._remove(each, user).changes)
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """Those with notes."""
+        return list(self._kept)
+
+    def forget(self, namespace: Namespace) -> None:
+        """All notes of a namespace."""
+        for user in tuple(self._kept.get(namespace, ())):
+            self._freed_bytes += self._kept[namespace][user].nbytes
+            self._freed.append(self._remove(namespace, user).changes)
+
+    def forget_gone(self, namespace: Namespace, are_there: IsThere) -> Iterator[None]:
+        """What the notes of a namespace say of blocks that are not there, in steps."""
+        for user, kept in tuple(self._kept.get(namespace, {}).items()):
+            number, end = kept.first, kept.end
+            while number < end and self._is_kept(namespace, user, kept):
+                found, number = _piece(kept, number, end, namespace.hash_bytes)
+                for group in {kept.changes[each].group for each in found}:
+                    mine = [each for each in found if kept.changes[each].group == group]
+                    hashes = [kept.changes[each].hashes for each in mine]
+                    there, at = are_there(group, b"".join(hashes)), 0
+                    for each, packed in zip(mine, hashes, strict=True):
+                        count = len(packed) // namespace.hash_bytes
+                        self._cut(namespace, user, kept, each, there[at : at + count])
+                        at += count
+                yield
+
+    def _cut(self, namespace: Namespace, user: int, kept: _Kept, number: int, there: Bools) -> None:
+        """Leave of one of the notes what it says of these blocks."""
+        if not any_true(there):
+            self._give_up(namespace, user, kept, number)
+        elif not all_true(there):
+            change = kept.changes[number]
+            hashes, notes = (
+                np.frombuffer(packed, np.uint8).reshape(len(there), -1)[there].tobytes()
+                for packed in (change.hashes, change.notes)
+            )
+            kept.changes[number] = Change(change.kind, change.group, hashes, notes)
+            self._count(user, kept, kept.changes[number].nbytes - change.nbytes)
+
+    def _is_kept(self, namespace: Namespace, user: int, kept: _Kept) -> bool:
+        """Whether it was not forgotten meanwhile."""
+        return self._kept.get(namespace, {}).get(user) is kept
 
     def of(self, namespace: Namespace) -> Iterator[Change]:
         """Those that there are now, as far as they are still there when they are asked for."""
         for user, kept in tuple(self._kept.get(namespace, {}).items()):
             for number in range(kept.first, kept.end):
-                if self._kept.get(namespace, {}).get(user) is not kept:
+                if not self._is_kept(namespace, user, kept):
                     break
                 if (change := kept.changes.get(number)) is not None:
                     yield change
@@ -154,8 +215,13 @@ class Notes:
         Args:
             are_gone: None: it is not known.
         """
-        for each in [each for each in self._kept if each not in namespaces]:
-            self.forget(each)
+        some = list(islice(self._unlooked, STEP_NOTES))
+        if not some:
+            self._unlooked = iter(self.namespaces)
+            some = list(islice(self._unlooked, STEP_NOTES))
+        for each in some:
+            if each not in namespaces:
+                self.forget(each)
         self._free()
         self._looks += 1
         if self._round is None and are_gone is not None and self._looks >= LOOKS:
@@ -187,13 +253,8 @@ class Notes:
         ]
         for namespace, user, kept, end in old:
             number = kept.first
-            while number < end and self._kept.get(namespace, {}).get(user) is kept:
-                found, nbytes, stop = list[int](), 0, min(end, number + STEP_NOTES)
-                while number < stop and nbytes < STEP_BYTES:
-                    if (change := kept.changes.get(number)) is not None:
-                        found.append(number)
-                        nbytes += len(change.notes)
-                    number += 1
+            while number < end and self._is_kept(namespace, user, kept):
+                found, number = _piece(kept, number, end, namespace.hash_bytes)
                 gone = are_gone(namespace, [kept.changes[each] for each in found])
                 for each, is_gone in zip(found, gone, strict=True):
                     if is_gone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 from kvsidecar.errors import InvalidRequest
@@ -25,6 +25,11 @@ class PackedHashes(Sequence[bytes]):
 
     def __len__(self) -> int:
         return len(self.packed) // self._width
+
+    def pieces(self, count: int) -> Iterator[bytes]:
+        """So many at a time, joined."""
+        for start in range(0, len(self.packed), count * self._width):
+            yield self.packed[start : start + count * self._width]
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 
+from kvsidecar.cache.arrays import Bools
 from kvsidecar.cache.block_cache import BlockCache, Part
 from kvsidecar.cache.space_blocks import Space
-from kvsidecar.core.hashes import as_keys
+from kvsidecar.core.block_notes import Notes
+from kvsidecar.core.hashes import PackedHashes, as_keys
 from kvsidecar.core.holds import Hold, Holds
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain
 from kvsidecar.core.tiering import Tiering
-from kvsidecar.errors import Refusal, Unavailable
+from kvsidecar.errors import InvalidRequest, Refusal, Unavailable
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.tiers.messages import MAX_BLOCKS
 from kvsidecar.types import LookupMode, Namespace
@@ -22,6 +24,12 @@ MAX_LEASES = 16384
 """Leases that one user may have; clients without a token count as one user."""
 MAX_LEASED_BLOCKS = 1 << 22
 """Blocks in the leases of one user, 8 bytes each; a block that is in two counts twice."""
+CLEAR_STEP = 4096
+"""Blocks that one step of a clear looks for, and deletes: about two milliseconds."""
+
+Clearing = Generator[None, None, int]
+"""The steps of a clear, which return how many blocks can no longer be looked up. Between two of them anything may
+happen; what a step has cleared is not found any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ class LookupService:
         owners_of: the tokens of all clients of one user, by one of them.
         tiering: what a lookup misses is fetched from there; None: there is no slower tier.
         holds: None: none can be made.
-        on_clear: called with a namespace of which blocks are cleared; None: all of all.
+        notes: of what is cleared, they go with it.
     """
 
     cache: BlockCache
@@ -133,7 +141,7 @@ class LookupService:
     owners_of: Callable[[bytes], Sequence[bytes]] = lambda owner: [owner]
     tiering: Tiering | None = None
     holds: Holds | None = None
-    on_clear: Callable[[Namespace | None], None] = lambda _: None
+    notes: Notes = field(default_factory=Notes)
 
     def __post_init__(self) -> None:
         # By hash width, a space to look up in for a namespace without blocks: an answer that came sooner than for one
@@ -260,44 +268,88 @@ class LookupService:
         """End a hold. False if there is none."""
         return self._holds.end(name)
 
-    def clear(self, namespace: Namespace | None) -> int:
-        """Forget the blocks of one namespace, or of all. Returns how many can no longer be looked up."""
-        self._forget_elsewhere(namespace)
-        self._holds.clear(namespace)
-        return self.cache.clear(namespace)
+    # -- clears: in steps, of which each leaves no block that it has cleared to be found again -----------------------
 
-    def clear_share(self, name: str) -> int | None:
-        """`clear` all namespaces of a share; None if there is no such share."""
-        if name not in [share.name for share in self.cache.shares]:
-            return None
-        return sum([self.clear(namespace) for namespace in self._namespaces(lambda space: space.share.name == name)])
+    def clear(self, namespace: Namespace | None, share: str = "") -> Clearing:
+        """Forget the blocks of one namespace, of those of a share, or of all. Returns how many can no longer be looked
+        up."""
+        cleared = 0
+        if namespace is None and not share:
+            self._forget_behind(None)  # also what no namespace of the pool is
+        for each in self._chosen(namespace, share):
+            self._forget_behind(each)
+            self.notes.forget(each)
+            self._holds.clear(each)
+            cleared += self.cache.clear(each, sweep=0)
+            yield
+        if namespace is None and not share:
+            for each in self.notes.namespaces:
+                if not self.cache.spaces_of(each):
+                    self.notes.forget(each)
+                yield
+        self.cache.sweep()
+        return cleared
 
-    def clear_blocks(self, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]]) -> int:
+    def clear_blocks(self, namespace: Namespace, groups: Sequence[tuple[int, PackedHashes]]) -> Clearing:
         """Forget these blocks. A slower tier forgets the whole namespace: it has no order for less."""
-        self._forget_elsewhere(namespace)
-        found = [(self.cache.find_space(namespace, group), as_keys(hashes)) for group, hashes in groups]
-        return sum([self.cache.clear_blocks(space, hashes) for space, hashes in found if space is not None])
+        cleared = 0
+        self._forget_behind(namespace)
+        for group, hashes in groups:
+            for piece in hashes.pieces(CLEAR_STEP):
+                if (space := self.cache.find_space(namespace, group)) is not None:
+                    self._forget_behind(namespace)  # also what was given to it since the last step
+                    cleared += self.cache.clear_blocks(space, piece)
+                yield
+            if (space := self.cache.find_space(namespace, group)) is not None and space.blocks.num_superseded:
+                named: set[bytes] = set()
+                for start in range(0, len(hashes), CLEAR_STEP):
+                    named.update(hashes[start : start + CLEAR_STEP])
+                    yield
+                yield from self.cache.clear_old(space, named)
+        yield from self._forget_notes(namespace)
+        return cleared
 
-    def clear_unused(self, namespace: Namespace | None, share: str, seconds: float) -> int:
+    def clear_unused(self, namespace: Namespace | None, share: str, seconds: float) -> Clearing:
         """Forget the blocks of a namespace, a share or all that nobody has used for so long; in slower tiers, all of
         these namespaces."""
         self.expire()
-        chosen = self._namespaces(
-            lambda space: namespace in (None, space.namespace) and share in ("", space.share.name)
-        )
-        for each in chosen:
-            self._forget_elsewhere(each)
-        return sum(
-            [self.cache.clear_unused(space, seconds) for space in self.cache.spaces if space.namespace in chosen]
-        )
+        cleared = 0
+        for each in self._chosen(namespace, share):
+            self._forget_behind(each)
+            for space in self.cache.spaces_of(each):
+                for blocks in self.cache.clear_unused(space, seconds):
+                    cleared += blocks
+                    self._forget_behind(each)
+                    yield
+            yield from self._forget_notes(each)
+        return cleared
 
-    def _forget_elsewhere(self, namespace: Namespace | None) -> None:
+    def _forget_behind(self, namespace: Namespace | None) -> None:
         if self.tiering is not None:
             self.tiering.forget(namespace)
-        self.on_clear(namespace)
 
-    def _namespaces(self, chosen: Callable[[Space], bool]) -> dict[Namespace, None]:
-        return dict.fromkeys(space.namespace for space in self.cache.spaces if chosen(space))
+    def _forget_notes(self, namespace: Namespace) -> Iterator[None]:
+        """Those on blocks that are gone."""
+
+        def there(group: int, hashes: bytes) -> Bools:
+            space = self._space(namespace, group)
+            index = space.blocks.index
+            found: Bools = index.find(index.keys(hashes)) >= 0
+            return found
+
+        yield from self.notes.forget_gone(namespace, there)
+
+    def _chosen(self, namespace: Namespace | None, share: str) -> list[Namespace]:
+        """One namespace, or those of a share, or of all, that have blocks or ranks.
+
+        Raises:
+            InvalidRequest: there is no such share.
+        """
+        if namespace is not None:
+            return [namespace]
+        if share and share not in [each.name for each in self.cache.shares]:
+            raise InvalidRequest(f"there is no share {share!r}")
+        return self.cache.namespaces_of(share) if share else list(self.cache.namespaces)
 
 
 def _answers(

@@ -202,10 +202,6 @@ class Watches:
             if feed is not None:
                 feed.add(change.kind, group, change.hashes, change.notes)
 
-    def forget(self, namespace: Namespace | None) -> None:
-        """A namespace is cleared, or all: its notes, too."""
-        self.notes.forget(namespace)
-
     def flush(self) -> None:
         """Send what has changed, and the next pieces of snapshots: one message in each iteration of the loop, because
         making one takes a few tenths of a millisecond."""
@@ -259,10 +255,10 @@ class Watches:
         namespaces that are gone."""
         # What a slower tier has is not asked for note by note: with one, they are kept until their namespace is gone.
         are_gone = None if self._slower is not None else partial(without_blocks, self._cache)
-        self.notes.look({space.namespace for space in self._cache.spaces}, are_gone)
-        if self._slower is not None and self._feeds:
-            for space in self._cache.spaces:
-                if (feed := self._feeds.get(space.namespace)) is not None:
+        self.notes.look(self._cache.namespaces, are_gone)
+        if self._slower is not None:
+            for namespace, feed in self._feeds.items():
+                for space in self._cache.spaces_of(namespace):
                     self._look_at(feed, space)
 
     def _look_at(self, feed: _Feed, space: Space, *, again: bool = False) -> None:
@@ -333,8 +329,7 @@ class Watches:
         """All notes, then all readable blocks, piece by piece as the cache has them then; None for a piece without any.
         What becomes readable meanwhile is told as a change."""
         yield from self.notes.of(namespace)
-        groups = [space.group for space in self._cache.spaces if space.namespace == namespace]
-        for group in groups:
+        for group in [space.group for space in self._cache.spaces_of(namespace)]:
             for hashes in self._cache.readable_hashes(namespace, group, SNAPSHOT_ROWS):
                 yield Change(Residency.STORED, group, hashes) if hashes else None
         yield from self._snapshot_behind(namespace)
@@ -344,9 +339,8 @@ class Watches:
         feed = self._feeds.get(namespace)
         if self._slower is None or feed is None:
             return
-        for space in self._cache.spaces:
-            if space.namespace == namespace:
-                self._look_at(feed, space, again=True)
+        for space in self._cache.spaces_of(namespace):
+            self._look_at(feed, space, again=True)
         waits = LISTING_TURNS
         while waits > 0 and any(each.watched is not None and not each.listed for each in feed.on_disk.values()):
             waits -= 1

@@ -179,7 +179,7 @@ class Daemon:
             owners_of=self._instances.tokens_of,
             tiering=tiering,
             holds=self._holds,
-            on_clear=self._watches.forget,
+            notes=self._watches.notes,
         )
         self._report = Report(
             epoch=self.epoch,

@@ -13,7 +13,7 @@ from kvsidecar.copier.copiers import Copier
 from kvsidecar.core.access import Caller, permit, unidentified
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.jobs import JobRunner
-from kvsidecar.core.lookups import LookupService
+from kvsidecar.core.lookups import Clearing, LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.readiness import DaemonReadiness
@@ -283,7 +283,7 @@ class Handler:
         reply.session_ended = bool(request.session) and not self.instances.lives(request.session)
         return reply
 
-    def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearReply:
+    async def clear(self, request: pb.ClearRequest, caller: Caller) -> pb.ClearReply:
         if request.HasField("namespace") + request.all + bool(request.share) != 1:
             raise InvalidRequest("clear takes either a namespace, a share or `all`")
         namespace = _namespace(request.namespace) if request.HasField("namespace") else None
@@ -292,22 +292,17 @@ class Handler:
                 f"hashes to clear require a namespace, no time without use, and at most {MAX_GROUPS} groups"
             )
         self._permit_clear(namespace, caller)
-        blocks = self._clear(request, namespace)
+        blocks = await self.steps.loop_time.run(self._clear(request, namespace))
         what = str(namespace) if namespace else request.share or "all"
         _log.info("cleared", namespace=what, unused_seconds=request.unused_seconds, blocks=blocks)
         return pb.ClearReply(blocks=blocks)
 
-    def _clear(self, request: pb.ClearRequest, namespace: Namespace | None) -> int:
+    def _clear(self, request: pb.ClearRequest, namespace: Namespace | None) -> Clearing:
         if request.groups and namespace is not None:
             return self.lookups.clear_blocks(namespace, _groups(request, namespace, "a clear"))
         if request.unused_seconds:
             return self.lookups.clear_unused(namespace, request.share, request.unused_seconds)
-        if not request.share:
-            return self.lookups.clear(namespace)
-        blocks = self.lookups.clear_share(request.share)
-        if blocks is None:
-            raise InvalidRequest(f"there is no share {request.share!r}")
-        return blocks
+        return self.lookups.clear(namespace, request.share)
 
     def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
         _admit(caller, "pin blocks")

@@ -39,7 +39,9 @@ def check_integrity(cache: BlockCache) -> None:
     }
     owned = [owner for slab in table.slots.slabs.by_address().tolist() for owner in table.slots.owners(slab).tolist()]
     assert Counter((owner >> 32, owner & 0xFFFFFFFF) for owner in owned) == owners, "slots are owned by other blocks"
-    for (namespace, group), space in table.spaces.items():
+    every = [(name, group, space) for name, spaces in table.groups.items() for group, space in spaces.items()]
+    assert all(table.groups.values()), "a namespace without groups was kept"
+    for namespace, group, space in every:
         assert (space.namespace, space.group) == (namespace, group), f"the space of {namespace} is filed elsewhere"
         _check_space(space, table.tables)
     _check_gauges(cache, leased)
@@ -317,7 +319,7 @@ def _check_shares(cache: BlockCache) -> None:
 
 def _check_gauges(cache: BlockCache, leased: Counter[Row]) -> None:
     table = table_of(cache)
-    current = [space.blocks for space in table.spaces.values()]
+    current = [space.blocks for space in cache.spaces]
     found, readable = sum(len(blocks.index) for blocks in current), sum(blocks.readable for blocks in current)
     assert table.num_blocks == found, f"there are {found} blocks, not {table.num_blocks}"
     assert table.readable_blocks == readable, f"{readable} blocks are readable, not {table.readable_blocks}"

@@ -166,6 +166,8 @@ def test_a_lease_does_not_bring_back_what_must_not_be_loaded(end: str) -> None:
         cache.clear()
     else:
         cache.clear_blocks(space, keys("a"))
+        for _ in cache.clear_old(space, keys("a")):
+            check_integrity(cache)
     cache.end_load(loading)
     assert cache.begin_load([(space, 0, keys("a"))], held, 12.0) is Refusal.NOT_FOUND
     check_integrity(cache)

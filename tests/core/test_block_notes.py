@@ -7,9 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvsidecar.cache.arrays import Bools
 from kvsidecar.core import block_notes, watches
 from kvsidecar.core.block_notes import LOOKS, STEP_NOTES, Notes
 from kvsidecar.core.changes import Change
+from kvsidecar.core.hashes import PackedHashes
+from kvsidecar.core.lookups import LookupService
+from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.support.tasks import in_one
 from kvsidecar.types import Namespace, Residency
 from tests.cache.support import key, keys, namespace, open_space, store
 from tests.core.watched import Daemon, Reader
@@ -61,7 +66,7 @@ def test_the_memory_of_a_cleared_namespace_is_freed_in_steps() -> None:
     for name in range(5 * STEP_NOTES):
         daemon.watches.note(namespace(), 0, key(name), b"note", user=0)
     before = daemon.watches.notes.held_bytes
-    daemon.watches.forget(namespace())
+    daemon.watches.notes.forget(namespace())
     assert daemon.watches.notes.total_bytes == 0
     held = [before, daemon.watches.notes.held_bytes]
     assert held[1] == before, "all is freed at once"
@@ -173,7 +178,8 @@ def test_what_is_counted_is_what_is_kept_whatever_comes_and_goes(seed: int, monk
             == sum(each.nbytes + block_notes.ENTRY_BYTES for each in there)
             <= block_notes.MAX_NOTES_BYTES
         )
-    held.forget(None)
+    for each in held.namespaces:
+        held.forget(each)
     for _ in range(400):
         held.look(every, None)
     assert held.held_bytes == 0
@@ -277,3 +283,82 @@ def test_a_note_is_kept_while_the_tier_may_have_its_block(monkeypatch: pytest.Mo
 
 class Nothing:
     """A tier that has nothing."""
+
+
+class Cleared(Daemon):
+    """With the service that clears."""
+
+    def __init__(self, pages: int = 64) -> None:
+        super().__init__(pages)
+        readiness = DaemonReadiness(1 << 20)
+        self.lookups = LookupService(
+            self.cache, readiness, self.metrics, lambda: self.now, lease_max=60.0, notes=self.watches.notes
+        )
+        self.now = 0.0
+        self.space = open_space(self.cache)
+
+    def store(self, *names: int | str) -> None:
+        """With notes, as engines do: one note names all of them."""
+        self.watches.note(namespace(), 0, b"".join(keys(*names)), b"".join(name[-4:] for name in keys(*names)), user=0)
+        store(self.cache, self.space, *names)
+
+    def clear(self, *names: int | str) -> int:
+        packed = PackedHashes(b"".join(keys(*names)), 32)
+        return in_one(self.lookups.clear_blocks(namespace(), [(0, packed)]))
+
+    def noted(self) -> dict[bytes, bytes]:
+        reader = Reader()
+        self.watch(reader)
+        self.settle()
+        return reader.notes
+
+
+def noted(*names: int | str) -> dict[bytes, bytes]:
+    return {name: name[-4:] for name in keys(*names)}
+
+
+def test_who_clears_one_block_of_ten_keeps_what_is_noted_of_the_others() -> None:
+    daemon = Cleared()
+    daemon.store(*range(10))
+    daemon.store("alone")
+    assert daemon.clear("never") == 0
+    assert daemon.noted() == noted(*range(10), "alone")
+    assert daemon.clear(3, "alone") == 2
+    assert daemon.noted() == noted(0, 1, 2, 4, 5, 6, 7, 8, 9)
+    notes = daemon.watches.notes
+    assert notes.total_bytes == sum(each.nbytes + block_notes.ENTRY_BYTES for each in notes.of(namespace()))
+    assert daemon.clear(*range(10)) == 9
+    assert (daemon.noted(), notes.total_bytes) == ({}, 0)
+
+
+def test_who_clears_what_nobody_uses_keeps_what_is_noted_of_the_rest() -> None:
+    daemon = Cleared()
+    daemon.cache.expire(0.0)
+    daemon.store("a", "b")
+    daemon.cache.expire(1.0)
+    daemon.now = 100.0
+    daemon.cache.expire(daemon.now)
+    daemon.store("b", "c")
+    assert in_one(daemon.lookups.clear_unused(None, "", 50.0)) == 1
+    assert daemon.noted() == noted("b", "c")
+
+
+def test_notes_on_cleared_blocks_are_looked_at_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_notes, "STEP_BLOCKS", 8)
+    daemon = Cleared()
+    for first in range(0, 40, 2):
+        daemon.store(first, first + 1)
+    daemon.cache.clear_blocks(daemon.space, keys(*range(0, 40, 2)))
+    asked: list[int] = []
+
+    def there(_: int, hashes: bytes) -> Bools:
+        index = daemon.space.blocks.index
+        asked.append(len(hashes) // 32)
+        found: Bools = index.find(index.keys(hashes)) >= 0
+        return found
+
+    for step, _ in enumerate(daemon.watches.notes.forget_gone(namespace(), there)):
+        if step == 1:
+            daemon.store("meanwhile")
+    assert asked == [8] * 5
+    assert daemon.noted() == noted(*range(1, 40, 2), "meanwhile")

@@ -189,7 +189,7 @@ def test_notes_come_before_the_blocks_also_for_those_who_come_later() -> None:
     daemon.settle()
     assert later.notes == first.notes == dict(zip(keys("a", "b"), [b"AAA", b"BBB"], strict=True))
     assert later.readable == first.readable
-    daemon.watches.forget(namespace())
+    daemon.watches.notes.forget(namespace())
     assert daemon.watches.notes.total_bytes == 0
 
 
@@ -323,7 +323,8 @@ def test_no_user_takes_the_notes_of_another_in_any_namespace(monkeypatch: pytest
     assert dropped > 180, "what is given up is not counted"
     daemon.watches.note(namespace(), 0, keys("d")[0], b"h" * 3000, user=1)
     assert daemon.watches.notes.total_bytes <= 4000, "who has most gives up"
-    daemon.watches.forget(None)
+    for each in daemon.watches.notes.namespaces:
+        daemon.watches.notes.forget(each)
     assert daemon.watches.notes.total_bytes == 0
 
 

@@ -235,7 +235,7 @@ _CACHE = (
     _bug(
         "the record of a corrupt block stays valid while it is read",
         "cache/block_table.py",
-        "            self.records.unseal(self.slots.places(blocks.sealed_slots(np.array([row]))))",
+        "            self.records.unseal(self.slots.places(blocks.sealed_slots(rows)))",
         "            pass",
         "cache/test_records.py",
     ),
@@ -293,7 +293,7 @@ _CACHE = (
     _bug(
         "a lease does not find its blocks that have expired and are stored again",
         "cache/expiry.py",
-        "            blocks.superseded.add(row)\n",
+        "            blocks.supersede(held)\n",
         "",
         "cache/test_expiry.py",
     ),
@@ -631,10 +631,17 @@ _CORE = (
     _bug(
         "cleared blocks stay pinned",
         "core/lookups.py",
-        "        self._holds.clear(namespace)\n",
+        "            self._holds.clear(each)\n",
         "",
         "core/test_lookups.py",
         "core/test_holds.py",
+    ),
+    _bug(
+        "whoever clears one block forgets what is noted of all",
+        "core/lookups.py",
+        "        yield from self._forget_notes(namespace)\n",
+        "        self.notes.forget(namespace)\n",
+        "core/test_block_notes.py",
     ),
     _bug(
         "a pin that would be too large keeps its lease",

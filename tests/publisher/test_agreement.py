@@ -67,7 +67,7 @@ class Node:
         """As `Lookups` does."""
         self.disk[name] = set()
         self._tell(name, Residency.CLEARED)
-        self.watches.forget(namespace(name))
+        self.watches.notes.forget(namespace(name))
         self.noted[name] = set()
         if hashes is None:
             self.cache.clear(namespace(name))

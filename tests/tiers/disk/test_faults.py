@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 
+from kvsidecar.cache.expiry import SWEEP
 from kvsidecar.cache.records import CHECKED, RECORD_WORDS
-from kvsidecar.cache.room import SWEEP
 from kvsidecar.errors import TierFailed
 from kvsidecar.tiers.backend import ReadEnd, WriteEnd
 from kvsidecar.tiers.disk import backend, directory
