@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import HttpProcessingError, web
@@ -15,8 +15,8 @@ MAX_CONNECTIONS = 128
 """Limit for all clients together, since TCP does not identify them. One more closes the connection that has waited
 longest for its client, so that clients which hold connections cannot lock out probes."""
 CLIENT_SECONDS = 10.0
-"""Time limit for a client to send a whole request, from its connection or the request's first byte, and to read a
-response that does not fit the socket's buffer."""
+"""Time limit for a client to send a whole request, from its connection or the request's first byte, and to read what
+does not fit the socket's buffer, whether or not the connection is to be closed behind it."""
 IDLE_SECONDS = 75.0
 """Keep-alive time: a scrape once a minute keeps its connection."""
 
@@ -36,14 +36,13 @@ class Connections:
         self.refuse = refuse
         self.turns = turns
         self._open: dict[HttpConnection, None] = {}
-        """In the order in which they connected or last sent a whole request."""
+        """Those that have a descriptor, in the order in which they connected or last sent a whole request."""
 
     def add(self, connection: HttpConnection) -> None:
-        """Add a connection; closes another one if there are too many."""
+        """Add a connection; ends another one if there are too many."""
         if len(self._open) >= MAX_CONNECTIONS:
             # Who waits for its turn does not wait for its client.
-            oldest = next((each for each in self._open if not each.waits), next(iter(self._open)))
-            self.remove(oldest)
+            oldest = next((each for each in self._open if not (each.waits or each.ended)), next(iter(self._open)))
             oldest.end(Refusal.LIMIT, f"{MAX_CONNECTIONS} connections are open, and this one has waited longest")
         self._open[connection] = None
 
@@ -54,13 +53,14 @@ class Connections:
             self._open[connection] = None
 
     def remove(self, connection: HttpConnection) -> None:
+        """It is closed."""
         self._open.pop(connection, None)
 
 
 class HttpConnection(web.RequestHandler):
     """aiohttp's connection with time limits, in turns with others, and without stack traces of client errors."""
 
-    __slots__ = ("_connections", "_paid", "_reading", "_unread", "_writing", "waits")
+    __slots__ = ("_carrier", "_connections", "_paid", "_reading", "_unread", "_writing", "ended", "waits")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
         loop = asyncio.get_running_loop()
@@ -74,6 +74,10 @@ class HttpConnection(web.RequestHandler):
             auto_decompress=False,
         )
         self._connections = connections
+        self._carrier: asyncio.Transport
+        """The transport, also when aiohttp has closed and forgotten it: which waits for the client to read."""
+        self.ended = False
+        """Whether it was aborted: it is closed in the next iteration of the event loop."""
         self._unread: list[bytes] = []
         """What was received and waits for its turn. Nothing more is read meanwhile."""
         self.waits = False
@@ -83,10 +87,12 @@ class HttpConnection(web.RequestHandler):
         self._reading: asyncio.TimerHandle | None = None
         """Runs while a request is incomplete."""
         self._writing: asyncio.TimerHandle | None = None
-        """Runs while the client does not read the response."""
+        """Runs while something that was sent has no room in the socket's buffer."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._carrier = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._carrier.set_write_buffer_limits(high=0)
         self._expect_request()
         self._connections.add(self)
 
@@ -152,13 +158,14 @@ class HttpConnection(web.RequestHandler):
             self._writing = None
 
     def end(self, reason: Refusal, text: str) -> None:
-        """Close the connection and count the reason."""
+        """Abort the connection, which has not ended yet or ends for two reasons at once, and count the reason."""
+        if self.ended:
+            return
+        self.ended = True
         _caused.debug("connection closed", reason=text)
         self._connections.refuse(reason)
-        transport = self.transport
         self.force_close()
-        if isinstance(transport, asyncio.Transport):
-            transport.abort()
+        self._carrier.abort()
 
     def handle_error(
         self,

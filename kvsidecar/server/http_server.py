@@ -18,6 +18,8 @@ from kvsidecar.support.tasks import TaskSet
 
 RECEIVE_BYTES = 16 * 1024
 """SO_RCVBUF: at most twice as much is read of a client at a time, and kept while its turn has not come."""
+SEND_BYTES = 128 * 1024
+"""SO_SNDBUF: the kernel would keep megabytes of what a client does not read."""
 STOP_SECONDS = 1.0
 """How long `HttpServer.stop` waits for clients that do not read their responses, and again for their ends."""
 
@@ -31,7 +33,7 @@ class HttpServer:
         self._runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=STOP_SECONDS)
         self._tasks, turns = tasks, TcpTurns()
         self._connections = Connections(refuse, turns)
-        self._listener = TcpListener(self._accepted, SocketOptions(RECEIVE_BYTES), turns, tasks, _caused)
+        self._listener = TcpListener(self._accepted, SocketOptions(RECEIVE_BYTES, SEND_BYTES), turns, tasks, _caused)
 
     async def start(self, host: str, port: int, option: str) -> int:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.

@@ -22,8 +22,8 @@ _WILDCARDS = ("0.0.0.0", "::")
 class SocketOptions:
     receive_bytes: int
     """SO_RCVBUF: the kernel keeps at most twice as much of a client that is not read from."""
-    send_bytes: int | None = None
-    """SO_SNDBUF: the same of a client that does not read; None: as many as the kernel likes."""
+    send_bytes: int
+    """SO_SNDBUF: the same of a client that does not read."""
     both_families: bool = False
     """Whether a wildcard address means IPv4 and IPv6."""
 
@@ -93,8 +93,7 @@ class TcpListener:
         listener.setblocking(False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.receive_bytes)
-        if options.send_bytes is not None:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.send_bytes)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.send_bytes)
         if listener.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only_v6))
         listener.bind(address)  # type: ignore[arg-type]

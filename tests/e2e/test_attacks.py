@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -14,8 +15,10 @@ from benchmarks.attacks.lookup_flood import HASHES
 from benchmarks.attacks.lookup_times import Asked, Waits
 from benchmarks.attacks.support import attack
 from kvsidecar.server.arrivals import TABLE_SHARE
+from kvsidecar.server.http_connection import MAX_CONNECTIONS
 from tests.e2e.leftovers import open_fds, port_of
 from tests.e2e.policies import daemon_for_others, needs_root
+from tests.e2e.unfinished import ended
 from tests.harness import SECONDS, DaemonProcess, Rank, done, eventually
 from tests.marks import daemon_may_open
 
@@ -45,6 +48,25 @@ def test_descriptors_of_unfinished_hellos_leave_room_for_honest_ones(short_dir: 
             assert daemon.refused("limit") > 0
             assert len([line for line in daemon.read_so_far() if line["event"] == "attach connection refused"]) < 200
         eventually(lambda: open_fds(daemon) <= before + 1)
+        assert daemon.terminate() == 0
+
+
+def test_http_clients_that_never_read_leave_descriptors_for_others(short_dir: Path) -> None:
+    few = ("sh", "-c", f'ulimit -n {2 * MAX_CONNECTIONS}; exec "$@"', "sh")
+    with DaemonProcess(short_dir, under=few) as daemon:
+        daemon.wait_ready()
+        before = open_fds(daemon)
+        with ExitStack() as stack:
+            for done_with in (MAX_CONNECTIONS, 2 * MAX_CONNECTIONS):
+                for _ in range(MAX_CONNECTIONS):
+                    client = stack.enter_context(socket.socket())
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                    client.connect(("127.0.0.1", port_of(daemon)))
+                    client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 30)
+                eventually(lambda all_=done_with: ended(daemon) >= all_)
+            assert daemon.get("/health")[0] == 200
+            done(Rank(daemon).store("a"))
+            eventually(lambda: open_fds(daemon) < before + 20)
         assert daemon.terminate() == 0
 
 

@@ -848,6 +848,13 @@ _SERVER = (
         "            pass\n",
         "server/test_attach_socket.py",
     ),
+    _bug(
+        "clients of HTTP that never read keep their descriptors",
+        "server/http_connection.py",
+        "        self._carrier.abort()\n",
+        "",
+        "server/test_http.py",
+    ),
 )
 
 _COPIER = (

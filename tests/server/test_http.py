@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +17,7 @@ from kvsidecar.server.http import Probes, Sources
 from kvsidecar.server.renderings import Steps
 from kvsidecar.support.tasks import TaskSet
 from tests.harness import eventually_in_loop
+from tests.open_files import open_files
 
 LONG = b"0123456789abcdef" * (1 << 20)
 """More than sockets take."""
@@ -29,15 +32,48 @@ class Served:
         self.probes = Probes(DaemonReadiness(0), TaskSet(lambda _, error: self.errors.append(error)))
         self.probes.answer_from(Sources(self.metrics, lambda: None, self.status, dict))
         self.port = 0
+        self.text = LONG
+        self.begun = 0
+        """How many answers were asked for."""
 
     def status(self) -> Steps:
+        self.begun += 1
         yield
-        return LONG
+        return self.text
 
     async def ask(self, method: str = "GET") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(f"{method} /status HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         return reader, writer
+
+    def keep_little(self) -> None:
+        """Of what the next clients do not read, in the kernel."""
+        for listener in self.probes._server._listener._listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    async def unread(self, request: bytes) -> socket.socket:
+        """A connection whose client reads nothing, also not what would wait in its own memory."""
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", self.port))
+        client.send(request)
+        return client
+
+    async def is_cut(self, client: socket.socket, nbytes: int) -> bool:
+        """Whether it ends before so many bytes."""
+        received = 0
+        try:
+            while received < nbytes and (data := await asyncio.get_running_loop().sock_recv(client, 1 << 20)):
+                received += len(data)
+        except ConnectionResetError:
+            pass
+        return received < nbytes
+
+
+def sockets() -> int:
+    """How many are open in this process, of clients and of the server."""
+    return sum(each.startswith("socket:") for each in open_files(os.getpid()).values())
 
 
 @pytest.fixture
@@ -63,12 +99,46 @@ async def test_a_long_answer_is_whole_and_its_head_alone(served: Served) -> None
 
 async def test_who_does_not_read_a_long_answer_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "CLIENT_SECONDS", 0.2)
+    before = sockets()
     hanging = [await served.ask() for _ in range(10)]
     await eventually_in_loop(lambda: served.metrics.refusal_counts().get(Refusal.UNFINISHED.value) == len(hanging))
+    await eventually_in_loop(lambda: sockets() == before + len(hanging))
     for reader, writer in hanging:
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(len(LONG))
         writer.close()
+
+
+async def test_who_does_not_read_the_last_answer_is_ended_although_all_is_said(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is sent last, the rest is kept by the transport, which waits for its client to read before it closes."""
+    monkeypatch.setattr(http_connection, "CLIENT_SECONDS", 0.2)
+    monkeypatch.setattr(served, "text", LONG[:60_000])
+    served.keep_little()
+    before = sockets()
+    hanging = [await served.unread(b"GET /status HTTP/1.0\r\n\r\n") for _ in range(10)]
+    await eventually_in_loop(lambda: served.metrics.refusal_counts().get(Refusal.UNFINISHED.value) == len(hanging))
+    await eventually_in_loop(lambda: sockets() == before + len(hanging))
+    for client in hanging:
+        client.close()
+
+
+async def test_of_clients_that_do_not_read_no_more_are_kept_than_may_be(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS", 8)
+    for module in (http, http_connection):
+        monkeypatch.setattr(module, "CLIENT_SECONDS", 600.0)
+    hanging, before = [], sockets()
+    for number in range(1, 25):
+        hanging.append(await served.unread(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"))
+        await eventually_in_loop(lambda begun=number: served.begun == begun)
+    assert served.metrics.refusal_counts() == {Refusal.LIMIT.value: 16}
+    await eventually_in_loop(lambda: sockets() == before + len(hanging) + 8)
+    for number, client in enumerate(hanging):
+        assert await served.is_cut(client, len(LONG)) == (number < 16), number
+        client.close()
 
 
 async def test_its_end_ends_who_does_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

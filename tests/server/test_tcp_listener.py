@@ -68,7 +68,7 @@ async def test_a_connection_whose_callee_fails_is_closed_and_others_are_accepted
             raise ConnectionResetError
         two.set()
 
-    listener = TcpListener(accepted, SocketOptions(65536), TcpTurns(), tasks, log.limited("test"))
+    listener = TcpListener(accepted, SocketOptions(65536, 65536), TcpTurns(), tasks, log.limited("test"))
     port = await listener.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     assert await reader.read() == b""
@@ -146,7 +146,7 @@ async def test_an_error_that_nobody_expects_ends_one_connection_and_not_the_port
         connection.close()
         taken.set()
 
-    listener = TcpListener(accepted, SocketOptions(65536), TcpTurns(), tasks, log.limited("test"))
+    listener = TcpListener(accepted, SocketOptions(65536, 65536), TcpTurns(), tasks, log.limited("test"))
     port = await listener.start("127.0.0.1", 0)
     for _ in range(2):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
