@@ -18,7 +18,6 @@ from kvsidecar.cache.records import (
     COMMIT,
     HASH,
     IDLE_MASK,
-    MAX_SHARDS,
     ORDER_BITS,
     PRIORITY_BITS,
     SHARD_BITS,
@@ -153,7 +152,7 @@ def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Wo
             space.set_shard(shard, nbytes)
     space.blocks = blocks = SpaceBlocks(space, entry.number, table.capacity(space), table.seed, table.rhythm)
 
-    shards = (contents[:, TABLE] & np.uint64(MAX_SHARDS - 1)).astype(np.int64)
+    shards = (contents[:, TABLE] & np.uint64((1 << SHARD_BITS) - 1)).astype(np.int64)
     known = shards < space.num_shards
     sizes = np.array(space.slot_sizes, np.uint64)
     wrong = ~known | (size_classes(contents) != sizes[np.where(known, shards, 0)])

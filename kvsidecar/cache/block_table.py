@@ -15,12 +15,17 @@ from kvsidecar.cache.grants import Chain, StorePart
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slabs import LARGEST_SHARE
-from kvsidecar.cache.slots import SlotAllocator, SlotState, size_class
+from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, SlotState, size_class
 from kvsidecar.cache.space_blocks import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.use_times import UseTimes
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import Eviction, Namespace, Residency
 
+LIST_PART = 64
+"""One part in so many of a block's smallest shard is the most that the list of its slots may take: a list is in the
+daemon's own memory, and is paid for with the slot that every block has."""
+LIST_ENTRY = 8
+"""Bytes of such a list for each shard, `SpaceBlocks.slots`."""
 SPARE_ROWS = 65536
 """Rows beyond the slots of the pool: a store creates its blocks before it evicts others."""
 
@@ -117,6 +122,11 @@ class BlockTable:
             raise InvalidRequest(
                 f"group {group}: one block of shard {shard} has {shard_bytes} bytes, but a slot of this pool can have "
                 f"no more than {self.slots.largest_slot}: set --pool-size to at least {LARGEST_SHARE} times the block"
+            )
+        if size_class(shard_bytes) < (least := size_class(num_shards * LIST_ENTRY * LIST_PART)):
+            raise InvalidRequest(
+                f"group {group}: one block of shard {shard} has {shard_bytes} bytes; as one of {num_shards} shards it "
+                f"needs at least {least - SLOT_ALIGN + 1}: the daemon keeps a list of the shards of each block"
             )
         known = self.groups.get(namespace, {}).get(group)
         space = known or Space(namespace, group, num_shards)

@@ -59,8 +59,9 @@ RECORD_WORDS = 16
 
 ORDER_BITS = 16
 SHARD_BITS = 10
-MAX_SHARDS = 1 << SHARD_BITS
-"""Shards that a block may have: every block carries a list of that length."""
+MAX_SHARDS = 64
+"""Shards that a block may have: every block carries a list of that length, and what is done with a block goes through
+it. The ranks of an engine are on one node. Records have room for more, `SHARD_BITS`."""
 PRIORITY_BITS = 30
 SIZE_MASK = (1 << PRIORITY_BITS) - 1
 SPACES = 1024
@@ -449,7 +450,7 @@ def _is_space(namespace: Namespace, group: Any, shard_bytes: Any) -> bool:
         all(isinstance(text, str) for text in texts)
         and all(type(number) is int for number in numbers)
         and isinstance(shard_bytes, list)
-        and len(shard_bytes) > 0
+        and 0 < len(shard_bytes) <= MAX_SHARDS
         and all(each is None or (type(each) is int and 0 < each <= MAX_BYTES) for each in shard_bytes)
         and any(shard_bytes)
         and namespace.problem() is None

@@ -52,8 +52,8 @@ def test_a_space_without_blocks_costs_next_to_nothing_whatever_the_pool_and_the_
     open_space(large)
     assert nbytes(small) == nbytes(large) < of_one_block()
     shards = new_cache(1)
-    shards.open_space(open_space(small).namespace, 1, 1024, 0, PAGE)
-    assert nbytes(shards) < nbytes(small) + 3 * 1024 * 8
+    shards.open_space(open_space(small).namespace, 1, 8, 0, PAGE)
+    assert nbytes(shards) < nbytes(small) + 3 * 8 * 8
 
 
 def test_what_a_space_costs_follows_its_blocks() -> None:
@@ -181,7 +181,7 @@ def test_a_table_of_so_many_blocks_that_this_would_take_long_is_not_built_anew()
 
 def test_rows_for_all_blocks_are_not_made_room_for_where_each_has_many_shards() -> None:
     cache = BlockCache(SlotAllocator(1 << 40, 1 << 30))
-    space = cache.open_space(open_space(new_cache(1)).namespace, 0, 1024, 0, PAGE)
+    space = cache.open_space(open_space(new_cache(1)).namespace, 0, 64, 0, 8 * PAGE)
     space.blocks._lengthen(COPIED_ROWS + 1)
     assert space.blocks.slots.nbytes <= SLOTS_BYTES
 

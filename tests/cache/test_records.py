@@ -16,7 +16,7 @@ from kvsidecar.cache import records
 from kvsidecar.cache.arrays import FEW, Words
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_index import BlockIndex
-from kvsidecar.cache.records import COMMIT, DIGEST, HASH, RECORD_WORDS, SIZE, SLOT, TABLE, USED, Records
+from kvsidecar.cache.records import COMMIT, DIGEST, HASH, MAX_SHARDS, RECORD_WORDS, SIZE, SLOT, TABLE, USED, Records
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.space_blocks import Space
 from kvsidecar.types import Namespace
@@ -464,6 +464,12 @@ def test_a_space_entry_that_makes_no_sense_is_dropped(change: Callable[[dict[str
     assert life.cache.spaces == []
     assert sum(life.cache.adopted.dropped.values()) == 2
     assert not life.sealed()
+
+
+def test_no_room_is_made_for_more_shards_than_a_block_may_have() -> None:
+    """A pool that an earlier version kept may say so."""
+    many = [PAGE] * MAX_SHARDS
+    assert (records._is_space(namespace(), 0, many), records._is_space(namespace(), 0, [*many, PAGE])) == (True, False)
 
 
 def test_a_bit_that_flips_and_flips_back_does_not_bring_a_record_back() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvsidecar.cache.block_table import LIST_PART
 from kvsidecar.errors import InvalidRequest, NamespaceMismatch
 from tests.cache.integrity import check_integrity
 from tests.cache.support import (
@@ -54,6 +55,19 @@ def test_a_shard_larger_than_an_eighth_of_the_pool_is_refused_with_both_sizes_an
     with pytest.raises(InvalidRequest, match=r"12289 bytes.*12288: set --pool-size to at least 8 times the block$"):
         cache.open_space(namespace(), 0, 1, 0, 3 * PAGE + 1)
     assert [space.namespace for space in cache.spaces] == [namespace("other")]
+
+
+@pytest.mark.parametrize(("shards", "least"), [(9, PAGE + 1), (16, PAGE + 1), (64, 7 * PAGE + 1)])
+def test_blocks_whose_shards_are_small_for_their_number_are_refused(shards: int, least: int) -> None:
+    """The list of a block's shards is the daemon's own memory, and one of them may be all that is stored: of 1,024
+    shards of a page, it took 8 KiB for each page of the pool."""
+    cache = new_cache(64)
+    with pytest.raises(
+        InvalidRequest, match=f"{least - 1} bytes; as one of {shards} shards it needs at least {least}:"
+    ):
+        cache.open_space(namespace(), 0, shards, 0, least - 1)
+    blocks = cache.open_space(namespace(), 0, shards, 0, least).blocks
+    assert blocks.slots[:, 0].nbytes <= blocks.space.slot_sizes[0] // LIST_PART
 
 
 @pytest.mark.parametrize(("num_shards", "shard", "nbytes"), [(1, 1, PAGE), (0, 0, PAGE), (1, -1, PAGE), (1, 0, 0)])

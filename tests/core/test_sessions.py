@@ -373,6 +373,13 @@ async def test_a_namespace_that_is_too_long_is_refused_at_attach(buffer: HostBuf
         )
 
 
+async def test_a_block_may_have_64_shards(buffer: HostBuffer) -> None:
+    """Its list of them, and each step with it, is as long as a client says."""
+    world, one = World(), split_into(1, 1)
+    with pytest.raises(InvalidRequest, match="num_shards 65 is more than 64"):
+        await world.attach(world.peer(buffer, uid=1000), groups=(dataclasses.replace(one, num_shards=65),))
+
+
 async def test_the_rows_of_all_groups_together_are_limited(buffer: HostBuffer) -> None:
     world = World()
     half = split_into(1, MAX_ROWS // 2 + 1)
