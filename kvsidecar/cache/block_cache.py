@@ -5,13 +5,14 @@ Not thread-safe: the daemon calls it from its event loop only. Times are seconds
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator, KeysView, Sequence
 from math import inf
 
 import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
-from kvsidecar.cache.arrays import Ints, all_true, first_of_each
+from kvsidecar.cache.arrays import Ints, all_true, any_true, first_of_each
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import SCAN, SWEEP, Expiry
@@ -28,6 +29,13 @@ from kvsidecar.cache.stats import CacheStats, gather
 from kvsidecar.cache.tier_copies import TierCopies
 from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.types import Eviction, LookupMode, Namespace, Priority
+
+LET_GO = 8192
+"""Blocks that one step lets go of at most: a millisecond."""
+CHAIN = 128
+"""A part of a lease counts as so many of them at least."""
+TRIES = 4
+"""So often a request that finds no room waits for such a step."""
 
 Part = tuple[Space, Hashes]
 """Block hashes of one group, in prefix order. A request has one part per group."""
@@ -68,6 +76,18 @@ class BlockCache:
         self._expiry = Expiry(self._table)
         self._room = Room(self._table, self._expiry)
         self._leases = LeaseTable(next_id)
+        self._ended: deque[list[Chain]] = deque()
+        """Of leases and loads that have ended: the blocks whose references are to be dropped."""
+        self._chores: deque[Callable[[int], bool]] = deque(
+            (
+                self._drop_ended,
+                lambda _: self._table.rebuild_sparse(),
+                self._shrink,
+                self._table.sweep,
+                self._expiry.collect,
+            )
+        )
+        """What `sweep` does in turns. Each does a step, if there is one, and returns whether there was."""
         self._stores: set[StoreGrant] = set()
         self._loads: set[LoadGrant] = set()
         self._tick = self.adopted.last_tick
@@ -190,13 +210,14 @@ class BlockCache:
         chains, answers, found = [], [], []
         for space, hashes in parts:
             rows, hits, keys = self.reader.find(space, hashes, mode)
-            chains.append(_chain(space, rows[hits]))
+            if any_true(hits):
+                chains.append(_chain(space, rows[hits]))
             answers.append(hits.tolist())
             found.append((space.blocks, keys, rows, hits))
         lease = self._leases.get(lease_id, now) if lease_id else None
         if lease is not None and lease.owner != owner:
             lease = None
-        if any(len(chain.rows) for chain in chains) and self._room.may_reference(chains):
+        if chains and self._may_reference(chains):
             if self._prompts is not None:
                 for blocks, keys, rows, hits in found:
                     self._prompts.end_told(blocks, keys, rows, hits)
@@ -217,7 +238,8 @@ class BlockCache:
         return self._leases.get(lease_id, now)
 
     def held(self, owner: Hashable) -> tuple[int, int]:
-        """Number of leases of an owner, and of their blocks. A block in two leases counts twice."""
+        """Number of leases of an owner, and of their blocks. A block in two leases counts twice, and of a lookup that
+        adds few to a lease `LEAST_ROOM`."""
         return self._leases.held(owner)
 
     def renew(self, lease_id: int, now: float, ttl: float) -> bool:
@@ -309,6 +331,10 @@ class BlockCache:
             self._stores.add(grant)
             return grant
         refusal = Refusal.NOT_ADMITTED if declined and not grant.wanted else self._room.make(needs, grant)
+        for _ in range(TRIES):
+            if refusal in (None, Refusal.NOT_ADMITTED) or not self._drop_ended():
+                break
+            refusal = self._room.make(needs, grant)
         if refusal is not None:
             if self._prompts is not None and refusal is Refusal.NOT_ADMITTED and not declined:
                 for part in grant.parts:
@@ -382,7 +408,7 @@ class BlockCache:
                 return Refusal.NOT_FOUND
             found.append(rows)
         chains = [_chain(space, rows) for (space, _, _), rows in zip(parts, found, strict=True)]
-        if not self._room.may_reference(chains):
+        if not self._may_reference(chains):
             return Refusal.QUOTA
         self._table.add_refs(chains)
         slots = [space.blocks.slots[shard, rows] for (space, shard, _), rows in zip(parts, found, strict=True)]
@@ -394,7 +420,7 @@ class BlockCache:
         """End a load: nothing reads the slots any more."""
         _close(grant)
         self._loads.remove(grant)
-        self._table.drop_refs(grant.chains, self._next_tick())
+        self._let_go([list(grant.chains)])
 
     def mark_corrupt(self, grant: LoadGrant, part: int, index: int) -> None:
         """Report that a shard differs from the bytes that were sealed. Its block is a miss from now on, and its slot is
@@ -486,23 +512,60 @@ class BlockCache:
         return before - self._table.readable_blocks
 
     def sweep(self, limit: int = SWEEP) -> bool:
-        """Free the slots of up to ``limit`` cleared or expired blocks, evict as many of a share that is over its
-        maximum, and shrink one table that lost most of its blocks.
+        """One step of what is left to be done: drop references that leases and loads had, free the slots of up to
+        ``limit`` cleared or expired blocks, evict as many of a share that is over its maximum, or shrink one table that
+        lost most of its blocks.
 
         Returns False when nothing is left to do. Call it until then, and again from time to time.
         """
-        rebuilt = self._table.rebuild_sparse()
-        shrunk = any(self._room.shrink(share, limit) for share in self._table.shares if share.over)
-        return self._table.sweep(limit) or self._expiry.collect(limit) or shrunk or rebuilt
+        for _ in range(len(self._chores)):
+            self._chores.rotate(-1)
+            if self._chores[0](limit):
+                return True
+        return False
+
+    def _shrink(self, limit: int) -> bool:
+        return any(self._room.shrink(share, limit) for share in self._table.shares if share.over)
 
     def stats(self) -> CacheStats:
         """Current gauges and counters; O(gaps between slabs)."""
         return gather(self._table, leases=len(self._leases), loads=len(self._loads))
 
     def _end_leases(self, leases: list[Lease]) -> list[Lease]:
-        for lease in leases:
-            self._table.drop_refs(lease.chains, self._next_tick())
+        self._let_go([lease.chains for lease in leases])
         return leases
+
+    def _let_go(self, ended: list[list[Chain]]) -> None:
+        """Drop one reference to each of these blocks; of many, to some of them in this step."""
+        behind = bool(self._ended)
+        self._ended += ended
+        if not behind:  # else `sweep` is at those before
+            self._drop_ended()
+
+    def _drop_ended(self, _: int = 0) -> bool:
+        """Drop references of leases and loads that have ended, to `LET_GO` blocks. False if there are none left."""
+        if not self._ended:
+            return False
+        left = LET_GO
+        while self._ended and left > 0:
+            chains, some = self._ended[0], list[Chain]()
+            while chains and left > 0:
+                chain = chains.pop()  # the last blocks of a prompt first: they are to go first
+                if len(chain.rows) > left:
+                    chains.append(Chain(chain.blocks, chain.rows[:-left]))
+                    chain = Chain(chain.blocks, chain.rows[-left:])
+                some.append(chain)
+                left -= max(len(chain.rows), CHAIN)
+            if not chains:
+                self._ended.popleft()
+            self._table.drop_refs(reversed(some), self._next_tick())
+        return True
+
+    def _may_reference(self, chains: Sequence[Chain]) -> bool:
+        """As `Room.may_reference`, when some of what has ended was let go."""
+        if self._room.may_reference(chains):
+            return True
+        return any(self._drop_ended() and self._room.may_reference(chains) for _ in range(TRIES))
 
     def _next_tick(self) -> int:
         self._tick += 1

@@ -341,7 +341,9 @@ class BlockTable:
         self._drop_if_unused(space)
 
     def sweep(self, limit: int) -> bool:
-        """Visit up to ``limit`` cleared blocks and free those without a reference. False when none is left."""
+        """Visit up to ``limit`` cleared blocks and free those without a reference. False if there were none."""
+        if not self._cleared:
+            return False
         while limit > 0 and self._cleared:
             blocks = self._cleared[0]
             rows = np.arange(blocks.swept, min(blocks.swept + limit, blocks.rows_used))
@@ -350,7 +352,7 @@ class BlockTable:
             if blocks.swept >= blocks.rows_used:  # fewer rows than swept if the last block was freed meanwhile
                 self._cleared.popleft()
             self._free(blocks, rows[blocks.evictable[rows]], evictable=True)
-        return bool(self._cleared)
+        return True
 
     def rebuild_sparse(self) -> bool:
         """Shrink one sparse table. False if there is none that can shrink. Call it between requests only."""

@@ -26,6 +26,8 @@ from kvsidecar.types import MAX_IDLE_SECONDS
 
 SCAN = 1 << 16
 """Rows of a table to look at in one step: less than a millisecond."""
+SCAN_IDLE = 1 << 14
+"""The same where blocks expire that nobody uses: when each was used last takes longer to find out."""
 SWEEP = 4096
 """Blocks to delete in one step: about two milliseconds."""
 STEP_SECONDS = 0.25
@@ -159,15 +161,15 @@ class Expiry:
         self._evict(blocks, gone)
 
     def collect(self, limit: int) -> bool:
-        """Evict expired blocks: about ``limit`` at most. False if there are no more at present."""
-        return self._collect_timed() or any(
+        """Evict up to ``limit`` expired blocks, or look for some. False if there are none at present."""
+        return self._collect_timed(limit) or any(
             self._collect_idle(share, order, limit)
             for share in self._table.shares.idling
             for order in share.used_orders
             if order
         )
 
-    def _collect_timed(self) -> bool:
+    def _collect_timed(self, limit: int) -> bool:
         if self._scan is None:
             while self._due and self._due[0][1] not in self._table.tables:
                 heappop(self._due)
@@ -181,28 +183,33 @@ class Expiry:
             return True
         if scan.rebuilds != blocks.rebuilds:
             scan.row, scan.rebuilds = 0, blocks.rebuilds
-        rows = np.arange(scan.row, min(scan.row + SCAN, blocks.rows_used))
-        scan.row += SCAN
-        seconds = blocks.expires[rows]
+        first, scanned = scan.row, min(scan.row + (SCAN_IDLE if blocks.idling else SCAN), blocks.rows_used)
+        window = slice(first, scanned)
+        seconds, evictable = blocks.expires[window], blocks.evictable[window]
         gone = (seconds != 0) & (seconds <= self.now)
-        if any_true(blocks.refs[rows[gone]] > 0):
+        if any_true(gone & (blocks.refs[window] > 0)):
             scan.see(self.now + 1)  # as soon as nobody needs them
         later = seconds[seconds > self.now]
         if len(later):
             scan.see(int(later.min()))
         if blocks.idling:
-            until = self._idle_until(blocks, rows)
             # Rows without a block have what their last block had.
-            timed = (blocks.idle[rows] > 0) & (blocks.evictable[rows] | (blocks.refs[rows] > 0))
-            gone |= timed & (until <= self.now)
-            if any_true(idle := timed & (until > self.now)):
-                scan.see(int(until[idle].min()))
+            timed = ((blocks.idle[window] > 0) & (evictable | (blocks.refs[window] > 0))).nonzero()[0]
+            until = self._idle_until(blocks, timed + first)
+            gone[timed] |= until <= self.now
+            if len(until := until[until > self.now]):
+                scan.see(int(until.min()))
+        rows = (gone & evictable).nonzero()[0] + first
+        if len(rows) > limit:
+            rows = rows[:limit]
+            scanned = int(rows[-1]) + 1 if limit else first
+        scan.row = scanned
         if scan.row >= blocks.rows_used:
             self._scan = None
             blocks.next_expiry = scan.next
             if scan.next:
                 heappush(self._due, (scan.next, blocks.number))
-        self._evict(blocks, rows[gone])
+        self._evict(blocks, rows)
         return True
 
     def _collect_idle(self, share: Share, order: TableOrder, limit: int) -> bool:

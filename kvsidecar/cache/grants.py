@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.arrays import NO_INTS, Ints, Words
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.space_blocks import SpaceBlocks
+
+LEAST_ROOM = 32
+"""A chain in a lease counts as so many blocks at least: so many rows take as much memory as what belongs to it beside
+its rows, and to drop their references as much time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,9 +111,20 @@ class Lease:
     id: int
     owner: Hashable
     chains: list[Chain]
-    """Per part of the lookup: the readable blocks, without duplicates."""
+    """Per part of the lookup that has any: the readable blocks, without duplicates."""
     expires_at: float
+    num_blocks: int = field(default=0, init=False)
+    room: int = field(default=0, init=False)
+    """What it takes of its user's limit."""
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(chain.rows) for chain in self.chains)
+    def __post_init__(self) -> None:
+        self._count(self.chains)
+
+    def add(self, chains: list[Chain]) -> None:
+        self.chains += chains
+        self._count(chains)
+
+    def _count(self, chains: Iterable[Chain]) -> None:
+        for chain in chains:
+            self.num_blocks += len(chain.rows)
+            self.room += max(len(chain.rows), LEAST_ROOM)

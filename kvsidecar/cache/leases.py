@@ -11,6 +11,8 @@ from kvsidecar.cache.grants import Chain, Lease
 
 RELEASED = 4096
 """Number of the most recently released lease ids that are remembered."""
+EXPIRED = 1024
+"""Leases that expire at the same time are ended so many at a time: two milliseconds."""
 
 
 class LeaseTable:
@@ -24,7 +26,7 @@ class LeaseTable:
         self._next_id = next_id or itertools.count().__next__
         self._leases: dict[int, Lease] = {}
         self._by_owner: dict[Hashable, dict[int, Lease]] = {}
-        self._blocks_of: Counter[Hashable] = Counter()
+        self._room_of: Counter[Hashable] = Counter()
         self._released: dict[int, None] = {}
         """Ids in the order of their release; at most `RELEASED`."""
         self._expiries: list[tuple[float, int]] = []
@@ -41,15 +43,15 @@ class LeaseTable:
         self._leases[lease_id] = lease
         self._released.pop(lease_id, None)
         self._by_owner.setdefault(owner, {})[lease_id] = lease
-        self._blocks_of[owner] += lease.num_blocks
+        self._room_of[owner] += lease.room
         self._note_expiry(lease)
         return lease
 
     def extend(self, lease: Lease, chains: list[Chain], expires_at: float) -> None:
         """Add chains to a live lease, and set a new expiry."""
-        before = lease.num_blocks
-        lease.chains += chains
-        self._blocks_of[lease.owner] += lease.num_blocks - before
+        before = lease.room
+        lease.add(chains)
+        self._room_of[lease.owner] += lease.room - before
         lease.expires_at = expires_at
         self._note_expiry(lease)
 
@@ -59,8 +61,8 @@ class LeaseTable:
         return lease if lease is not None and now < lease.expires_at else None
 
     def held(self, owner: Hashable) -> tuple[int, int]:
-        """Number of leases of an owner, and of their blocks. A block in two leases counts twice."""
-        return len(self._by_owner.get(owner, ())), self._blocks_of.get(owner, 0)
+        """Number of leases of an owner, and of their blocks; `Lease.room` has how these count."""
+        return len(self._by_owner.get(owner, ())), self._room_of.get(owner, 0)
 
     def renew(self, lease_id: int, now: float, expires_at: float) -> bool:
         """Set a new expiry. False if the lease was released or has expired."""
@@ -77,9 +79,9 @@ class LeaseTable:
         if lease is not None:
             of_owner = self._by_owner[lease.owner]
             del of_owner[lease_id]
-            self._blocks_of[lease.owner] -= lease.num_blocks
+            self._room_of[lease.owner] -= lease.room
             if not of_owner:
-                del self._by_owner[lease.owner], self._blocks_of[lease.owner]
+                del self._by_owner[lease.owner], self._room_of[lease.owner]
         return lease
 
     def release(self, lease_id: int) -> Lease | None:
@@ -96,8 +98,11 @@ class LeaseTable:
         return lease_id in self._released
 
     def pop_expired(self, now: float) -> list[Lease]:
-        expired = []
-        while self._expiries and self._expiries[0][0] <= now:
+        """Remove and return leases that have expired: some of them, if they are many."""
+        expired: list[Lease] = []
+        for _ in range(EXPIRED):
+            if not self._expiries or self._expiries[0][0] > now:
+                break
             _, lease_id = heappop(self._expiries)
             lease = self._leases.get(lease_id)
             if lease is not None and lease.expires_at <= now:
@@ -106,10 +111,11 @@ class LeaseTable:
         return expired
 
     def pop_owner(self, owner: Hashable) -> list[Lease]:
-        leases = list(self._by_owner.get(owner, {}).values())
-        for lease in leases:
-            self.pop(lease.id)
-        return leases
+        leases = self._by_owner.pop(owner, {})
+        self._room_of.pop(owner, None)
+        for lease_id in leases:
+            del self._leases[lease_id]
+        return list(leases.values())
 
     def _note_expiry(self, lease: Lease) -> None:
         if len(self._expiries) > 2 * len(self._leases) + 64:

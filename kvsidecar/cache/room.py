@@ -18,6 +18,10 @@ from kvsidecar.cache.victims import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
 
+SWEEPS = 16
+"""So many pieces of them does a store look at at most, each of as many blocks as it has or this part of `SWEEP`. If it
+finds no room there, others go, or it is refused: what is left goes soon."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Newcomers:
@@ -79,8 +83,11 @@ class Room:
             if not self._may_fill(grant, incoming):
                 return Refusal.QUOTA
             for share, nbytes in incoming.items():
-                while share.most is not None and share.used + nbytes > share.most and self._expiry.collect(SWEEP):
-                    pass
+                for _ in range(SWEEPS):
+                    if share.most is None or share.used + nbytes <= share.most:
+                        break
+                    if not self._expiry.collect(SWEEP // SWEEPS):
+                        break
             for share, nbytes in incoming.items():  # nothing expires any more that is among the victims
                 own = self._own_victims(share, nbytes, requested)
                 if own is None:
@@ -196,8 +203,11 @@ class Room:
             self._table.evict(chain)
 
     def _sweep_for(self, needs: Mapping[int, int]) -> bool:
-        """Whether to free cleared and expired blocks is enough."""
-        while self._table.sweep(SWEEP) or self._expiry.collect(SWEEP):
+        """Whether to free cleared and expired blocks is enough: some of them, if they are many."""
+        most = max(SWEEP // SWEEPS, sum(needs.values()))
+        for _ in range(SWEEPS):
+            if not (self._table.sweep(most) or self._expiry.collect(most)):
+                break
             if self._table.slots.can_allocate(needs):
                 return True
         return False

@@ -162,6 +162,7 @@ def _rows(blocks: SpaceBlocks) -> list[int]:
 def _references(cache: BlockCache) -> Counter[Row]:
     """References by leases, loads and writes to a slower tier."""
     chains = [chain for lease in cache._leases._leases.values() for chain in lease.chains]
+    chains += [chain for ended in cache._ended for chain in ended]
     chains += [chain for load in cache._loads for chain in load.chains]
     chains += [write.chain for write in cache.tiers._writes]
     return Counter((chain.blocks.number, row) for chain in chains for row in chain.rows.tolist())
@@ -259,12 +260,13 @@ def check_leases(table: LeaseTable) -> None:
     assert by_owner == table._leases, "leases by owner and by id differ"
     assert all(table._by_owner.values()), "an owner without leases was kept"
     for owner, leases in table._by_owner.items():
-        assert table._blocks_of[owner] == sum(lease.num_blocks for lease in leases.values()), "blocks miscounted"
-    assert table._blocks_of.keys() == table._by_owner.keys(), "blocks of an owner without leases"
+        assert table._room_of[owner] == sum(lease.room for lease in leases.values()), "blocks miscounted"
+    assert table._room_of.keys() == table._by_owner.keys(), "blocks of an owner without leases"
     assert not table._released.keys() & table._leases.keys(), "a lease is alive and released"
     assert len(table._released) <= RELEASED, "too many released leases are remembered"
     entries = set(table._expiries)
     for lease_id, lease in table._leases.items():
+        assert lease.num_blocks == sum(len(chain.rows) for chain in lease.chains), f"lease {lease_id} miscounts"
         assert lease.id == lease_id, f"lease {lease.id} is filed as {lease_id}"
         assert (lease.expires_at, lease_id) in entries, f"lease {lease_id} would never expire"
 

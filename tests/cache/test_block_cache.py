@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvsidecar.cache import block_cache, room
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.cache.grants import LoadGrant, StoreGrant
+from kvsidecar.cache.grants import LEAST_ROOM, LoadGrant, StoreGrant
 from kvsidecar.cache.reader import PROBE
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.cache.space_blocks import Space
@@ -18,6 +19,7 @@ from tests.cache.support import (
     key,
     keys,
     lease,
+    limits,
     names_readable,
     namespace,
     new_cache,
@@ -209,6 +211,57 @@ def test_a_small_shard_leaves_the_last_full_slab_to_a_large_one_of_the_same_requ
 # -- leases -------------------------------------------------------------------------------------------------------
 
 
+def test_of_the_blocks_of_an_engine_that_dies_some_are_let_go_of_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, 800,000 leased blocks stopped the daemon for 50 ms."""
+    monkeypatch.setattr(block_cache, "LET_GO", 4)
+    monkeypatch.setattr(block_cache, "CHAIN", 1)
+    cache, space = one_space(30)
+    store(cache, space, *range(30))
+    for first in (0, 9):
+        lease(cache, space, *range(first, first + 9), owner="dead")
+    loading = cache.begin_load([(space, 0, keys(*range(20, 29)))], None, 0)
+    assert isinstance(loading, LoadGrant)
+    cache.end_load(loading)
+    cache.drop_owner("dead")
+    busy = [int((space.blocks.refs > 0).sum())]
+    while cache.sweep():
+        check_integrity(cache)
+        busy.append(int((space.blocks.refs > 0).sum()))
+    assert busy == [23, 19, 15, 11, 7, 3, 0]
+    assert cache.held("dead") == (0, 0)
+
+
+def test_a_store_finds_the_room_that_a_dead_engine_has_not_let_go_of_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_cache, "LET_GO", 4)
+    monkeypatch.setattr(block_cache, "CHAIN", 1)
+    cache, space = one_space(12)
+    store(cache, space, *range(12))
+    lease(cache, space, *range(12), owner="dead")
+    cache.drop_owner("dead")
+    store(cache, space, *"abcdef")
+    assert int((space.blocks.refs > 0).sum()) == 4, "it waited for more than it needed"
+    check_integrity(cache)
+
+
+def test_a_lease_finds_the_room_of_a_guarantee_that_a_dead_engine_has_not_let_go_of_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_cache, "LET_GO", 2)
+    monkeypatch.setattr(block_cache, "CHAIN", 1)
+    cache = new_cache(12)
+    cache.set_shares(limits(a=(6, None)))
+    space = open_space(cache, "b")
+    store(cache, space, *range(5))
+    store(cache, space, *range(5, 10))
+    lease(cache, space, *range(6), owner="dead")
+    assert cache.lookup_and_lease([(space, keys(8, 9))], LookupMode.BITMAP, 0, 10, "o")[0] is None
+    cache.drop_owner("dead")
+    lease(cache, space, 8, 9)
+    loading = cache.begin_load([(space, 0, keys(6, 7))], None, 0)
+    assert isinstance(loading, LoadGrant)
+    check_integrity(cache)
+
+
 def test_hits_are_not_added_to_the_lease_of_another_owner() -> None:
     cache = new_cache(2)
     space = open_space(cache)
@@ -218,7 +271,7 @@ def test_hits_are_not_added_to_the_lease_of_another_owner() -> None:
     mine, _ = cache.lookup_and_lease([(space, keys("b"))], LookupMode.PREFIX, 0, 10, "me", theirs)
     assert mine is not None
     assert mine.id != theirs
-    assert (cache.held("them"), cache.held("me")) == ((2, 2), (1, 1))
+    assert (cache.held("them"), cache.held("me")) == ((2, 2 * LEAST_ROOM), (1, LEAST_ROOM))
     cache.drop_owner("them")
     assert cache.lease(mine.id, 0) is mine
     check_integrity(cache)
@@ -297,7 +350,7 @@ def test_a_clear_of_any_size_frees_a_bounded_part_at_once_and_the_rest_in_steps(
     while cache.sweep(2):
         free.append(cache.stats().free_bytes // PAGE)
         check_integrity(cache)
-    assert free == [2, 4]
+    assert free == [2, 4, 5]
     assert cache.stats().evicted_blocks == 0
     assert cache.stats().free_bytes == 5 * PAGE
     cache.release(held)
@@ -322,6 +375,7 @@ def test_a_space_that_was_cleared_and_closed_gives_its_slots_back_later() -> Non
     cache.clear(sweep=0)
     assert cache.spaces == []
     check_integrity(cache)
+    assert cache.sweep()
     assert not cache.sweep()
     assert cache.stats().free_bytes == 2 * PAGE
     check_integrity(cache)
@@ -346,4 +400,18 @@ def test_gauges_say_where_every_byte_is() -> None:
     assert (stats.reserved_bytes, stats.quarantined_bytes, stats.wasted_bytes) == (PAGE, PAGE, 0)
     assert (stats.leased_bytes, stats.evictable_bytes, stats.free_bytes) == (PAGE, 4 * PAGE, PAGE)
     assert (stats.blocks, stats.readable_blocks, stats.leases) == (4, 3, 1)
+    check_integrity(cache)
+
+
+def test_a_store_frees_no_more_of_what_was_cleared_than_it_needs_and_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of large blocks swept the whole pool in one step, if one small block in use lay in each place."""
+    monkeypatch.setattr(room, "SWEEP", room.SWEEPS)
+    cache = new_cache(200, 10)
+    small, large = open_space(cache), open_space(cache, "large", shards=(10,))
+    store(cache, small, *range(200))
+    for first in range(0, 200, 10):
+        lease(cache, small, first)
+    cache.clear(namespace(), sweep=0)
+    assert refused(cache, large, "x")
+    assert cache.stats().free_bytes == (room.SWEEPS - 2) * PAGE, "one in ten is in use"
     check_integrity(cache)

@@ -296,6 +296,7 @@ class ExpiryMachine(RuleBasedStateMachine):
     def start(self, ttl: float | None, scan: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(expiry, "SCAN", scan)
+        self.patch.setattr(expiry, "SCAN_IDLE", scan)
         self.patch.setattr("kvsidecar.cache.space_blocks.SPARSE", 1)
         self.patch.setattr("kvsidecar.cache.space_blocks.FIRST_ROWS", 1)
         self.cache = new_cache(200)  # also for blocks that leases keep: nothing is evicted to make room
@@ -385,3 +386,21 @@ class ExpiryMachine(RuleBasedStateMachine):
 
 ExpiryMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 TestExpiry = pytest.mark.no_cover(ExpiryMachine.TestCase)
+
+
+def test_a_step_evicts_no_more_than_it_may_of_what_has_expired() -> None:
+    cache, space = one_space(40)
+    cache.expire(0.0)
+    store(cache, space, "stays")
+    store_for(cache, space, 5, *range(30))
+    held = lease(cache, space, 7, ttl=100.0)
+    cache.expire(5.0)
+    left = []
+    while cache.sweep(4):
+        check_integrity(cache)
+        left.append(cache.stats().blocks)
+    assert left == [27, 23, 19, 15, 11, 7, 3, 2]
+    cache.release(held)
+    cache.expire(7.0)
+    sweep(cache)
+    assert cache.stats().blocks == 1

@@ -4,7 +4,8 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from kvsidecar.cache.leases import RELEASED, LeaseTable
+from kvsidecar.cache.grants import LEAST_ROOM
+from kvsidecar.cache.leases import EXPIRED, RELEASED, LeaseTable
 from tests.cache.integrity import check_leases
 
 
@@ -33,11 +34,11 @@ def test_an_id_that_is_given_again_is_of_the_new_lease() -> None:
 
 def test_an_owner_holds_the_blocks_of_those_leases_that_have_not_ended() -> None:
     table = LeaseTable()
-    first, second, third = (table.add("o", [chain(blocks)], float(blocks)) for blocks in (1, 2, 4))
+    first, second, third = (table.add("o", [chain(blocks * 100)], float(blocks)) for blocks in (1, 2, 4))
     table.release(first.id)
-    assert table.held("o") == (2, 6)
+    assert table.held("o") == (2, 600)
     assert table.pop_expired(2.0) == [second]
-    assert table.held("o") == (1, 4)
+    assert table.held("o") == (1, 400)
     check_leases(table)
     assert table.pop_owner("o") == [third]
     assert table.held("o") == (0, 0)
@@ -60,14 +61,34 @@ def test_leases_that_never_expire_leave_nothing_behind_when_released() -> None:
 
 def test_a_lease_that_is_extended_has_all_of_its_blocks_and_a_new_end() -> None:
     table = LeaseTable()
-    lease = table.add("o", [chain(3)], 10.0)
-    table.extend(lease, [chain(2), chain(1)], 20.0)
-    assert table.held("o") == (1, 6)
+    lease = table.add("o", [chain(300)], 10.0)
+    table.extend(lease, [chain(200), chain(100)], 20.0)
+    assert table.held("o") == (1, 600)
     check_leases(table)
     assert table.pop_expired(10.0) == []
     assert table.pop_expired(20.0) == [lease]
     assert table.held("o") == (0, 0)
     check_leases(table)
+
+
+def test_a_lease_of_many_parts_with_few_blocks_counts_as_what_its_parts_take() -> None:
+    """Else one user could have the daemon keep a gigabyte, and walk over millions of parts in one step."""
+    table = LeaseTable()
+    lease = table.add("o", [chain(1)], 10.0)
+    for _ in range(99):
+        table.extend(lease, [chain(1)], 10.0)
+    assert (lease.num_blocks, table.held("o")) == (100, (1, 100 * LEAST_ROOM))
+    check_leases(table)
+    table.pop(lease.id)
+    assert table.held("o") == (0, 0)
+
+
+def test_of_very_many_leases_that_expire_together_some_end_at_a_time() -> None:
+    table = LeaseTable()
+    ids = {table.add("o", [], 10.0).id for _ in range(2 * EXPIRED + 1)}
+    found = [table.pop_expired(10.0) for _ in range(4)]
+    assert [len(each) for each in found] == [EXPIRED, EXPIRED, 1, 0]
+    assert {lease.id for each in found for lease in each} == ids
 
 
 def chain(blocks: int) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvsidecar.cache import grants
 from kvsidecar.core import lookups as module
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.lookups import LookupAnswer, LookupService
@@ -45,6 +46,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(module, "MAX_LEASES", 3)
     monkeypatch.setattr(module, "MAX_LEASED_BLOCKS", 6)
+    monkeypatch.setattr(grants, "LEAST_ROOM", 1)
     made = World()
     yield made
     check_integrity(made.cache)

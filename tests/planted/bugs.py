@@ -87,9 +87,24 @@ _CACHE = (
     _bug(
         "blocks of leases that have ended count against their owner",
         "cache/leases.py",
-        "            self._blocks_of[lease.owner] -= lease.num_blocks\n",
+        "            self._room_of[lease.owner] -= lease.room\n",
         "",
         "cache/test_leases.py",
+    ),
+    _bug(
+        "a large lease is let go of in part only",
+        "cache/block_cache.py",
+        "                    chains.append(Chain(chain.blocks, chain.rows[:-left]))\n",
+        "",
+        "cache/test_block_cache.py",
+        "cache/test_cache_machine.py",
+    ),
+    _bug(
+        "a store does not find the room of a lease that has just ended",
+        "cache/block_cache.py",
+        "            if refusal in (None, Refusal.NOT_ADMITTED) or not self._drop_ended():",
+        "            if True:",
+        "cache/test_block_cache.py",
     ),
     _bug(
         "ids of released leases pile up",
@@ -123,8 +138,8 @@ _CACHE = (
     _bug(
         "a lease takes what is guaranteed to another share",
         "cache/block_cache.py",
-        "        if any(len(chain.rows) for chain in chains) and self._room.may_reference(chains):",
-        "        if any(len(chain.rows) for chain in chains):",
+        "        if chains and self._may_reference(chains):",
+        "        if chains:",
         "cache/test_shares.py",
     ),
     # -- loads and stores
@@ -147,7 +162,7 @@ _CACHE = (
     _bug(
         "a load keeps its blocks for ever",
         "cache/block_cache.py",
-        "        self._loads.remove(grant)\n        self._table.drop_refs(grant.chains, self._next_tick())",
+        "        self._loads.remove(grant)\n        self._let_go([list(grant.chains)])",
         "        self._loads.remove(grant)",
         "cache/test_block_cache.py",
     ),
