@@ -31,7 +31,7 @@ from tests.sglang.engine import SGLangProcess, linker
 from tests.vllm import models
 from tests.vllm.engine import prompt
 
-EPISODE = 1000
+EPISODE = 100
 """Answers of one seed at most."""
 ROOTS, CHILDREN = 10, 6
 CALM_ROUNDS = 5

@@ -217,14 +217,15 @@ class Engine:
 
         Args:
             requests: each with ``ids``, ``tokens``, ``arrives`` (the step) and, if wanted, ``salt``, ``priority``,
-                ``answers`` and ``abort_after`` (steps).
+                ``adapter`` (fields of an `Adapter`), ``answers`` and ``abort_after`` (steps).
             acts: each with ``step``, when it is done, at the latest after all requests, and one of ``reset`` (the
-                arguments of vLLM's reset) and ``model`` (weights to load in place, before that reset).
+                arguments of vLLM's reset), ``model`` (weights to load in place, before that reset), ``lose`` (a step,
+                of which the worker has ``got`` or ``not got`` the plan) and ``sleep`` (its level).
 
         Returns:
             ``answers``: of each request a list, with ``tokens``, ``chosen`` (their log probabilities), ``margins`` (by
             which each is ahead of the next best), ``cached`` and ``finish``; ``acted``: of each act, whether the
-            engine's own cache is empty of other weights now.
+            engine's own cache is empty of other weights now, or a step was lost.
         """
         names: dict[str, int] = {}
         outputs: dict[int, dict[str, Any]] = {}
@@ -263,16 +264,71 @@ class Engine:
         how = {"temperature": 0.0} if answers == 1 else {"n": answers, "temperature": 1.0, "top_k": 1}
         chosen = SamplingParams(max_tokens=request["tokens"], ignore_eos=True, detokenize=False, logprobs=2, **how)
         name, what = f"p{next(self._names)}", Prompt(tuple(request["ids"]), request.get("salt"))
-        self.engine.add_request(name, input_of(what), chosen, priority=request.get("priority", 0))
+        others = {"priority": request.get("priority", 0), "lora_request": lora_of(request.get("adapter"))}
+        self.engine.add_request(name, input_of(what), chosen, **others)
         return name
 
     def _act(self, act: dict[str, Any]) -> bool:
+        if (got := act.get("lose")) is not None:
+            return self.lose_step(got == "got")
+        if (level := act.get("sleep")) is not None:
+            return self._nap(level)
         if (model := act.get("model")) is not None:
             self.update(model)
         try:
             return bool(self.scheduler.reset_prefix_cache(**act["reset"]))
         except RuntimeError:
             return False
+
+    def _nap(self, level: int) -> bool:
+        """Sleep and wake. Returns whether vLLM did: it refuses while a load writes to what an aborted request had."""
+        import torch
+
+        # vLLM compares the free memory of the whole GPU, on which other engines start.
+        with mock.patch.object(torch.accelerator, "get_memory_info", return_value=(0, 0)):
+            try:
+                self.sleep(level)
+                slept = True
+            except RuntimeError:
+                slept = False
+        self.wake()
+        return slept
+
+    def lose_step(self, got: bool) -> bool:
+        """Let the next step fail in a rank, and go on as vLLM's fault tolerance does: all requests are aborted.
+
+        Args:
+            got: whether the rank computes the step before it fails.
+
+        Returns:
+            Whether there was a step to lose.
+        """
+        from vllm.v1.request import RequestStatus
+
+        class _Lost(Exception):
+            pass
+
+        core = self.engine.engine_core.engine_core
+        execute = core.model_executor.execute_model
+
+        def fail(*args: Any, **named: Any) -> Any:
+            if got:
+                execute(*args, **named)
+            raise _Lost
+
+        lost = False
+        with mock.patch.object(core.model_executor, "execute_model", fail):
+            try:
+                if self.engine.has_unfinished_requests():
+                    self.engine.step()
+            except _Lost:
+                lost = True
+        if lost:
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self.runner.execute_model_state = None
+            unfinished = list(self.engine.output_processor.request_states)
+            self.engine.output_processor.abort_requests(unfinished, internal=True)
+        return lost
 
     def generate(
         self, *prompts: Prompt, tokens: int = 8, adapter: Adapter | dict[str, Any] | None = None

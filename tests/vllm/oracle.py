@@ -5,8 +5,9 @@ python -m tests.vllm.oracle --answers 5000 --seed 7
 Two engines of one model share a daemon that is killed, stopped and started again, and whose copies are slow or fail.
 Their own caches are so small that blocks are evicted and requests preempted, also in the step that would have written
 their blocks. Prompts share prefixes; requests are aborted, the engines' caches reset in the middle of requests, and the
-weights of one engine updated in place. With some seeds, another connector beside this one fails to load what it has
-promised. One engine would hit what the other has stored under a wrong key, and both what they have stored themselves.
+weights of one engine updated in place. With some seeds, requests name adapters, steps are lost as when a rank fails,
+engines sleep (on a GPU), or another connector beside this one fails to load what it has promised. One engine would hit
+what the other has stored under a wrong key, and both what they have stored themselves.
 
 An episode is one seed: kind of engine, rounds of requests, and faults. The seed is printed, and repeats the episode,
 except for the instants at which the daemon reaches what it does.
@@ -31,18 +32,13 @@ from tests.harness import DEVICE, SECONDS, DaemonProcess, eventually
 from tests.vllm import models
 from tests.vllm.engine import EngineProcess, kvsidecar, prompt
 
-EPISODE = 1000
+EPISODE = 400
 """Answers of one seed at most."""
 ROOTS, CHILDREN = 10, 6
 TOKENS = 40
 """Of an answer at most."""
 LONGEST = 640
 """Tokens of a prompt and its answer at most."""
-LEAST_MARGIN = 0.01 if DEVICE == "host" else 0.2
-"""An answer is compared up to the first token that is ahead of the next best by less: what else is in a batch changes
-the last digits of float32, and more of them on a GPU, which multiplies with fewer."""
-TOLERANCE = 0.002 if DEVICE == "host" else 0.05
-"""Of a token's log probability. KV that is wrong in one place may not change the token."""
 SLOW_COPIES = (0.02, 0.2)
 """Seconds that a copy waits for, in some episodes."""
 
@@ -57,12 +53,27 @@ class Kind:
     """Size of the daemon's pool, which holds some of the blocks of all prompts."""
     blocks: tuple[int, int]
     """Fewest and most GPU blocks of an engine."""
+    adapters: tuple[str, ...] = ()
+    """For the first of the weights; some engines take requests with them."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of each engine."""
+    least_margin: float = 0.01 if DEVICE == "host" else 0.2
+    """An answer is compared up to the first token that is ahead of the next best by less: what else is in a batch
+    changes the last digits of float32, and more of them on a GPU, which multiplies with fewer."""
+    tolerance: float = 0.002 if DEVICE == "host" else 0.05
+    """Of a token's log probability. KV that is wrong in one place may not change the token."""
 
 
 KINDS = {
-    "full": Kind(("full", "other"), "6MiB", (26, 60)),
+    # vLLM's kernels for adapters on a GPU take 16-bit numbers only.
+    "full": Kind(("full", "other"), "6MiB", (26, 60), ("adapter-1", "adapter-2") if DEVICE == "host" else ()),
     "hybrid": Kind(("hybrid",), "12MiB", (70, 120)),
-}
+    # Has kernels on a GPU only.
+    "mla": Kind(
+        ("mla",), "6MiB", (26, 60), options={"dtype": "bfloat16", "attention_backend": "TRITON_MLA"},
+        least_margin=0.5, tolerance=0.4,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,16 @@ class Expected:
 
 @dataclass
 class Table:
-    """What is expected, by prompt and name of the weights: computed once."""
+    """What is expected, by name of the weights or adapter and by prompt: computed once."""
 
     prompts: list[tuple[int, ...]]
     answers: dict[str, list[Expected]]
-    kind: Kind = KINDS["full"]
+    name: str = "full"
+    """Of the kind of model."""
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
 
 
 def _prompts() -> list[tuple[int, ...]]:
@@ -101,26 +117,45 @@ def _prompts() -> list[tuple[int, ...]]:
 
 def expected(name: str, directory: Path) -> Table:
     """The table for this kind of model; from the directory, if an earlier run has left it there."""
-    table, kept = Table(_prompts(), {}, KINDS[name]), directory / f"expected-{name}.json"
+    table, kept = Table(_prompts(), {}, name), directory / f"expected-{name}.json"
     if kept.exists():
         found = json.loads(kept.read_text())
         table.answers = {name: [Expected(**each) for each in answers] for name, answers in found.items()}
         return table
     for weights in table.kind.weights:
-        with EngineProcess(models.save(weights, directory), enable_prefix_caching=False) as engine:
+        named = {weights: None}
+        if weights == table.kind.weights[0]:
+            named |= adapters_of(table.kind, directory)
+        options = {**table.kind.options, **(LORA if len(named) > 1 else {})}
+        with EngineProcess(models.save(weights, directory), enable_prefix_caching=False, **options) as engine:
             engine.wait_started()
-            answers = table.answers[weights] = []
-            for ids in table.prompts:  # one at a time
-                engine.send_play([{"ids": ids, "tokens": TOKENS, "arrives": 0}])
-                (said,) = engine.played()["answers"][0]["answers"]
-                sure = next((at for at, margin in enumerate(said["margins"]) if margin < LEAST_MARGIN), TOKENS)
-                answers.append(Expected(ids, said["tokens"][:sure], said["chosen"][:sure]))
+            for name, adapter in named.items():
+                answers = table.answers[name] = []
+                for ids in table.prompts:  # one at a time
+                    engine.send_play([{"ids": ids, "tokens": TOKENS, "arrives": 0, "adapter": adapter}])
+                    (said,) = engine.played()["answers"][0]["answers"]
+                    margins = enumerate(said["margins"])
+                    sure = next((at for at, margin in margins if margin < table.kind.least_margin), TOKENS)
+                    answers.append(Expected(ids, said["tokens"][:sure], said["chosen"][:sure]))
     kept.write_text(json.dumps({name: [asdict(each) for each in found] for name, found in table.answers.items()}))
     return table
 
 
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+"""Options of an engine that takes requests with adapters."""
+
+
+def adapters_of(kind: Kind, directory: Path) -> dict[str, dict[str, Any]]:
+    """By name, what a request with it has as its adapter. Their weights are written into the directory."""
+    return {
+        name: {"path": models.save_adapter(directory / name, seed=number), "name": name, "number": number}
+        for number, name in enumerate(kind.adapters, 1)
+    }
+
+
 @dataclass
 class _Engine:
+    name: str
     process: EngineProcess
     weights: str
     mixed: bool = False
@@ -146,6 +181,9 @@ class Episode:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._daemon: DaemonProcess | None = None
+        self._adapters: dict[str, dict[str, Any]] = {}
+        self._with_losses = False
+        self._with_sleep = False
         self._hot = 0
         """The first of the prompts that most requests are for, which share a prefix."""
 
@@ -162,12 +200,20 @@ class Episode:
             "long_prefill_token_threshold": chosen([0, 64, 128]),
             "scheduling_policy": chosen(["fcfs", "priority"]),
             "async_scheduling": self._happens(0.5),
+            **self.table.kind.options,
         }
 
     def run(self, answers: int) -> None:
         """Raises AssertionError if one is wrong."""
         options, kind = self.options(), self.table.kind
         with_updates = self._happens(0.4) and len(kind.weights) > 1
+        if self._happens(0.3) and kind.adapters and not with_updates:
+            self._adapters = adapters_of(kind, self.directory)
+            options |= LORA
+        # With asynchronous scheduling, vLLM 0.33 itself never frees the blocks of a lost step.
+        self._with_losses = self._happens(0.4) and not options["async_scheduling"]
+        if DEVICE == "cuda" and self._happens(0.3):
+            options["enable_sleep_mode"] = self._with_sleep = True
         extra: dict[str, Any] = {
             "store_mode": self._random.choice(["eager", "lazy"]),
             "store_interval": self._random.choice([1e-6, 0.05]),
@@ -175,7 +221,8 @@ class Episode:
         }
         # On a GPU, vLLM's second model runner goes on from any such KV itself, or reads memory that is not there.
         with_failing = self._happens(0.3) and kind.weights[0] == "full" and DEVICE == "host"
-        print(f"seed {self.seed}: {options} {extra} {with_updates=} {with_failing=}", flush=True)
+        faults = {"updates": with_updates, "failing loads": with_failing, "lost steps": self._with_losses}
+        print(f"seed {self.seed}: {options} {extra} {faults}", flush=True)
         home = Path(tempfile.mkdtemp(prefix="kvs-"))
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, home)
@@ -187,7 +234,7 @@ class Episode:
                 transfer = beside_failing(sidecar) if with_failing and name == "a" else sidecar
                 log = stack.enter_context((self.directory / f"{self.seed}-{name}.log").open("w"))
                 process = stack.enter_context(EngineProcess(model, transfer, stderr=log, **options))
-                engines.append(_Engine(process, kind.weights[0]))
+                engines.append(_Engine(name, process, kind.weights[0]))
             # After a load within a step has failed, vLLM itself goes on from some wrong KV: see `WrittenBlocks`.
             engines[0].judged = not with_failing
             self._start_daemon(home)
@@ -198,12 +245,12 @@ class Episode:
             eventually(lambda: len(daemon.get("/status")[1]["ranks"]) >= 2, "both engines attach")
             while self.counts["answers"] < answers:
                 self._change(home)
-                number = int(self._happens(0.4))
-                self._round(engines[number], options["scheduling_policy"] == "priority", with_updates and not number)
-            for name, each in zip("ab", engines, strict=True):
+                playing = self._random.choice([engines[:1], engines[:1], engines[1:], engines])
+                self._round(playing, options["scheduling_policy"] == "priority", with_updates)
+            for each in engines:
                 counters = each.process.counters()
                 for what in ("vllm:num_preemptions", "vllm:kvsidecar_loads", "vllm:kvsidecar_step_loads"):
-                    self.counts[f"{what} of {name}"] = int(counters.get(what, 0))
+                    self.counts[f"{what} of {each.name}"] = int(counters.get(what, 0))
 
     def _note(self, what: str) -> None:
         self.counts[what.split(":", maxsplit=1)[0]] += 1
@@ -246,31 +293,52 @@ class Episode:
 
     # -- requests
 
-    def _round(self, engine: _Engine, priorities: bool, updates: bool) -> None:
-        chosen = self._requests(priorities)
-        acts = self._acts(updates)
-        weights, judged = engine.weights, engine.judged and not engine.mixed
-        engine.process.send_play([request for _, request in chosen], acts)
+    def _round(self, engines: Sequence[_Engine], priorities: bool, updates: bool) -> None:
+        """Each of the engines runs requests, at the same time."""
+        playing = []
+        for engine in engines:
+            chosen, acts = self._requests(priorities), self._acts(updates and engine.name == "a")
+            engine.process.send_play([request for _, request in chosen], acts)
+            playing.append((engine, chosen, acts))
         if self._daemon is not None and self._happens(0.03):
             self._end_daemon()
             self._note("daemon killed in a round")
-        played = engine.process.played()
-        for act, forgot in zip(acts, played["acted"], strict=True):
-            self._note(f"act: {act} {forgot}")
-            if "model" in act:
-                judged = False  # tokens of both
-                engine.weights, engine.mixed = Path(act["model"]).name, True
-                self.counts["updates"] += 1
-            if forgot:
-                engine.mixed = False
-            self.counts["resets" if forgot else "refused resets"] += 1
+        for engine, chosen, acts in playing:
+            self._judge(engine, chosen, acts, engine.process.played())
+
+    def _judge(
+        self,
+        engine: _Engine,
+        chosen: list[tuple[int, dict[str, Any]]],
+        acts: list[dict[str, Any]],
+        played: dict[str, Any],
+    ) -> None:
+        weights, judged = engine.weights, engine.judged and not engine.mixed
+        lost = any("lose" in act for act in acts)
+        for act, done in zip(acts, played["acted"], strict=True):
+            self._note(f"act of {engine.name}: {act} {done}")
+            if "lose" in act:
+                self.counts["lost steps"] += done
+            elif "sleep" in act:
+                self.counts["slept" if done else "did not sleep"] += 1
+            else:
+                if "model" in act:
+                    judged = False  # tokens of both
+                    engine.weights, engine.mixed = Path(act["model"]).name, True
+                    self.counts["updates"] += 1
+                if done:
+                    engine.mixed = False
+                self.counts["resets" if done else "refused resets"] += 1
         for (number, request), said in zip(chosen, played["answers"], strict=True):
+            cut = lost or "abort_after" in request
             if said is None:
                 self.counts["aborted before a token"] += 1
-                assert "abort_after" in request, f"no answer to {request}"
+                assert cut, f"no answer to {request}"
                 continue
+            named = request["adapter"]["name"] if request["adapter"] else weights
             for each in said["answers"]:
-                self.compare(self.table.answers[weights][number], request, {**each, "cached": said["cached"]}, judged)
+                said_now = {**each, "cached": said["cached"]}
+                self.compare(self.table.answers[named][number], request, said_now, judged, cut)
 
     def _requests(self, priorities: bool) -> list[tuple[int, dict[str, Any]]]:
         chosen = []
@@ -286,6 +354,7 @@ class Episode:
                 "tokens": self._random.choice([1, 5, 20, TOKENS]),
                 "salt": self._random.choice([None] * 5 + ["salt"]),
                 "arrives": self._random.choice([0, 0, each, 3 * each]),
+                "adapter": self._random.choice([None, *self._adapters.values()]),
             }
             if priorities:
                 request["priority"] = -each if urgency else self._random.randrange(4)
@@ -298,6 +367,10 @@ class Episode:
 
     def _acts(self, updates: bool) -> list[dict[str, Any]]:
         step = self._random.choice([0, 2, 20, 10**6])
+        if self._with_losses and self._happens(0.15):
+            return [{"step": self._random.choice([0, 1, 2, 5, 20]), "lose": self._random.choice(["got", "not got"])}]
+        if self._with_sleep and self._happens(0.15):
+            return [{"step": 10**6, "sleep": 1}]
         running = {"reset_running_requests": True}
         if updates and self._happens(0.1):
             model = models.save(self._random.choice(self.table.kind.weights), self.directory)
@@ -309,21 +382,30 @@ class Episode:
             return [{"step": step, "reset": {**running, "reset_connector": self._happens(0.3)}}]
         return [{"step": 10**6, "reset": {}}] if self._happens(0.5) else []
 
-    def compare(self, right: Expected, request: dict[str, Any], said: dict[str, Any], judged: bool) -> None:
-        aborted = "abort_after" in request
-        if aborted:
+    def compare(
+        self, right: Expected, request: dict[str, Any], said: dict[str, Any], judged: bool, cut: bool = False
+    ) -> None:
+        """
+        Args:
+            judged: whether this answer can be wrong.
+            cut: whether it may end early.
+        """
+        if cut:
             self.counts["aborted"] += 1
         if not judged:
             self.counts["not judged"] += 1
             return
-        if not aborted:
+        if not cut:
             assert len(said["tokens"]) == request["tokens"], self._failure("tokens are missing", right, request, said)
         count = min(len(said["tokens"]), len(right.tokens))
         assert said["tokens"][:count] == right.tokens[:count], self._failure("wrong tokens", right, request, said)
         off = max((abs(a - b) for a, b in zip(said["chosen"][:count], right.chosen, strict=False)), default=0.0)
         self.counts["largest error in millionths"] = max(self.counts["largest error in millionths"], int(off * 1e6))
-        assert off < TOLERANCE, self._failure(f"log probabilities are off by {off}", right, request, said)
+        assert off < self.table.kind.tolerance, self._failure(
+            f"log probabilities are off by {off}", right, request, said
+        )
         self.counts["answers"] += 1
+        self.counts["answers with an adapter"] += bool(request.get("adapter"))
         self.counts["tokens from a cache"] += said["cached"]
 
     def _failure(self, what: str, right: Expected, request: dict[str, Any], said: dict[str, Any]) -> str:
@@ -334,7 +416,7 @@ class Episode:
             f"right {right.tokens} {right.chosen}",
             f"said {said}",
             *self.history[-12:],
-            f"python -m tests.vllm.oracle --seed {self.seed} --answers {EPISODE}",
+            f"python -m tests.vllm.oracle --seed {self.seed} --answers {EPISODE} --model {self.table.name}",
         ]
         return "\n".join(lines)
 
