@@ -329,7 +329,10 @@ def shared_fd(kind: str) -> Iterator[int]:
         fd = os.open("/", os.O_RDONLY)
     else:
         fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, {"sparse": 1 << 40, "empty": 0}.get(kind, BUFFER_BYTES))
+        if kind in ("sparse", "empty"):
+            os.ftruncate(fd, 1 << 40 if kind == "sparse" else 0)
+        else:
+            os.posix_fallocate(fd, 0, BUFFER_BYTES)
         seals = {"unsealed": 0, "read-only": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE}.get(kind, fcntl.F_SEAL_SHRINK)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     try:

@@ -29,7 +29,7 @@ class PhysicalRange:
     """Where it is mapped in this process. It is exported for each connection: an open descriptor would keep the memory
     allocated after the engine has unmapped it."""
     fd: int | None = None
-    """On the device ``host``: a memfd, sealed against shrinking; stays the caller's."""
+    """On the device ``host``: a memfd without holes, sealed against shrinking; stays the caller's."""
 
     @property
     def descriptor(self) -> Descriptor:
@@ -48,7 +48,7 @@ class Allocation:
     cuda_ipc_handle: bytes | None = None
     """64 bytes of ``cuIpcGetMemHandle`` on the allocation's base."""
     fd: int | None = None
-    """A memfd, sealed against shrinking; stays the caller's."""
+    """A memfd without holes, sealed against shrinking; stays the caller's."""
     ranges: tuple[PhysicalRange, ...] = ()
     """Memory of the driver's virtual memory management, range after range as mapped here, without a gap."""
 
@@ -75,7 +75,7 @@ class HostBuffer:
         name: shown in /proc/PID/maps.
 
     Raises:
-        NotExportable: the kernel refuses to make such memory.
+        NotExportable: the kernel refuses to make such memory, or has no more of it.
     """
 
     _open: ClassVar[dict[int, HostBuffer]] = {}
@@ -86,7 +86,12 @@ class HostBuffer:
         self.nbytes = nbytes
         with needed("memfd_create", NotExportable):
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, nbytes)
+        try:
+            # All of its memory now, and charged to this process: the daemon refuses a file with holes.
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            os.close(self.fd)
+            raise NotExportable(f"{nbytes} bytes of memory: {error.strerror}") from error
         # Without the seal a client could truncate the file under the daemon's copy: SIGBUS in the daemon.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.memory = mmap.mmap(self.fd, nbytes)

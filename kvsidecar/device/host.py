@@ -13,7 +13,8 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,15 +34,19 @@ from kvsidecar.device.base import (
     RangesSource,
 )
 from kvsidecar.device.reservation import Reservation
-from kvsidecar.errors import DeviceNotFound, ImportRefused, PinFailed
+from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused, PinFailed
 from kvsidecar.support.host_memory import mmap_at, unmap
 from kvsidecar.support.memory_limits import memlock_limit
 from kvsidecar.types import Direction
 
 HOST_UUID: Final = "host"
 
+_F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x0002
+_F_SEAL_GROW: Final = 0x0004
+_STAT_BLOCK: Final = 512
+"""Bytes in the unit of ``st_blocks``."""
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
@@ -115,7 +120,11 @@ class _Mapping:
 
 
 def _sealed(fd: int) -> os.stat_result:
-    """What the kernel says of a memfd that its owner cannot shorten. Raises ImportRefused: it is none."""
+    """What the kernel says of a memfd that can no longer change its size, and has no page beyond it.
+
+    Raises:
+        ImportRefused: it is none, or has holes.
+    """
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError as error:  # EINVAL: a file system without seals; EBADF
@@ -128,10 +137,29 @@ def _sealed(fd: int) -> os.stat_result:
             "the memfd is not sealed against shrinking: create it with MFD_ALLOW_SEALING and, after ftruncate, "
             "set fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)"
         )
-    stat = os.fstat(fd)  # after the seal was seen: from then on the size can only grow
+    try:
+        # Pages beyond the end would hide holes from `_has_holes`. Afterwards there can be none; now these go.
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_GROW)
+        os.ftruncate(fd, os.fstat(fd).st_size)
+    except OSError as error:
+        raise ImportRefused(
+            f"the memfd cannot be sealed against growing ({error.strerror}): set F_SEAL_GROW before F_SEAL_SEAL, and "
+            "share a descriptor that can be written to"
+        ) from error
+    stat = os.fstat(fd)
     if stat.st_size == 0:
         raise ImportRefused("the memfd has 0 bytes: ftruncate it to its size before it is sealed and shared")
+    if _has_holes(stat):
+        raise ImportRefused(
+            f"the memfd has memory for {stat.st_blocks * _STAT_BLOCK} of its {stat.st_size} bytes, and the rest would "
+            "be taken from the daemon's: posix_fallocate it before it is shared"
+        )
     return stat
+
+
+def _has_holes(stat: os.stat_result) -> bool:
+    """Whether a `_sealed` memfd lacks pages, which a copy would add at the expense of the copier's memory limit."""
+    return stat.st_blocks * _STAT_BLOCK < stat.st_size
 
 
 def _map_file(address: int | None, nbytes: int, fd: int) -> int:
@@ -144,10 +172,63 @@ def _map_file(address: int | None, nbytes: int, fd: int) -> int:
         ) from error
 
 
+class _MappedFiles:
+    """The engines' memfds that are mapped, by address. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._addresses: list[int] = []
+        """Where they begin, sorted."""
+        self._files: dict[int, tuple[int, int]] = {}
+        """Where each ends, and a descriptor."""
+
+    def add(self, address: int, nbytes: int, fd: int) -> None:
+        """Keep a copy of the descriptor of what was mapped here."""
+        ours = os.dup(fd)
+        with self._lock:
+            insort(self._addresses, address)
+            self._files[address] = address + nbytes, ours
+
+    def remove(self, address: int, nbytes: int) -> None:
+        """Forget what begins in this range, which is mapped no longer."""
+        with self._lock:
+            first, end = bisect_left(self._addresses, address), bisect_left(self._addresses, address + nbytes)
+            gone = [self._files.pop(each) for each in self._addresses[first:end]]
+            del self._addresses[first:end]
+        for _, fd in gone:
+            os.close(fd)
+
+    def require_memory(self, rows: Iterable[Sequence[int]]) -> None:
+        """
+        Args:
+            rows: of `kvsidecar.device.base.CopyCall`.
+
+        Raises:
+            CopyFailed: they lie in a file that has lost pages since it was imported: its owner has punched holes.
+        """
+        with self._lock:
+            used: set[int] = set()
+            begin = end = 0
+            for address, pitch, _, _, row_bytes, num_rows in rows:
+                behind = address + (num_rows - 1) * pitch + row_bytes
+                if begin <= address and behind <= end:
+                    continue  # in the file of the row before, as most are
+                first = max(0, bisect_right(self._addresses, address) - 1)
+                for begin in self._addresses[first : bisect_left(self._addresses, behind)]:
+                    end, fd = self._files[begin]
+                    if address < end:
+                        used.add(fd)
+            if any(_has_holes(os.fstat(fd)) for fd in used):
+                raise CopyFailed("the engine has given memory of its memfd back to the kernel (holes)")
+
+
 class _Addresses:
     """Implements `kvsidecar.device.reservation.AddressSpace`."""
 
     granularity = mmap.PAGESIZE
+
+    def __init__(self, files: _MappedFiles) -> None:
+        self._files = files
 
     def reserve(self, nbytes: int) -> int:
         try:
@@ -163,12 +244,14 @@ class _Addresses:
                 f"pages of {self.granularity} bytes"
             )
         _map_file(address, nbytes, fd)
+        self._files.add(address, nbytes, fd)
 
     def permit(self, address: int, nbytes: int) -> None:
         """Nothing to do."""
 
     def unmap(self, address: int, nbytes: int) -> None:
         mmap_at(address, nbytes, _PROT_NONE, _RESERVED | _MAP_FIXED)  # not munmap: the addresses stay reserved
+        self._files.remove(address, nbytes)
 
     def free(self, address: int, nbytes: int) -> None:
         unmap(address, nbytes)
@@ -181,6 +264,7 @@ class HostDevice:
         self.uuid = uuid
         self._lock = threading.Lock()
         self._mappings: dict[bytes, _Mapping] = {}
+        self._files = _MappedFiles()
         self._own = 0
 
     def import_memory(self, source: MemorySource) -> DeviceMemory:
@@ -192,6 +276,7 @@ class HostDevice:
             mapping = self._mappings.get(key)
             if mapping is None:
                 address = _map_file(None, stat.st_size, source.fd)
+                self._files.add(address, stat.st_size, source.fd)
                 mapping = _Mapping(DeviceMemory(address=address, nbytes=stat.st_size, key=key), uses=0)
                 self._mappings[key] = mapping
             mapping.uses += 1
@@ -200,7 +285,7 @@ class HostDevice:
     def import_ranges(self, sources: Sequence[RangesSource]) -> list[DeviceMemory]:
         with self._lock:
             self._own += 1
-            reservation = Reservation(_Addresses(), sources, self._own)
+            reservation = Reservation(_Addresses(self._files), sources, self._own)
             for memory in reservation.memories:
                 self._mappings[memory.key] = _Mapping(memory, uses=1, reservation=reservation)
         return reservation.memories
@@ -217,6 +302,7 @@ class HostDevice:
                     mapping.reservation.release(mapping.memory)
                 else:
                     unmap(mapping.memory.address, mapping.memory.nbytes)
+                    self._files.remove(mapping.memory.address, mapping.memory.nbytes)
 
     def import_event(self, handle: bytes) -> DeviceEvent:
         raise ImportRefused("the device `host` has no events: order stores on the host")
@@ -230,7 +316,7 @@ class HostDevice:
         return memory
 
     def open_stream(self, direction: Direction) -> CopyStream:
-        return HostCopyStream(direction)
+        return HostCopyStream(direction, self._files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,17 +328,20 @@ class HostCall:
 class HostCopyStream:
     """Copies in the calling thread, without the GIL. Implements `kvsidecar.device.base.CopyStream`."""
 
-    def __init__(self, direction: Direction) -> None:
+    def __init__(self, direction: Direction, files: _MappedFiles) -> None:
         self._store = direction is Direction.STORE
+        self._files = files
 
     def prepare(self, call: CopyCall, pool_address: int) -> PreparedCall:
         return HostCall(call, pool_address)
 
     def issue(self, prepared: PreparedCall, *, alone: bool = False, timed: bool = True) -> CopyMark:
-        """Do all copies. A host copy has no way to fail but a signal, so this raises nothing."""
+        """Do all copies. Raises CopyFailed: none is done, because they would take memory for what the engine lacks."""
         assert isinstance(prepared, HostCall)
         began = time.perf_counter()
-        for address, pitch, offset, host_pitch, row_bytes, num_rows in prepared.call.copies.tolist():
+        copies = prepared.call.copies.tolist()
+        self._files.require_memory(copies)
+        for address, pitch, offset, host_pitch, row_bytes, num_rows in copies:
             host = prepared.pool_address + offset
             if num_rows == 1:
                 ctypes.memmove(*((host, address) if self._store else (address, host)), row_bytes)

@@ -17,7 +17,7 @@ class FlippingStream(HostCopyStream):
     """Flips a bit of what it has copied to the device."""
 
     def __init__(self, device: FlippingDevice) -> None:
-        super().__init__(Direction.LOAD)
+        super().__init__(Direction.LOAD, device._files)
         self._device = device
 
     def issue(self, prepared: PreparedCall, *, alone: bool = False, timed: bool = True) -> CopyMark:

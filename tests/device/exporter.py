@@ -170,7 +170,7 @@ class HostMemory:
             reserved = at = host_memory.mmap_at(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             for each in parts(nbytes, ranges or 1):
                 fd = os.memfd_create("engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                os.ftruncate(fd, each)
+                os.posix_fallocate(fd, 0, each)
                 fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
                 self.fds.append(fd)
                 protection = mmap.PROT_READ | mmap.PROT_WRITE

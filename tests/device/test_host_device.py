@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvsidecar.device.base import MemfdSource
+from kvsidecar.device.base import COPY, CopyCall, DeviceMemory, MemfdSource, RangesSource
 from kvsidecar.device.host import HostDevice, HostPlatform
-from kvsidecar.errors import ImportRefused, PinFailed
+from kvsidecar.errors import CopyFailed, ImportRefused, PinFailed
+from kvsidecar.types import Direction
 from tests.device.exporter import F_ADD_SEALS, F_SEAL_SHRINK
 from tests.marks import processes
 
 F_SEAL_WRITE = 8
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 PAGE = mmap.PAGESIZE
 
 
@@ -28,7 +31,8 @@ PAGE = mmap.PAGESIZE
 def memfd(nbytes: int, seals: int) -> Iterator[int]:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, nbytes)
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, F_ADD_SEALS, seals)
         yield fd
     finally:
@@ -48,17 +52,79 @@ def test_a_memfd_that_could_hurt_is_refused(nbytes: int, seals: int, text: str) 
         HostDevice().import_memory(MemfdSource(fd))
 
 
-def test_a_client_cannot_truncate_what_is_mapped() -> None:
+def test_a_client_cannot_change_the_size_of_what_is_mapped() -> None:
     device = HostDevice()
     with memfd(2 * PAGE, F_SEAL_SHRINK) as fd:
         memory = device.import_memory(MemfdSource(fd))
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, PAGE)
-        os.ftruncate(fd, 8 * PAGE)  # growing harms nobody, and what is mapped stays what it was
+        for size in (PAGE, 8 * PAGE):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
         assert device.import_memory(MemfdSource(fd)) == memory
         assert memory.nbytes == 2 * PAGE
         device.release_memory(memory)
         device.release_memory(memory)
+
+
+def allocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
+    """fallocate(2), which Python does not have."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if call(fd, mode, offset, nbytes):
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
+def punch(fd: int, offset: int, nbytes: int) -> None:
+    """Give memory of a file back to the kernel."""
+    allocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes)
+
+
+def test_a_memfd_with_holes_would_take_the_daemons_memory_and_is_refused() -> None:
+    with memfd(8 * PAGE, F_SEAL_SHRINK) as fd:
+        punch(fd, 3 * PAGE, PAGE)
+        with pytest.raises(ImportRefused, match=f"memory for {7 * PAGE} of its {8 * PAGE} bytes.*posix_fallocate"):
+            HostDevice().import_memory(MemfdSource(fd))
+
+
+def test_pages_beyond_the_end_of_a_memfd_hide_no_hole() -> None:
+    device = HostDevice()
+    with memfd(8 * PAGE, F_SEAL_SHRINK) as fd:
+        allocate(fd, FALLOC_FL_KEEP_SIZE, 8 * PAGE, PAGE)
+        punch(fd, 3 * PAGE, PAGE)
+        with pytest.raises(ImportRefused, match="posix_fallocate"):
+            device.import_memory(MemfdSource(fd))
+        allocate(fd, 0, 0, 8 * PAGE)
+        device.release_memory(device.import_memory(MemfdSource(fd)))
+        with pytest.raises(PermissionError):
+            allocate(fd, FALLOC_FL_KEEP_SIZE, 8 * PAGE, PAGE)
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("ranges", [False, True])
+def test_a_copy_takes_no_memory_for_what_an_engine_has_given_back(direction: Direction, ranges: bool) -> None:
+    device = HostDevice()
+    stream = device.open_stream(direction)
+    pool = np.zeros(8 * PAGE, np.uint8)
+
+    def copy(memory: DeviceMemory, offset: int, num_rows: int = 2) -> None:
+        copies = np.array([(memory.address + offset, 2 * PAGE, 0, PAGE, PAGE, num_rows)], COPY)
+        stream.issue(stream.prepare(CopyCall(copies, False, PAGE * num_rows), pool.ctypes.data))
+
+    with memfd(8 * PAGE, F_SEAL_SHRINK) as fd, memfd(8 * PAGE, F_SEAL_SHRINK) as other:
+        if ranges:
+            mine, neighbour = device.import_ranges([RangesSource(((each, 8 * PAGE),)) for each in (fd, other)])
+        else:
+            mine, neighbour = (device.import_memory(MemfdSource(each)) for each in (fd, other))
+        copy(mine, 0)
+        punch(fd, 5 * PAGE, PAGE)
+        for offset in (0, 4 * PAGE):
+            with pytest.raises(CopyFailed, match="holes"):
+                copy(mine, offset)
+        assert os.fstat(fd).st_blocks * 512 == 7 * PAGE
+        copy(neighbour, 4 * PAGE)
+        scratch = device.allocate(8 * PAGE)
+        copy(scratch, 0)
+        for memory in (mine, neighbour, scratch):
+            device.release_memory(memory)
 
 
 def test_the_descriptor_stays_the_callers() -> None:
@@ -67,9 +133,9 @@ def test_the_descriptor_stays_the_callers() -> None:
     with memfd(PAGE, F_SEAL_SHRINK) as fd:
         memory = device.import_memory(MemfdSource(fd))
         assert os.fstat(fd).st_size == PAGE
-    assert len(os.listdir("/proc/self/fd")) == descriptors
     ctypes.memset(memory.address, 1, PAGE)  # the mapping lives without it
     device.release_memory(memory)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_refused_pin_leaves_nothing_pinned() -> None:

@@ -82,7 +82,7 @@ def done(replies: Iterator[pb.AttachReply]) -> pb.JobDone:
 def test_a_client_that_obeys_the_contract_attaches_stores_and_loads(daemon: DaemonProcess) -> None:
     memory = os.memfd_create("another", os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(memory, 2 * BLOCK)
+        os.posix_fallocate(memory, 0, 2 * BLOCK)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         os.pwrite(memory, b"hello!", 0)
         region = pb.Region(row_stride=BLOCK, block_stride=BLOCK, row_bytes=BLOCK, num_rows=1)
