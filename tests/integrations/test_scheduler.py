@@ -808,6 +808,16 @@ def test_waking_with_other_weights_is_a_reset_where_vllm_told_of_none() -> None:
     assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (8, True)
 
 
+def test_a_request_from_before_the_engine_woke_with_other_weights_is_not_stored() -> None:
+    made, pool = pooled(16)
+    computed(made, pool, 8)
+    made.take_report(RankReport(woken={0: False}))
+    assert made.build_plan(Step({"r": 1})).stores == ()
+    made.end_step()
+    run(made, pool, Request("s", list(range(8))), 8)
+    assert made.build_plan(Step({"s": 1})).stores != ()
+
+
 def test_engines_share_again_when_their_weights_have_the_same_new_name(tmp_path: Path) -> None:
     daemon, pools, names = TinyDaemon(), [TinyPool(16), TinyPool(16)], [tmp_path / "a", tmp_path / "b"]
     names[0].write_text("before the start")

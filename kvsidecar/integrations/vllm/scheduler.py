@@ -346,6 +346,7 @@ class SchedulerSide:
         self._woken.update(report.woken)
         if not all(report.woken.values()):
             if self._weights_version.is_first:  # vLLM before 0.33 does not tell of the reset
+                self._begin_reset()
                 self._new_weights()
         elif len(self._woken) == self._world_size and all(self._woken.values()):
             self._woken.clear()
