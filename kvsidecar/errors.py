@@ -87,6 +87,10 @@ class AddressUnavailable(KVSidecarError):
     """A TCP address cannot be bound at present: another program has the port, or the address does not exist yet."""
 
 
+class TooManyProcesses(KVSidecarError):
+    """The system starts no more threads or processes for this user at present. The text names what limits them."""
+
+
 class PoolRefused(KVSidecarError):
     """The pool exceeds a memory limit; nothing was allocated. The text names the size and the limit.
 

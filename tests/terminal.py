@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -17,11 +16,13 @@ from collections.abc import Sequence
 from kvsidecar.support import child_process
 from tests.harness import environment, eventually
 
-
-def _as_a_terminal_does() -> None:
-    """In the child. Its signals are not what the tests were started with, as by nohup."""
-    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+_AS_A_TERMINAL_DOES = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Goes before the command. Its signals are not what the tests were started with, as by nohup."""
 
 
 class Terminal:
@@ -42,14 +43,24 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         self.before = termios.tcgetattr(slave)
         self._slave = slave
-        command = [*under, sys.executable, "-m", "kvsidecar", *arguments]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _AS_A_TERMINAL_DOES,
+            *under,
+            sys.executable,
+            "-m",
+            "kvsidecar",
+            *arguments,
+        ]
         ours = ("COLUMNS", "LINES", "NO_COLOR")
         inherited = {name: value for name, value in environment().items() if name not in ours}
         self.process = child_process.start(
             command, stdin=slave if stdin else subprocess.DEVNULL, stdout=slave, stderr=slave,
             env={**inherited, "TERM": "xterm", **variables},
             start_new_session=True,
-            preexec_fn=_as_a_terminal_does,
         )  # fmt: skip
 
     def until(self, wanted: str, *, raw: bool = False) -> str:

@@ -43,8 +43,9 @@ def _serve(check: bool, **flags: str | None) -> None:
 
     Exit codes: 0 after SIGTERM, 1 the pool could not be pinned (--on-pin-failure), 69 no usable driver, 73 the socket
     or the directory of the pool is in use, 74 a copier did not end although it was killed (its driver does not
-    return), 75 a port is in use or an address does not exist yet (a restart may help), 78 a setting is invalid, a
-    limit refuses the pool at every start, or the kernel refuses a system call that the daemon needs.
+    return), 75 a port is in use, an address does not exist yet, or this user may start no more processes (a restart
+    may help), 78 a setting is invalid, a limit refuses the pool at every start, or the kernel refuses a system call
+    that the daemon needs.
     """
     gc.disable()  # see `gc_disabled`; `serve` enables it again when the daemon is built
     from kvsidecar import errors
@@ -72,6 +73,7 @@ def _exit_code(error: Exception) -> int:
         errors.KernelRefuses: EXIT_CONFIG,
         errors.SocketInUse: EXIT_SOCKET,
         errors.AddressUnavailable: EXIT_AGAIN,
+        errors.TooManyProcesses: EXIT_AGAIN,
         errors.DriverUnusable: EXIT_UNAVAILABLE,
     }
     return next((code for kind, code in exit_codes.items() if isinstance(error, kind)), 1)

@@ -16,7 +16,7 @@ from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, Hello, Opened, PoolFile
 from kvsidecar.copier.store_pacing import StorePacing
 from kvsidecar.device.base import MemorySource
-from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed
+from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed, TooManyProcesses
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import NOTHING, Given, State, Supervised, launch
@@ -89,7 +89,7 @@ class Copier(Supervised[CopierLink]):
             first: one that has said hello.
 
         Raises:
-            OSError: no process can be started.
+            TooManyProcesses, OSError: no process can be started.
         """
         self._link = link = first or CopierLink(launch(PROGRAM), self._guard, self._steps)
         return link
@@ -292,10 +292,11 @@ class Copiers:
     # -- start and stop ------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Start all processes. Raises OSError."""
+        """Start all processes, as far as the system has them now; `start` tries again."""
         first: CopierLink | None = self._first
         for copier in self:
-            copier.launch(first)
+            with suppress(OSError, TooManyProcesses):
+                copier.launch(first)
             first = None
 
     def pidfds(self) -> dict[int, int]:

@@ -33,6 +33,7 @@ from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnus
 from kvsidecar.support import failpoints, kernel_calls, log, protobuf_trim, terminal
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
+from kvsidecar.support.threads import WORKERS, check_room, started_pool
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.support.young_objects import COLLECT, YoungObjects
 from kvsidecar.types import Readiness, State
@@ -58,8 +59,8 @@ def serve(flags: Mapping[str, str | None]) -> int:
         flags: of the command line by option name; None for one that was not given.
 
     Raises:
-        AddressUnavailable, ConfigError, DeviceError, KernelRefuses, PinFailed, PoolRefused, SocketInUse: it cannot
-            start; the text is one sentence, which the service manager has been told.
+        AddressUnavailable, ConfigError, DeviceError, KernelRefuses, PinFailed, PoolRefused, SocketInUse,
+            TooManyProcesses: it cannot start; the text is one sentence, which the service manager has been told.
     """
     notifier = Notifier.from_environment()
     try:
@@ -72,6 +73,8 @@ def serve(flags: Mapping[str, str | None]) -> int:
 def _serve(flags: Mapping[str, str | None], notifier: Notifier) -> int:
     settings = load_settings(flags)
     failpoints.configure_from_environment()
+    check_room()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of NumPy, here and in the children: they need none
     log.configure(log_format=settings.log_format, level=settings.log_level)
     kernel_calls.check()
     geometry = pool_geometry(settings)
@@ -84,6 +87,7 @@ def _serve(flags: Mapping[str, str | None], notifier: Notifier) -> int:
 async def _run(
     settings: Settings, geometry: PoolGeometry, read_settings: Callable[[], Settings] | None, notifier: Notifier
 ) -> int:
+    asyncio.get_running_loop().set_default_executor(started_pool(WORKERS))
     async with Lifecycle(settings, geometry.pool_bytes, notifier=notifier, at_terminal=read_settings is None) as life:
         if terminal.can_redraw(sys.stderr) and settings.log_format != "json":
             # One column less than the terminal has, for the cursor: else the line would wrap.

@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 from kvsidecar.errors import PinFailed, PinStopped
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.memory_limits import Pages
+from kvsidecar.support.threads import submit
 from kvsidecar.support.units import MiB, format_size
 
 _log = log.get("pool")
@@ -149,7 +151,8 @@ class PinnedChunks:
             small = host_memory.populate(address, nbytes, pages.kind)
             return self._clock(), small
 
-        return [threads.submit(populate, piece, min(step, end - piece)) for piece in range(start, end, step)]
+        pieces = range(start, end, step)
+        return [submit(threads, partial(populate, piece, min(step, end - piece))) for piece in pieces]
 
     def _progress(self, done: int, started: float, registering: float, faulted: float) -> PinProgress:
         seconds = self._clock() - started

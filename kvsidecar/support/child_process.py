@@ -12,11 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from kvsidecar.errors import TooManyProcesses
+from kvsidecar.support.threads import LIMITS
+
 _LAUNCHER: Final = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGTERM
+if sys.argv[2] == "session":
+    os.setsid()
 if os.getppid() == int(sys.argv[1]):  # else the parent died before prctl
-    os.execvp(sys.argv[2], sys.argv[2:])
+    os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -25,7 +30,29 @@ def environment(**more: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}, **more}
 
 
-def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **options: Any) -> subprocess.Popen[Any]:
+def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen` that never forks.
+
+    `Popen` asks for a child that shares this process's memory until it executes the command, and where the kernel has
+    none to give, because there are as many processes as may be, it forks. That runs what libraries have registered for
+    a fork, whether or not the kernel has one then: gRPC's ends this process. With these options it uses posix_spawn,
+    which fails. The child inherits the descriptors that are inheritable; those that Python makes are not.
+
+    Args:
+        command: begins with a path.
+
+    Raises:
+        TooManyProcesses, OSError: it cannot be started.
+    """
+    try:
+        return subprocess.Popen(command, close_fds=False, **options)
+    except BlockingIOError as error:
+        raise TooManyProcesses(f"this user may start no more processes at present ({LIMITS})") from error
+
+
+def start(
+    command: Sequence[str], *, cores: frozenset[int] | None = None, start_new_session: bool = False, **options: Any
+) -> subprocess.Popen[Any]:
     """Start a process to which the kernel sends SIGTERM when the calling thread ends, however this process dies.
 
     Ctrl-C and SIGTERM are delayed until the process is started. If they raise then, it is killed first, because the
@@ -33,9 +60,11 @@ def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **opti
 
     Args:
         cores: CPU cores that it may run on; None for those of this process.
+        start_new_session: as of `subprocess.Popen`.
         options: for `subprocess.Popen`. The default of ``env`` is `environment`.
     """
-    launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+    session = "session" if start_new_session else "same"
+    launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), session, *command]
     process: subprocess.Popen[Any] | None = None
     own_cores = None if cores is None else os.sched_getaffinity(0)
     try:
@@ -43,7 +72,7 @@ def start(command: Sequence[str], *, cores: frozenset[int] | None = None, **opti
             if cores is not None:
                 os.sched_setaffinity(0, cores)  # of this thread; the child inherits it
             try:
-                process = subprocess.Popen(launched, **{"env": environment(), **options})
+                process = spawn(launched, **{"env": environment(), **options})
             finally:
                 if own_cores is not None:
                     os.sched_setaffinity(0, own_cores)

@@ -23,6 +23,7 @@ MAX_MESSAGE_BYTES: Final = 32 << 20
 """More than the largest registration that the daemon takes, with its handles as text."""
 READ_BYTES: Final = 1 << 18
 EXIT_FAILED: Final = 1
+MOST_DESCRIPTORS: Final = (1 << 31) - 1
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
@@ -44,9 +45,12 @@ def run(noun: str, serve: Callable[[Control], None]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal's, or the service manager's: the daemon decides
     failpoints.configure_from_environment()
+    connection = int(sys.argv[1])
+    for first, last in ((3, connection), (connection + 1, MOST_DESCRIPTORS)):
+        os.closerange(first, last)  # what a library in C, or the daemon's parent, has left inheritable
     # If the daemon died before the first prctl, its end of the socket is closed, and `serve` returns.
     try:
-        serve(Control(socket.socket(fileno=int(sys.argv[1]))))
+        serve(Control(socket.socket(fileno=connection)))
     except ConnectionError:
         pass  # the daemon has gone
     except BaseException:  # noqa: BLE001 - no end unheard

@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import kvsidecar
 from kvsidecar import errors
-from kvsidecar.errors import KVSidecarError
+from kvsidecar.errors import KVSidecarError, TooManyProcesses
 from kvsidecar.support import log
-from kvsidecar.support.child_process import how_ended
+from kvsidecar.support.child_process import how_ended, spawn
 from kvsidecar.support.child_side import READ_BYTES, Message, pack, unpack
 from kvsidecar.support.peer import MAX_FDS, send_fds
 
@@ -71,7 +71,7 @@ def launch(module: str) -> Launched:
     hold it for ever. It is given the locks afterwards: see `Child.greet`.
 
     Raises:
-        OSError: no process can be started.
+        TooManyProcesses, OSError: no process can be started.
     """
     near, far = socket.socketpair()
     # -P: a module in the working directory must not take the place of one of ours.
@@ -79,9 +79,9 @@ def launch(module: str) -> Launched:
     paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         with far:
-            process = subprocess.Popen(
+            far.set_inheritable(True)
+            process = spawn(
                 command,
-                pass_fds=(far.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -288,7 +288,7 @@ class Supervised(ABC, Generic[C]):
         self._log = log.get(noun).bind(**whose)
         self._link: C | None = None
         self._failures = 0
-        """Attempts to start a process that have failed since one worked."""
+        """Processes that did not come to work since one did."""
         self._hung_checks = 0
         self._closing = False
 
@@ -331,7 +331,7 @@ class Supervised(ABC, Generic[C]):
             try:
                 link = await self._start()
             except (KVSidecarError, OSError) as error:
-                self._failures += 1
+                self._failures += not isinstance(error, TooManyProcesses)  # which passes
                 if self._link is not None:
                     self._link.kill()
                     await asyncio.shield(self._link.ended)

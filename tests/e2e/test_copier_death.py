@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from kvsidecar.client import Blocks, Outcome
 from tests.e2e.endings import attached_again, deaths, job_ends, no_leaks, quick, until_queued, works
 from tests.e2e.leftovers import nothing_is_left_of
+from tests.e2e.policies import needs_root
 from tests.harness import FIRST, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols, promise
 
@@ -207,3 +209,24 @@ def test_a_daemon_that_is_killed_takes_its_copiers_with_it(short_dir: Path, gate
         assert end.reason == "daemon_lost"
         assert not any(map(alive, copiers)), "reported before its copy was over"
         rank.close()
+
+
+@needs_root
+def test_a_copier_that_cannot_be_replaced_for_a_while_is_replaced_then(short_dir: Path, local: bool) -> None:
+    """Its user has as many processes as it may."""
+    user = ("setpriv", "--reuid=41004", "--clear-groups", "--inh-caps=+dac_override", "--ambient-caps=+dac_override")
+    os.chown(short_dir, 41004, -1)
+    with DaemonProcess(short_dir, under=user, local=local) as daemon:
+        daemon.wait_ready()
+
+        def allow(processes: int) -> None:
+            subprocess.run([*user, "prlimit", f"--pid={daemon.process.pid}", f"--nproc={processes}:"], check=True)
+
+        allow(1)
+        kill(daemon)
+        eventually(lambda: "may start no more processes" in daemon.wait_log("a copier is down")["reason"])
+        assert daemon.get("/health")[0] == 200
+        allow(1000)
+        daemon.wait_log("the copier works")
+        assert daemon.copiers()
+        assert daemon.terminate() == 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,6 +71,20 @@ def test_a_port_in_use_is_said(short_dir: Path) -> None:
     assert code == 75
     assert statuses[-1] == f"failed: {said.removeprefix('kvsidecar: ')}"
     assert f"127.0.0.1:{port} (Address already in use)" in said
+
+
+@pytest.mark.parametrize("limit", [2, 6, 10, 20])
+def test_too_few_processes_are_said(short_dir: Path, limit: int) -> None:
+    """Libraries in C end a process that they can start no thread in, by a signal and without a word."""
+    command = [sys.executable, "-m", "kvsidecar", "serve", "--device", "host", "--socket", str(short_dir / "kvs.sock")]
+    command += ["--http-port", "0", "--pool-size", "1MiB"]
+    under = ["prlimit", f"--nproc={limit}"]
+    if os.getuid() == 0:  # which may have any number
+        under += ["setpriv", "--reuid=41005", "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    ran = subprocess.run([*under, *command], capture_output=True, text=True, timeout=SECONDS)
+    assert ran.returncode == 75
+    assert "this user may start no more threads or processes" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_a_file_in_the_sockets_place_is_said(short_dir: Path) -> None:

@@ -864,6 +864,13 @@ _SERVER = (
         "server/test_attach_socket.py",
     ),
     _bug(
+        "a child is started by a fork where the kernel has no process for it",
+        "support/child_process.py",
+        "return subprocess.Popen(command, close_fds=False, **options)",
+        "return subprocess.Popen(command, **options)",
+        "support/test_child_process.py",
+    ),
+    _bug(
         "clients of HTTP that never read keep their descriptors",
         "server/http_connection.py",
         "        self._carrier.abort()\n",

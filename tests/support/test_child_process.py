@@ -12,21 +12,51 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.support import child_process
+from kvsidecar.support import child_process, supervised_child
+from kvsidecar.support.child_side import pack
 from tests.harness import SECONDS, eventually
 from tests.marks import processes
+from tests.open_files import open_files
 
 pytestmark = processes
 
+NOBODY = 41003
+"""A user without processes. (Root may have any number.)"""
 SLEEP = "import time; print('up', flush=True); time.sleep(3600)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 PARENT = """
 import subprocess, sys, time
-from kvsidecar.support import child_process
+from kvsidecar.support import child_process, supervised_child
+from kvsidecar.support.child_side import pack
 started = child_process.start([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"])
 print(started.pid, flush=True)
 time.sleep(3600)
 """
+
+
+FULL = f"""
+import ctypes, os, resource, sys
+from concurrent.futures import ThreadPoolExecutor
+from kvsidecar.errors import TooManyProcesses
+from kvsidecar.support import child_process, supervised_child, threads
+prepare = ctypes.CFUNCTYPE(None)(lambda: os._exit(99))
+assert ctypes.CDLL(None).__register_atfork(prepare, None, None, None) == 0
+if os.getuid() == 0:
+    os.setuid({NOBODY})
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+for attempt in (
+    lambda: supervised_child.launch("this"),
+    lambda: child_process.start([sys.executable]),
+    lambda: threads.started_pool(2),
+):
+    try:
+        attempt()
+    except TooManyProcesses as error:
+        print(error)
+print(threads.submit(ThreadPoolExecutor(1), lambda: 42).result())
+os._exit(0)
+"""
+"""Of a user who has as many processes as it may. Its end is 99 if handlers of a fork have run."""
 
 
 def python(code: str) -> list[str]:
@@ -52,7 +82,7 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 
 
 def test_a_child_of_a_parent_that_is_gone_does_not_begin() -> None:
-    launched = [sys.executable, "-c", child_process._LAUNCHER, "1", *python("print('it runs')")]
+    launched = [sys.executable, "-c", child_process._LAUNCHER, "1", "same", *python("print('it runs')")]
     assert subprocess.run(launched, stdout=subprocess.PIPE, check=True).stdout == b""
 
 
@@ -124,3 +154,31 @@ def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"one\ntwo\n\xff three\n")
     assert child_process.last_lines(log, 2) == "two\n\ufffd three"
+
+
+def test_where_no_more_processes_may_be_it_is_said_and_nothing_of_a_fork_runs() -> None:
+    """gRPC's handlers of a fork end the process."""
+    ran = subprocess.run(python(FULL), stdout=subprocess.PIPE, text=True, check=False, timeout=SECONDS)
+    assert ran.returncode == 0
+    *said, inline = ran.stdout.splitlines()
+    assert [each.partition(" at present")[0] for each in said] == [
+        "this user may start no more processes",
+        "this user may start no more processes",
+        "this user may start no more threads or processes",
+    ]
+    assert inline == "42"
+
+
+def test_a_child_of_the_daemon_has_no_descriptor_that_it_was_not_given(tmp_path: Path) -> None:
+    """Also none that a library in C has left inheritable."""
+    with (tmp_path / "file").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        launched = supervised_child.launch("kvsidecar.tiers.process")
+        with launched.connection, launched.process:
+            launched.connection.settimeout(SECONDS)
+            launched.connection.sendall(pack({"do": "bound"}))
+            assert launched.connection.recv(1)
+            sockets = [each for each in open_files(launched.process.pid).values() if "socket" in each]
+            assert len(sockets) == 1
+            assert str(tmp_path / "file") not in open_files(launched.process.pid).values()
+            launched.process.kill()

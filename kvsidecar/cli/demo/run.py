@@ -163,7 +163,7 @@ def engine_command(action: str, name: str, kind: str, shape: Shape, socket: str)
 def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     command = engine_command("store", "engine-a", kind, shape, socket)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, close_fds=False) as engine:
         assert engine.stdout is not None
         try:
             for text in engine.stdout:
@@ -187,7 +187,9 @@ def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[di
 def _engine_b(kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
     command = engine_command("load", "engine-b", kind, shape, socket)
     try:
-        engine = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ENGINE_SECONDS, check=True)
+        engine = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=ENGINE_SECONDS, check=True, close_fds=False
+        )
     except subprocess.SubprocessError as error:
         raise DemoFailed(f"engine B failed: {error}") from error
     lines = [json.loads(line) for line in engine.stdout.splitlines()]

@@ -131,10 +131,14 @@ def _peer_pidfd() -> bool:
 def _driver() -> Driver:
     command = [sys.executable, "-m", "kvsidecar.cli.doctor.probe"]
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, close_fds=False
+        )
         found: dict[str, Any] = json.loads(ran.stdout)
     except subprocess.TimeoutExpired:
         found = {"installed": True, "problem": f"the CUDA driver did not start within {PROBE_SECONDS:g} s"}
+    except OSError as error:
+        found = {"installed": True, "problem": f"the probe of the CUDA driver cannot be started: {error.strerror}"}
     except ValueError:
         last = (ran.stderr.strip().splitlines() or ["no output"])[-1]
         found = {"installed": True, "problem": f"the probe of the CUDA driver exited with {ran.returncode}: {last}"}

@@ -158,7 +158,11 @@ def _load_problem() -> str:
     """Why the client's library cannot be loaded: in a process of its own, because it may hang or crash."""
     command = [sys.executable, "-P", "-c", "import mooncake.store"]
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_SECONDS, check=False)
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=LOAD_SECONDS, check=False, close_fds=False
+        )
+    except OSError as error:
+        return f"no process that loads it can be started: {error.strerror}"
     except subprocess.TimeoutExpired:
         return f"it was not loaded within {LOAD_SECONDS:g} s"
     if not ran.returncode:
