@@ -245,7 +245,10 @@ def _fork_copier() -> int | None:
     far.close()
     os.close(wanted)
 
+    launch_as_always = serve.launch
+
     def launch(module: str) -> Launched:
+        serve.launch = launch_as_always  # type: ignore[attr-defined]
         os.write(want, b"1")
         os.close(want)
         process: Any = _Copier(pid)

@@ -120,8 +120,10 @@ class Copier(Supervised[CopierLink]):
         """Return when it works.
 
         Raises:
-            DeviceError: it has not worked for `START_ATTEMPTS` processes; the text says why.
+            DeviceError: it has not worked for `START_ATTEMPTS` processes, or ends with the daemon; the text says why.
         """
+        if self._closing:
+            raise DeviceLost(f"{self.uuid}: the daemon ends")
         while self.down:
             if self._failures >= START_ATTEMPTS:
                 raise DeviceError(f"{self.uuid}: {self.down}")

@@ -315,6 +315,7 @@ class Copier:
                 return  # the context is gone: a new process gets a new one
 
     def _hello(self, request: dict[str, Any], _: Sequence[int]) -> dict[str, Any]:
+        failpoints.hit("copier.hello")
         self._platform, why = open_platform(request["device"], devices=request["devices"])
         return {
             "platform": self._platform.name,

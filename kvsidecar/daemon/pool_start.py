@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.cache.block_cache import BlockCache
-from kvsidecar.copier.copiers import Copier, Copiers
+from kvsidecar.copier.copiers import START_ATTEMPTS, Copier, Copiers
 from kvsidecar.copier.messages import Part
 from kvsidecar.core.holds import Holds
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.device.base import ScratchSource
-from kvsidecar.errors import DeviceError, PinFailed
+from kvsidecar.errors import DeviceError, DeviceLost, PinFailed
 from kvsidecar.pool.host_pool import HostPool
 from kvsidecar.pool.pinning import PinProgress
 from kvsidecar.support import log
@@ -125,16 +125,29 @@ class PoolStart:
         """Have each copier copy a random pattern from these places in the pool to its device and back.
 
         Raises:
-            DeviceError: the copy failed or came back different.
+            DeviceError: the copy failed or came back different, or each of `START_ATTEMPTS` processes ended over it.
         """
-        layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
         for copier in self.copiers:
-            _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
-            try:
-                for offset in offsets:
-                    await self._copy_there_and_back(copier, offset, nbytes)
-            finally:
-                await copier.close_session(SELF_TEST_SESSION, process)
+            processes = set[int]()
+            while True:
+                await copier.working()
+                processes.add(copier.pid)
+                try:
+                    await self._copy_with(copier, offsets, nbytes)
+                    break
+                except DeviceLost as error:  # it is replaced
+                    if len(processes) == START_ATTEMPTS:
+                        raise DeviceLost(f"{copier.uuid}: the self-test was not over: {error}") from error
+                    await asyncio.sleep(0)  # its supervision learns of it too
+
+    async def _copy_with(self, copier: Copier, offsets: Iterable[int], nbytes: int) -> None:
+        layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
+        _, process = await copier.open(SELF_TEST_SESSION, [ScratchSource(nbytes)], [layout], [])
+        try:
+            for offset in offsets:
+                await self._copy_there_and_back(copier, offset, nbytes)
+        finally:
+            await copier.close_session(SELF_TEST_SESSION, process)
 
     async def _copy_there_and_back(self, copier: Copier, offset: int, nbytes: int) -> None:
         window = self.pool.view()[offset : offset + nbytes]

@@ -100,10 +100,7 @@ async def _run(
         if life.stop.is_set():
             return 0
         # In this thread, which lives as long as the daemon; it starts while this process imports.
-        try:
-            first = launch(copier.PROGRAM)
-        except OSError as error:
-            raise DriverUnusable(f"no copier's process can be started: {error.strerror}") from error
+        first = _launch()
         loading = _in_thread(lambda: _load(settings, geometry, read_settings, carrier))
         making = asyncio.ensure_future(_make(loading, life, first))
         told_to_stop = asyncio.ensure_future(life.stop.wait())
@@ -123,6 +120,14 @@ async def _run(
         first.process.kill()
     # The thread cannot be stopped, and an import or a driver that hangs must not delay the end.
     return exit_at_once(0)
+
+
+def _launch() -> Launched:
+    """A copier's process, of whatever device. Raises DriverUnusable, TooManyProcesses."""
+    try:
+        return launch(copier.PROGRAM)
+    except OSError as error:
+        raise DriverUnusable(f"no copier's process can be started: {error.strerror}") from error
 
 
 async def _make(loading: asyncio.Future[MakeDaemon], life: Lifecycle, first: Launched) -> Daemon:
@@ -155,7 +160,7 @@ def _load(
 ) -> MakeDaemon:
     """Import the daemon. Returns the function that makes it, in the event loop. Raises ConfigError: it cannot start."""
     failpoints.hit("start.load")
-    from kvsidecar.copier.copiers import Copiers, Options
+    from kvsidecar.copier.copiers import START_ATTEMPTS, Copiers, Options
     from kvsidecar.copier.link import CopierLink
     from kvsidecar.copier.pins_in_copiers import PinsInCopiers
     from kvsidecar.daemon.daemon import Daemon
@@ -183,13 +188,16 @@ def _load(
             ),
         )
         steps = Steps(life.loop_time)
-        link = CopierLink(first, guard, steps)
-        try:
-            hello = await link.hello(options.device, options.devices, options.given)
-        except DeviceNotFound as error:
-            raise ConfigError(f"--devices={','.join(settings.devices)!r}: {error}") from error
-        except DeviceLost as error:
-            raise DriverUnusable(f"no copier starts: {error}") from error
+        for attempt in range(1, START_ATTEMPTS + 1):
+            link = CopierLink(first if attempt == 1 else _launch(), guard, steps)
+            try:
+                hello = await link.hello(options.device, options.devices, options.given)
+                break
+            except DeviceNotFound as error:
+                raise ConfigError(f"--devices={','.join(settings.devices)!r}: {error}") from error
+            except DeviceLost as error:
+                if attempt == START_ATTEMPTS:
+                    raise DriverUnusable(f"no copier starts: {error}") from error
         log.get("daemon").info("device", backend=hello.platform, why=hello.why, devices=list(hello.devices))
         copiers = Copiers(
             hello, link, options, store_chunk=settings.store_chunk, guard=guard, steps=steps, on_error=life.unexpected

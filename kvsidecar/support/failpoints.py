@@ -41,6 +41,7 @@ KNOWN: dict[str, str] = {
     "load.in_flight": "in the copier: the copies of a load job are issued but not complete",
     "copy.device_lost": "in the copier, before a job's copies: raise() simulates a sticky CUDA error",
     "copier.pin": "in the copier, before it pins one chunk of the pool",
+    "copier.hello": "in the copier, before it says which devices there are",
     "copier.import": "in the copier, before it imports one allocation of a rank",
     "copier.self_test": "in the copier, before it compares what the copies of its self-test have brought back",
     "copier.checksum": "in the copier, before it reads a part of the slots whose checksums it takes",

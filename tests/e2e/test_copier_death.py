@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.client import Blocks, Outcome
+from kvsidecar.copier.copiers import START_ATTEMPTS
 from tests.e2e.endings import attached_again, deaths, job_ends, no_leaks, quick, until_queued, works
 from tests.e2e.leftovers import nothing_is_left_of
 from tests.e2e.policies import needs_root
@@ -123,6 +124,39 @@ def test_a_copier_killed_while_it_pins_is_replaced_by_one_that_pins_all(
         assert deaths(daemon) == 1
         assert daemon.locked_kib() == 1024
         nothing_is_left_of(daemon)
+
+
+def test_the_first_copier_killed_before_it_says_which_devices_there_are_is_followed_by_another(
+    short_dir: Path, gate: Gate, local: bool
+) -> None:
+    failpoints = f"copier.hello={gate}"
+    with DaemonProcess(short_dir, until="failpoint", KVSIDECAR_FAILPOINTS=failpoints, local=local) as daemon:
+        kill(daemon)
+        daemon.wait_log("failpoint")  # of its successor
+        gate.let_pass()
+        daemon.wait_ready()
+        assert daemon.terminate() == 0
+
+
+def test_a_copier_killed_during_the_self_test_is_tested_in_the_next_process(
+    short_dir: Path, gate: Gate, local: bool
+) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@0={gate}", local=local) as daemon:
+        daemon.wait_log("failpoint")
+        kill(daemon)
+        daemon.wait_log("failpoint")  # of its successor
+        gate.let_pass()
+        daemon.wait_ready()
+        assert deaths(daemon) == 1
+        nothing_is_left_of(daemon)
+
+
+def test_a_device_that_no_copier_survives_the_self_test_of_is_said(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="store.in_flight@0=kill", local=local) as daemon:
+        reason = daemon.wait_log("not ready")["reason"]
+        assert reason == "host: the self-test was not over: the copier has ended (SIGKILL)"
+        eventually(lambda: deaths(daemon) == START_ATTEMPTS)
+        assert daemon.get("/ready")[1]["state"] == "failed"
 
 
 def test_a_copier_killed_while_it_imports_costs_the_rank_one_attempt(short_dir: Path, gate: Gate, local: bool) -> None:
