@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.cache.arrays import Words
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
@@ -68,7 +70,11 @@ ROWS = {
     "clear": ("clear", "ms"),
     "longest_sweep": ("longest step of the sweep after it", "ms"),
 }
-OF_RECORDS = {"adopt": ("taking over all blocks from their records", "ms")}
+OF_RECORDS = {
+    "adopt": ("taking over all blocks from their records", "ms"),
+    "adopt_peak": ("most memory meanwhile, without the records, per block", "B"),
+    "adopted": ("what of it the tables keep, per block", "B"),
+}
 
 
 class Clock:
@@ -120,10 +126,28 @@ class Filled:
         for shard in self.shards:
             self.space = self.cache.open_space(self.namespace, 0, shards, shard, shard_bytes)
 
-    def start(self) -> BlockCache:
-        """A cache with the blocks that the records have, if there are records."""
-        records = None if self.table is None else RecordTable.open(map_table(self.table), self.facts).records
+    def start(self, words: Words | None = None) -> BlockCache:
+        """A cache with the blocks that the records have, if there are records.
+
+        Args:
+            words: of the table, if it is mapped already.
+        """
+        if words is None and self.table is not None:
+            words = map_table(self.table)
+        records = None if words is None else RecordTable.open(words, self.facts).records
         return BlockCache(SlotAllocator(self.pool, self.slab), records=records, eviction=self.eviction)
+
+    def mapped(self) -> Words:
+        """The table, of which all pages that have memory are mapped."""
+        assert self.table is not None
+        words, at = map_table(self.table), 0
+        with suppress(OSError):  # there is no more data
+            while True:
+                at = os.lseek(self.table, at, os.SEEK_DATA)
+                end = os.lseek(self.table, at, os.SEEK_HOLE)
+                words[at // 8 : end // 8 : PAGE // 8].max()
+                at = end
+        return words
 
     def hashes(self, job: int, count: int | None = None) -> list[bytes]:
         packed = np.random.default_rng(job).bytes(HASH_BYTES * (count or self.job))
@@ -176,7 +200,7 @@ def measure(
     for few, hashes in small:
         full.store(clock, hashes, f"evict_{few}", f"seal_evict_{few}")
     if recorded:
-        assert clock.time("adopt", full.start).adopted.kept_blocks == cache.stats().readable_blocks
+        adopt_peak, adopted = adopting(full, clock)
     clock.time("gc", gc.collect)
     clock.time("clear", cache.clear)
     while clock.time("sweep", cache.sweep):
@@ -205,8 +229,26 @@ def measure(
     figures["longest_full"] = clock.longest(*[name for name in clock.seconds if name not in fill])
     figures |= {"gc": clock.longest("gc"), "clear": clock.longest("clear"), "longest_sweep": clock.longest("sweep")}
     if recorded:
-        figures["adopt"] = clock.longest("adopt")
+        figures |= {"adopt": clock.longest("adopt"), "adopt_peak": adopt_peak, "adopted": adopted}
     return figures
+
+
+def adopting(full: Filled, clock: Clock) -> tuple[float, float]:
+    """Time it while another cache takes over all blocks. Returns the most memory that this takes meanwhile, and what it
+    has at the end, in bytes for each block."""
+    words = full.mapped()  # so that the pages of the records count before
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    again = clock.time("adopt", full.start, words)
+    blocks = again.adopted.kept_blocks
+    assert blocks == full.cache.stats().readable_blocks
+    return (peak_bytes() - before) / blocks, (resident_bytes() - before) / blocks
+
+
+def peak_bytes() -> int:
+    """Most resident memory since the peak began."""
+    (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 def resident_bytes() -> int:

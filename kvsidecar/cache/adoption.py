@@ -1,18 +1,22 @@
 """Takes over the blocks that an earlier run has left in the pool: what its records say, as far as it is whole.
 
 Nothing about the records is believed that can be checked. What does not fit is dropped and counted, and its record is
-unsealed before anything else can happen to its slot. Being killed meanwhile changes nothing: the next run finds the
-same blocks.
+unsealed before anything else can happen to its slot. Being killed meanwhile changes nothing but the order of eviction:
+the next run finds the same blocks.
+
+Records are read a slice at a time. Beside the table itself this takes, at most, room for some `SLICE` records and 40
+bytes for each block of the largest space, while these are put in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import Bools, Ints, Words, all_true, any_true
+from kvsidecar.cache.arrays import Bools, Ints, Words, any_true
 from kvsidecar.cache.block_table import BlockTable, create_unknown, require
 from kvsidecar.cache.records import (
     COMMIT,
@@ -29,9 +33,13 @@ from kvsidecar.cache.records import (
     Records,
     SpaceEntry,
 )
-from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
+from kvsidecar.cache.slots import SLOT_ALIGN
 from kvsidecar.cache.space_blocks import NO_SLOT, Space, SpaceBlocks
 from kvsidecar.types import HASH_BYTES_MAX, Priority
+
+SLICE = 1 << 15
+"""Records that are read, and rows that are put in order, at a time."""
+_LAST_USE = np.uint64((1 << 63) - 1)
 
 
 @dataclass(slots=True)
@@ -48,69 +56,221 @@ class AdoptReport:
     """Tick of the last use of a block."""
 
 
-@dataclass(slots=True)
-class _Found:
-    """Blocks of one space that are kept."""
+def adopt(table: BlockTable, records: Records) -> AdoptReport:
+    """Fill an empty table with the blocks of these records."""
+    ours, theirs = table.slots, records
+    require((ours.total_bytes, ours.slab_bytes) == (theirs.pool_bytes, theirs.slab_bytes), "records of another pool")
+    adoption = _Adoption(table, records)
+    adoption.read()
+    kept = adoption.keep_whole()
+    adoption.make_evictable(kept)
+    table.start_with(records, kept)
+    return adoption.report
 
-    blocks: SpaceBlocks
-    rows: Ints
-    used: Words
-    """Per row its last use, as in the record."""
 
+class _Adoption:
+    def __init__(self, table: BlockTable, records: Records) -> None:
+        self._table, self._records = table, records
+        self.report = AdoptReport()
+        self._entries = {entry.number: entry for entry in records.find_spaces()}
+        self._blocks: dict[int, SpaceBlocks] = {}
+        """By number of the table, those of which a record was found."""
+        self._slabs, lost = records.find_slabs()
+        self._count("damaged", lost)
+        # Those of a slab that lies on two NUMA nodes, as of now, are dropped.
+        units = zip(self._slabs.head.tolist(), self._slabs.end.tolist(), strict=True)
+        self._fits = np.array([table.slots.can_cut(*each) for each in units], np.bool_)
+        self._is_cut = np.zeros(len(self._fits), np.bool_)
 
-class _Sealed:
-    """The sealed records that have not been dropped so far."""
+    # -- what the records say --------------------------------------------------------------------------------------
 
-    def __init__(self, records: Records, report: AdoptReport) -> None:
-        self._records = records
-        self._report = report
-        self.slabs, lost = records.find_slabs()
-        self.places, self.contents = records.find_sealed(self.slabs)
-        self.count("damaged", lost)
+    def read(self) -> None:
+        """Create the blocks, of which some shards may be missing, and what is known of them; drop what does not fit.
 
-    def drop(self, reason: str, which: Bools) -> None:
-        if any_true(which):
-            self.forget(reason, self.places[which])
-            self.places, self.contents = self.places[~which], self.contents[~which]
+        `SpaceBlocks.last_used` has the word of the last use, as in the record.
+        """
+        for places, contents in self._records.find_sealed(self._slabs, SLICE):
+            places, contents = self._without("damaged", self._records.damaged(contents), places, contents)
+            self._records.see_commits(contents[:, COMMIT])
+            places, contents = self._without("misplaced", self._misplaced(places, contents), places, contents)
+            numbers = contents[:, TABLE] >> np.uint64(32)
+            order = np.lexsort((contents[:, COMMIT], numbers))
+            distinct, starts = np.unique(numbers[order], return_index=True)
+            for number, piece in zip(distinct.tolist(), np.split(order, starts[1:]), strict=False):
+                if (entry := self._entries.get(number)) is None:
+                    self._forget("no_space", places[piece])
+                else:
+                    self._enter(self._blocks_of(entry), places[piece], contents[piece])
 
-    def forget(self, reason: str, places: Ints) -> None:
-        self.count(reason, len(places))
+    def _misplaced(self, places: Ints, contents: Words) -> Bools:
+        """Which of these records are not what `Records.seal` has written, or do not fit the place they are in."""
+        slabs, grid = self._slabs, self._records.grid
+        at = slabs.head.searchsorted(places // grid.records, "right") - 1
+        sizes, starts = size_classes(contents), slabs.head[at] * grid.unit
+        inside = places - slabs.head[at] * grid.records
+        wrong: Bools = sizes != slabs.size[at].astype(np.uint64)
+        wrong |= contents[:, SLOT] != starts.astype(np.uint64) + inside.astype(np.uint64) * sizes
+        return wrong | ~self._fits[at]
+
+    def _blocks_of(self, entry: SpaceEntry) -> SpaceBlocks:
+        """The table of a space, empty at first."""
+        if (known := self._blocks.get(entry.number)) is not None:
+            return known
+        space = Space(entry.namespace, entry.group, len(entry.shard_bytes))
+        for shard, nbytes in enumerate(entry.shard_bytes):
+            if nbytes is not None:
+                space.set_shard(shard, nbytes)
+        table = self._table
+        space.blocks = SpaceBlocks(space, entry.number, table.capacity(space), table.seed, table.rhythm)
+        self._blocks[entry.number] = space.blocks
+        return space.blocks
+
+    def _enter(self, blocks: SpaceBlocks, places: Ints, contents: Words) -> None:
+        """Enter records of one table, in the order in which they were sealed."""
+        space = blocks.space
+        shards = _shards(contents)
+        known = shards < space.num_shards
+        sizes = np.array(space.slot_sizes, np.uint64)
+        wrong = ~known | (size_classes(contents) != sizes[np.where(known, shards, 0)])
+        padding = contents[:, HASH : HASH + HASH_BYTES_MAX // 8].copy().view(np.uint8)[:, space.namespace.hash_bytes :]
+        places, contents = self._without("misplaced", wrong | padding.any(axis=1), places, contents)
+        keys = blocks.index.keys_from(contents[:, HASH : HASH + blocks.index.num_words])
+        rows = blocks.index.find(keys)
+        create_unknown(blocks, keys, rows)
+
+        # Of several records of one shard of one block the newest stays.
+        before = blocks.slots[_shards(contents), rows]
+        if any_true(before >= 0):
+            again = (before >= 0).nonzero()[0]
+            theirs = self._places_of(before[again])
+            newer = contents[again, COMMIT] > self._records.commits(theirs)
+            self._forget("duplicate", np.unique(theirs[newer]))
+            older = np.zeros(len(rows), np.bool_)
+            older[again[~newer]] = True
+            rows = rows[~older]
+            places, contents = self._without("duplicate", older, places, contents)
+        shards, slots = _shards(contents), contents[:, SLOT].astype(np.int64)
+        blocks.slots[shards, rows] = slots
+        older = blocks.slots[shards, rows] != slots
+        rows = rows[~older]
+        _, contents = self._without("duplicate", older, places, contents)
+
+        np.maximum.at(blocks.expires, rows, (contents[:, SIZE] >> np.uint64(32)).astype(np.uint32))
+        priority = (contents[:, SIZE] >> np.uint64(PRIORITY_BITS) & np.uint64(3)).astype(np.uint8)
+        priority[priority > max(Priority)] = Priority.NORMAL
+        blocks.set_priority(rows, priority)
+        # Those after which blocks expire when nobody uses them begin again: the restart counts as a use.
+        idle = (contents[:, TABLE] >> np.uint64(SHARD_BITS) & np.uint64(IDLE_MASK)).astype(np.uint32)
+        if any_true(idle > 0):
+            np.maximum.at(blocks.idle, rows, idle)
+            blocks.idling = True
+        np.maximum.at(blocks.last_used, rows, np.minimum(contents[:, USED], _LAST_USE).astype(np.int64))
+
+    # -- what is kept ----------------------------------------------------------------------------------------------
+
+    def keep_whole(self) -> list[SpaceBlocks]:
+        """Drop the blocks of which a shard is missing, and the spaces without blocks. Returns the others."""
+        kept = []
+        for number in self._entries:
+            blocks = self._blocks.pop(number, None)
+            if blocks is not None:
+                for rows in _slices(blocks):
+                    self._keep_whole(blocks, rows)
+                if len(blocks):
+                    kept.append(blocks)
+                    continue
+            self._records.close_space(number)
+        return kept
+
+    def _keep_whole(self, blocks: SpaceBlocks, rows: slice) -> None:
+        blocks.missing[rows] = np.count_nonzero(blocks.slots[:, rows] < 0, axis=0)
+        gone = blocks.missing[rows].nonzero()[0] + rows.start
+        if len(gone):
+            self._forget("incomplete", self._places_of(np.array(blocks.sealed_slots(gone), np.int64)))
+            blocks.slots[:, gone] = NO_SLOT
+            blocks.expires[gone] = 0
+            blocks.index.remove(gone)
+            blocks.recycle(gone)
+        expires = blocks.expires[rows]
+        if any_true(expires > 0):
+            first = int(expires[expires > 0].min())
+            blocks.next_expiry = min(first, blocks.next_expiry or first)
+        if blocks.idling:
+            blocks.next_expiry = 1  # the time is not known here; whoever looks at the table then finds the right one
+
+    def make_evictable(self, kept: list[SpaceBlocks]) -> None:
+        """Cut the slabs, and put the blocks into the order of their last use.
+
+        Ticks begin again at 1, without gaps: whatever a damaged word says of a last use concerns the order alone.
+        """
+        ticks, end = np.empty(sum(map(len, kept)), np.int64), 0
+        for blocks in kept:
+            for rows in _slices(blocks):
+                used = blocks.last_used[_whole(blocks, rows)] >> ORDER_BITS
+                ticks[end : end + len(used)] = used
+                end += len(used)
+        ticks.sort()
+        first = np.ones(len(ticks), np.bool_)
+        np.not_equal(ticks[1:], ticks[:-1], out=first[1:])
+        ticks = ticks[first]
+        self.report.last_tick = len(ticks)
+        for blocks in kept:
+            in_order = _in_order(blocks)
+            blocks.readable = len(blocks)
+            blocks.used_bytes = blocks.evictable_bytes = len(blocks) * blocks.space.block_bytes
+            self.report.kept_blocks += len(blocks)
+            self.report.kept_bytes += blocks.used_bytes
+            for rows in _slices(blocks):
+                self._make_evictable(blocks, _whole(blocks, rows), ticks)
+            for start in range(0, len(in_order), SLICE):
+                blocks.insert(in_order[start : start + SLICE])
+
+    def _make_evictable(self, blocks: SpaceBlocks, rows: Ints, ticks: Ints) -> None:
+        """Do so with the slots of these blocks."""
+        if not len(rows):
+            return
+        used = blocks.last_used[rows]
+        last_used = np.searchsorted(ticks, used >> ORDER_BITS) + 1
+        blocks.last_used[rows] = last_used
+        blocks.evictable[rows] = True
+        shards = blocks.space.num_shards
+        slots = blocks.slots[:, rows].ravel()
+        slabs = np.unique(self._slabs_of(slots))
+        uncut = slabs[~self._is_cut[slabs]]
+        self._is_cut[uncut] = True
+        cuts = list(zip(*(column[uncut].tolist() for column in self._slabs), strict=True))
+        allocator = self._table.slots
+        allocator.adopt(slots, cuts, np.tile(blocks.owners(rows), shards), np.tile(last_used, shards))
+        words = last_used << ORDER_BITS | used & (1 << ORDER_BITS) - 1
+        self._records.set_used(np.asarray(allocator.places(slots)), np.tile(words, shards).view(np.uint64))
+
+    # -- what is dropped -------------------------------------------------------------------------------------------
+
+    def _without(self, reason: str, which: Bools, places: Ints, contents: Words) -> tuple[Ints, Words]:
+        """Drop some of these records. Returns the others."""
+        if not any_true(which):
+            return places, contents
+        self._forget(reason, places[which])
+        return places[~which], contents[~which]
+
+    def _forget(self, reason: str, places: Ints) -> None:
+        self._count(reason, len(places))
         self._records.unseal(places)
 
-    def count(self, reason: str, slots: int) -> None:
+    def _count(self, reason: str, slots: int) -> None:
         if slots:
-            self._report.dropped[reason] += slots
+            self.report.dropped[reason] += slots
 
-    def check(self, allocator: SlotAllocator) -> None:
-        """Drop those that are not what `Records.seal` has written, or do not fit the place they are in."""
-        self.drop("damaged", self._records.damaged(self.contents))
-        self._records.see_commits(self.contents[:, COMMIT])
-        grid, slabs = allocator.grid, self.slabs
-        at = self.slab_of(self.places)
-        sizes, starts = size_classes(self.contents), slabs.head[at] * grid.unit
-        inside = self.places - slabs.head[at] * grid.records
-        wrong = sizes != slabs.size[at].astype(np.uint64)
-        wrong |= self.contents[:, SLOT] != starts.astype(np.uint64) + inside.astype(np.uint64) * sizes
-        # Those of a slab that lies on two NUMA nodes, as of now.
-        fit = [allocator.can_cut(*units) for units in zip(slabs.head.tolist(), slabs.end.tolist(), strict=True)]
-        wrong |= ~np.array(fit, np.bool_)[at]
-        self.drop("misplaced", wrong)
-
-    def slab_of(self, places: Ints) -> Ints:
-        """The slab of each of these records."""
-        found: Ints = self.slabs.head.searchsorted(places // self._records.grid.records, "right") - 1
+    def _slabs_of(self, slots: Ints) -> Ints:
+        """The slabs, of those that the earlier run has cut, that these slots are in."""
+        found: Ints = self._slabs.head.searchsorted(slots // self._records.grid.unit, "right") - 1
         return found
 
-    def by_table(self) -> dict[int, tuple[Ints, Words]]:
-        """Places and contents by number of the table, each in the order in which they were sealed."""
-        tables = self.contents[:, TABLE] >> np.uint64(32)
-        order = np.lexsort((self.contents[:, COMMIT], tables))
-        numbers, starts = np.unique(tables[order], return_index=True)
-        pieces = np.split(order, starts[1:]) if len(numbers) else []
-        return {
-            number: (self.places[piece], self.contents[piece])
-            for number, piece in zip(numbers.tolist(), pieces, strict=True)
-        }
+    def _places_of(self, slots: Ints) -> Ints:
+        """`SlotAllocator.places`, before the slabs are cut."""
+        slabs, grid, at = self._slabs, self._records.grid, self._slabs_of(slots)
+        places: Ints = slabs.head[at] * grid.records + (slots - slabs.head[at] * grid.unit) // slabs.size[at]
+        return places
 
 
 def size_classes(contents: Words) -> Words:
@@ -119,123 +279,24 @@ def size_classes(contents: Words) -> Words:
     return sizes
 
 
-def adopt(table: BlockTable, records: Records) -> AdoptReport:
-    """Fill an empty table with the blocks of these records."""
-    ours, theirs = table.slots, records
-    require((ours.total_bytes, ours.slab_bytes) == (theirs.pool_bytes, theirs.slab_bytes), "records of another pool")
-    report = AdoptReport()
-    entries = records.find_spaces()
-    sealed = _Sealed(records, report)
-    sealed.check(table.slots)
-    by_table = sealed.by_table()
-    found: list[_Found] = []
-    for entry in entries:
-        places, contents = by_table.pop(entry.number, (None, None))
-        if places is not None and contents is not None:
-            kept = _keep_space(table, entry, places, contents, sealed)
-            if len(kept.rows):
-                found.append(kept)
-                continue
-        records.close_space(entry.number)
-    for places, _ in by_table.values():
-        sealed.forget("no_space", places)
-    _make_evictable(table, records, found, report, sealed)
-    table.start_with(records, [each.blocks for each in found])
-    return report
+def _shards(contents: Words) -> Ints:
+    shards: Ints = (contents[:, TABLE] & np.uint64((1 << SHARD_BITS) - 1)).astype(np.int64)
+    return shards
 
 
-def _keep_space(table: BlockTable, entry: SpaceEntry, places: Ints, contents: Words, sealed: _Sealed) -> _Found:
-    """Create the blocks of one space that are whole; all others are dropped."""
-    space = Space(entry.namespace, entry.group, len(entry.shard_bytes))
-    for shard, nbytes in enumerate(entry.shard_bytes):
-        if nbytes is not None:
-            space.set_shard(shard, nbytes)
-    space.blocks = blocks = SpaceBlocks(space, entry.number, table.capacity(space), table.seed, table.rhythm)
-
-    shards = (contents[:, TABLE] & np.uint64((1 << SHARD_BITS) - 1)).astype(np.int64)
-    known = shards < space.num_shards
-    sizes = np.array(space.slot_sizes, np.uint64)
-    wrong = ~known | (size_classes(contents) != sizes[np.where(known, shards, 0)])
-    padding = contents[:, HASH : HASH + HASH_BYTES_MAX // 8].copy().view(np.uint8)[:, space.namespace.hash_bytes :]
-    wrong |= padding.any(axis=1)
-    if any_true(wrong):
-        sealed.forget("misplaced", places[wrong])
-        places, contents, shards = places[~wrong], contents[~wrong], shards[~wrong]
-
-    keys = blocks.index.keys_from(contents[:, HASH : HASH + blocks.index.num_words])
-    rows = blocks.index.find(keys)
-    create_unknown(blocks, keys, rows)
-    slots = contents[:, SLOT].astype(np.int64)
-    blocks.slots[shards, rows] = slots  # of several with the same key the last one stays: the newest
-    newest = blocks.slots[shards, rows] == slots
-    if not all_true(newest):
-        sealed.forget("duplicate", places[~newest])
-    blocks.missing[: blocks.rows_used] = np.count_nonzero(blocks.slots[:, : blocks.rows_used] < 0, axis=0)
-    incomplete = newest & (blocks.missing[rows] > 0)
-    if any_true(incomplete):
-        sealed.forget("incomplete", places[incomplete])
-        gone = (blocks.missing[: blocks.rows_used] > 0).nonzero()[0]
-        blocks.slots[:, gone] = NO_SLOT
-        blocks.index.remove(gone)
-        blocks.recycle(gone)
-    np.maximum.at(blocks.expires, rows, (contents[:, SIZE] >> np.uint64(32)).astype(np.uint32))
-    blocks.expires[(blocks.missing > 0).nonzero()[0]] = 0
-    priority = (contents[:, SIZE] >> np.uint64(PRIORITY_BITS) & np.uint64(3)).astype(np.uint8)
-    priority[priority > max(Priority)] = Priority.NORMAL
-    blocks.set_priority(rows, priority)
-    blocks.next_expiry = int(min(blocks.expires[blocks.expires > 0], default=0))
-    _keep_idle_times(blocks, rows, contents)
-    used = np.zeros(blocks.rows_used, np.uint64)
-    np.maximum.at(used, rows, contents[:, USED])
-    whole = (blocks.missing[: blocks.rows_used] == 0).nonzero()[0]
-    return _Found(blocks, whole, used[whole])
+def _slices(blocks: SpaceBlocks) -> Iterator[slice]:
+    """All rows of a table."""
+    for start in range(0, blocks.rows_used, SLICE):
+        yield slice(start, min(start + SLICE, blocks.rows_used))
 
 
-def _keep_idle_times(blocks: SpaceBlocks, rows: Ints, contents: Words) -> None:
-    """Those after which blocks expire when nobody uses them. They begin again: the restart counts as a use."""
-    idle = (contents[:, TABLE] >> np.uint64(SHARD_BITS) & np.uint64(IDLE_MASK)).astype(np.uint32)
-    if any_true(idle > 0):
-        np.maximum.at(blocks.idle, rows, idle)
-        blocks.idling = True
-        blocks.next_expiry = 1  # the time is not known here; whoever looks at the table then finds the right one
+def _whole(blocks: SpaceBlocks, rows: slice) -> Ints:
+    """Those of these rows that have a block of which no shard is missing."""
+    whole: Ints = (blocks.missing[rows] == 0).nonzero()[0] + rows.start
+    return whole
 
 
-def _make_evictable(
-    table: BlockTable, records: Records, found: list[_Found], report: AdoptReport, sealed: _Sealed
-) -> None:
-    """Cut the slabs, and put the blocks into the order of their last use.
-
-    Ticks begin again at 1, without gaps: whatever a damaged word says of a last use concerns the order alone.
-    """
-    every = np.concatenate([each.used >> np.uint64(ORDER_BITS) for each in found] or [np.empty(0, np.uint64)])
-    distinct = np.unique(every)
-    report.last_tick = len(distinct)
-    slots: list[Ints] = []
-    owners: list[Ints] = []
-    ticks: list[Ints] = []
-    words: list[Words] = []
-    for each in found:
-        blocks, order = each.blocks, each.used.argsort(kind="stable")
-        rows, used = each.rows[order], each.used[order]
-        last_used = np.searchsorted(distinct, used >> np.uint64(ORDER_BITS)) + 1
-        blocks.last_used[rows] = last_used
-        blocks.evictable[rows] = True
-        blocks.insert(rows)
-        blocks.readable = len(rows)
-        blocks.used_bytes = blocks.evictable_bytes = len(rows) * blocks.space.block_bytes
-        report.kept_blocks += len(rows)
-        report.kept_bytes += len(rows) * blocks.space.block_bytes
-        order_in_request = used & np.uint64((1 << ORDER_BITS) - 1)
-        for of_shard in blocks.slots[:, rows]:
-            slots.append(of_shard)
-            owners.append(blocks.owners(rows))
-            ticks.append(last_used)
-            words.append(last_used.astype(np.uint64) << np.uint64(ORDER_BITS) | order_in_request)
-    if not slots:
-        return
-    all_slots = np.concatenate(slots)
-    slabs, grid = sealed.slabs, table.slots.grid
-    used_slabs = np.unique(slabs.head.searchsorted(all_slots // grid.unit, "right") - 1)
-    cuts = list(zip(*(column[used_slabs].tolist() for column in slabs), strict=True))
-    table.slots.adopt(all_slots, cuts, np.concatenate(owners), np.concatenate(ticks))
-    records.set_used(np.asarray(table.slots.places(all_slots)), np.concatenate(words))
+def _in_order(blocks: SpaceBlocks) -> Ints:
+    """The rows of all blocks, the least recently used first."""
+    rows = _whole(blocks, slice(0, blocks.rows_used))
+    return rows[blocks.last_used[rows].argsort(kind="stable")]

@@ -24,7 +24,7 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from operator import mul
 from typing import Any, NamedTuple
@@ -137,6 +137,8 @@ class Records:
         self._first_record = records
         self.take_room: TakeRoom | None = None
         """Called before records are written that may not have memory; None: all have."""
+        self.told: Callable[[int, int], object] = lambda read, total: None
+        """Called again and again while `find_sealed` reads the records: how many are read, of how many places."""
         self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
         self._commits: Words = self._records[:, COMMIT]
         self._bodies: Words = self._records[:, TABLE:]
@@ -352,29 +354,40 @@ class Records:
         damaged = (slabs.any(axis=0) & (covered.cumsum()[:-1] == 0)).nonzero()[0].tolist()
         return FoundSlabs(first, first + lengths[first], sizes[first] * SLOT_ALIGN), damaged
 
-    def find_sealed(self, slabs: FoundSlabs) -> tuple[Ints, Words]:
-        """The places and contents of all sealed records of these slabs. They are not checked any further: see
-        `damaged`."""
+    def find_sealed(self, slabs: FoundSlabs, count: int) -> Iterator[tuple[Ints, Words]]:
+        """The places and contents of all sealed records of these slabs, of which each time about as many are read as
+        ``count`` says. They are not checked any further: see `damaged`. `told` hears of it."""
         grid = self.grid
         ends = np.minimum(slabs.end * grid.unit, grid.pool_bytes)
-        capacities = (ends - slabs.head * grid.unit) // slabs.size
-        firsts = slabs.head * grid.records
-        places = [
-            np.arange(first, first + capacity)
-            for first, capacity in zip(firsts.tolist(), capacities.tolist(), strict=True)
-        ]
+        firsts, capacities = slabs.head * grid.records, (ends - slabs.head * grid.unit) // slabs.size
+        places: list[Ints] = []
+        left, done, total = count, 0, int(capacities.sum())
+        for first, end in zip(*(each.tolist() for each in (firsts, firsts + capacities)), strict=True):
+            while first < end:
+                places.append(np.arange(first, min(first + left, end)))
+                left -= len(places[-1])
+                first += len(places[-1])
+                if not left:
+                    yield self._sealed_at(places)
+                    places, left, done = [], count, done + count
+                    self.told(done, total)
+        yield self._sealed_at(places)
+
+    def _sealed_at(self, places: list[Ints]) -> tuple[Ints, Words]:
         at = np.concatenate(places) if places else np.empty(0, np.int64)
         at = at[self._commits[at] != 0]
-        contents: Words = self._records[at]
-        return at, contents
+        return at, self._records[at]
 
     def damaged(self, contents: Words) -> Bools:
         """Which records do not fit their digest, or have a commit word that never was."""
         wrong: Bools = (contents[:, COMMIT] > LAST_COMMIT) | (contents[:, COMMIT] & np.uint64(1) == 0)
-        for start in range(0, len(contents), 1 << 16):  # the products take four times the memory of the records
-            piece = contents[start : start + (1 << 16)]
-            wrong[start : start + len(piece)] |= _digest(piece[:, :DIGEST], COMMIT) != piece[:, DIGEST]
+        wrong |= _digest(contents[:, :DIGEST], COMMIT) != contents[:, DIGEST]
         return wrong
+
+    def commits(self, places: Ints) -> Words:
+        """Of these records: a higher one is newer."""
+        commits: Words = self._commits[places]
+        return commits
 
     def see_commits(self, commits: Words) -> None:
         """Records with these commit words are kept: what is sealed from now on is newer."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -23,11 +24,13 @@ from kvsidecar.cache.arrays import Words
 from kvsidecar.cache.records import Records, TakeRoom, num_words, record_words
 from kvsidecar.cache.slabs import Grid
 from kvsidecar.errors import KeptRefused
+from kvsidecar.support import log
 from kvsidecar.support.units import format_size
 
 FORMAT = 4
 """Of this file. It changes whenever another daemon would misread a header, a space entry or a record."""
 MAX_OWNERS = 128
+LOG_SECONDS = 1.0
 BOOT_TIME = "boot time"
 """The kernel's clock (`kvsidecar.support.boot.boot_time`), the same for all processes of a boot: nobody can set it."""
 
@@ -38,6 +41,9 @@ _HEADER_WORDS = 1024
 _FACTS = 4
 _OWNERS = 512
 _STARTS = 1023
+
+
+_log = log.get("pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,20 @@ class TableFacts:
     clock: str = ""
     """Of the times in it, such as `BOOT_TIME`; empty if nothing in it has a time, or in a table of before there was
     another clock than that of the wall."""
+
+
+def _told_to_log(facts: TableFacts) -> Callable[[int, int], None]:
+    """Says every `LOG_SECONDS` how many records are read: with millions of blocks this takes seconds."""
+    said = time.monotonic()
+
+    def told(read: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= LOG_SECONDS:
+            said = time.monotonic()
+            size = format_size(facts.pool_bytes)
+            _log.info("reading the records of an earlier run", size=size, read=read, total=total)
+
+    return told
 
 
 class Owner(NamedTuple):
@@ -74,6 +94,7 @@ class RecordTable:
         self._starts = memory[_STARTS : _STARTS + 1]
         self._owners = memory[_OWNERS : _OWNERS + 2 * MAX_OWNERS].reshape(MAX_OWNERS, 2)
         self.records = Records(memory[_HEADER_WORDS:], facts.pool_bytes, facts.slab_bytes)
+        self.records.told = _told_to_log(facts)
 
     def take_room_by(self, take_room: TakeRoom) -> None:
         """Have records take memory by this function before they are written; of one that was opened, those that are

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvsidecar.cache import adoption
 from kvsidecar.cache.arrays import Bools, Words
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.records import Records, num_words
@@ -58,12 +60,20 @@ class OrderAlone(Records):
         return np.zeros(len(contents), np.bool_)
 
 
-def recorded_cache(memory: Words, pages: int, slab: int, records_are: type[Records] = Records) -> BlockCache:
-    """A cache that takes over what this memory has. Sizes in pages."""
+def recorded_cache(
+    memory: Words, pages: int, slab: int, records_are: type[Records] = Records, *, at_once: int = 3
+) -> BlockCache:
+    """A cache that takes over what this memory has. Sizes in pages.
+
+    Args:
+        at_once: so many records and rows.
+    """
     pool_bytes, slab_bytes = pages * PAGE, slab * PAGE
-    return BlockCache(
-        SlotAllocator(pool_bytes, slab_bytes), records=records_are(memory, pool_bytes, slab_bytes, NUM_SPACES)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adoption, "SLICE", at_once)
+        return BlockCache(
+            SlotAllocator(pool_bytes, slab_bytes), records=records_are(memory, pool_bytes, slab_bytes, NUM_SPACES)
+        )
 
 
 def words_for(pages: int, slab: int) -> int:

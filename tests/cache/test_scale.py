@@ -31,5 +31,6 @@ def test_the_benchmark_of_scale_measures_every_size_and_row() -> None:
 
 def test_with_records_it_also_measures_how_long_it_takes_to_take_all_blocks_over() -> None:
     (result,) = measure("--blocks", "600", "--shards", "2", "--records")
-    assert len(result) == 2 + 22 + 1
+    assert len(result) == 2 + 22 + 3
     assert result["adopt"] > 0
+    assert result["adopt_peak"] >= result["adopted"]

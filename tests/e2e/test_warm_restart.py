@@ -193,10 +193,10 @@ def test_a_table_that_cannot_be_read_is_heard_and_replaced(short_dir: Path, pool
         "        if name == 'kvsidecar.daemon.daemon':\n"
         "            from kvsidecar.cache.records import Records\n"
         "            find, calls = Records.find_sealed, []\n"
-        "            def once(records, slabs):\n"
+        "            def once(*arguments):\n"
         "                calls.append(1)\n"
         "                if len(calls) == 1: raise IndexError('nobody has thought of this')\n"
-        "                return find(records, slabs)\n"
+        "                return find(*arguments)\n"
         "            Records.find_sealed = once\n"
         "sys.meta_path.insert(0, Breaks())\n"
     )

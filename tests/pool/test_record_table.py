@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
+from kvsidecar.cache import adoption
 from kvsidecar.cache.arrays import Words
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.errors import KeptRefused
+from kvsidecar.pool import record_table
 from kvsidecar.pool.record_table import BOOT_TIME, MAX_OWNERS, Owner, RecordTable, TableFacts, map_table
 from kvsidecar.support.units import GiB, MiB
 from tests.cache.support import PAGE, open_space, readable, store
@@ -44,6 +47,18 @@ def test_the_next_run_finds_what_this_one_has_stored(file: int) -> None:
     assert again.adopted.kept_bytes == 3 * PAGE
     assert not again.adopted.dropped
     assert readable(again, open_space(again), 1, 2, 3, 4) == [True, True, True, False]
+
+
+def test_a_long_read_of_the_records_is_in_the_log(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(RecordTable.create(map_table(file), FACTS))
+    store(cache, open_space(cache), 1, 2, 3)
+    monkeypatch.setattr(adoption, "SLICE", 1)
+    for seconds, lines in ((0.0, [1, 2, 3]), (3600.0, [])):
+        monkeypatch.setattr(record_table, "LOG_SECONDS", seconds)
+        with capture_logs() as logged:
+            assert cache_of(RecordTable.open(map_table(file), FACTS)).adopted.kept_blocks == 3
+        assert [each["read"] for each in logged][: len(lines)] == lines
+        assert bool(logged) == bool(lines)
 
 
 @pytest.mark.parametrize(

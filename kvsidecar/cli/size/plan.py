@@ -15,6 +15,11 @@ LOST_SHARE: Final = 0.03
 LARGEST_SHARD_SHARE: Final = 8
 """A block's shard may take so small a part of the pool, at most."""
 DAEMON_BYTES: Final = GiB
+"""At least. It has `IDLE_BYTES`, with what its clients may take while they behave, and the tables of the blocks."""
+IDLE_BYTES: Final = 256 * MiB
+BLOCK_BYTES: Final = 180
+"""Of the tables, for each block, and once more for each shard of one: with its record of 128 bytes in the table of a
+kept pool. A restart that takes all of them over needs no more (docs/benchmarks.md, Scale of the cache)."""
 COPIER_BYTES: Final = 100 * MiB
 """Beside the pool, as the systemd unit says."""
 FRESH_MS_PER_GIB: Final = 287.0
@@ -76,10 +81,22 @@ class Plan:
         return -(-self.pool_bytes // HUGE_PAGE)
 
 
-def beside(pool_bytes: int, gpus: int, *, huge_pages: bool) -> int:
-    """Memory that the daemon and its copiers need in addition to the pool."""
-    tables = 0 if huge_pages else page_table_bytes(pool_bytes) * (gpus + 1)
-    return DAEMON_BYTES + gpus * (bookkeeping_bytes(pool_bytes) + COPIER_BYTES) + tables
+def beside(pool_bytes: int, gpus: int, *, huge_pages: bool, tables: float = 0.0) -> int:
+    """Memory that the daemon and its copiers need in addition to the pool.
+
+    Args:
+        tables: bytes for each byte of the pool, see `table_share`.
+    """
+    page_tables = 0 if huge_pages else page_table_bytes(pool_bytes) * (gpus + 1)
+    daemon = max(DAEMON_BYTES, IDLE_BYTES + int(pool_bytes * tables))
+    return daemon + gpus * (bookkeeping_bytes(pool_bytes) + COPIER_BYTES) + page_tables
+
+
+def table_share(kv: KV, demand: Demand) -> float:
+    """What the tables of the blocks of such sessions take, as a part of what the blocks do."""
+    blocks = [(each, each.blocks_of(demand.context, demand.retention)) for each in kv.groups]
+    tables = sum(count * BLOCK_BYTES * (1 + each.shards) for each, count in blocks)
+    return tables / max(1, sum(count * each.block_bytes for each, count in blocks))
 
 
 def plan(kv: KV, demand: Demand, machine: Machine) -> Plan:
@@ -92,7 +109,8 @@ def plan(kv: KV, demand: Demand, machine: Machine) -> Plan:
 
     everything = shared + demand.sessions * own
     wanted = _up(max(everything / (1 - LOST_SHARE), kv.largest_shard * LARGEST_SHARD_SHARE))
-    room = _largest_pool(machine)
+    tables = table_share(kv, demand)
+    room = _largest_pool(machine, tables)
     pool = min(wanted, room)
     least = _up(max(whole / (1 - LOST_SHARE), kv.largest_shard * LARGEST_SHARD_SHARE))
     if pool < least:
@@ -110,7 +128,7 @@ def plan(kv: KV, demand: Demand, machine: Machine) -> Plan:
         session_blocks=kv.blocks(demand.context, demand.retention),
         wanted_bytes=wanted,
         pool_bytes=pool,
-        memory_bytes=_up(pool + beside(pool, machine.gpus, huge_pages=machine.huge_pages)),
+        memory_bytes=_up(pool + beside(pool, machine.gpus, huge_pages=machine.huge_pages, tables=tables)),
         disk_bytes=disk,
         disk_wanted_bytes=disk_wanted,
         sessions_in_pool=in_pool,
@@ -125,13 +143,13 @@ def _up(nbytes: float) -> int:
     return -int(-nbytes // step) * step
 
 
-def _largest_pool(machine: Machine) -> int:
+def _largest_pool(machine: Machine, tables: float) -> int:
     """That the machine has room for, with what is needed beside it: a whole number of `_up`'s steps."""
     low, high = 0, machine.host_bytes // (64 * MiB)
     while low < high:
         middle = (low + high + 1) // 2
         nbytes = middle * 64 * MiB
-        if nbytes + beside(nbytes, machine.gpus, huge_pages=machine.huge_pages) <= machine.host_bytes:
+        if nbytes + beside(nbytes, machine.gpus, huge_pages=machine.huge_pages, tables=tables) <= machine.host_bytes:
             low = middle
         else:
             high = middle - 1

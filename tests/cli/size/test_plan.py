@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from kvsidecar.cli.size.kv import KV, kv_of
+from kvsidecar.cli.size.kv import KV, Group, Kind, kv_of
 from kvsidecar.cli.size.models import KNOWN
 from kvsidecar.cli.size.plan import Demand, Machine, beside, helm, plan, size_text, systemd, toml
 from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.support.memory_limits import PageKind, Pages, bookkeeping_bytes, check_fits
-from kvsidecar.support.units import GiB, MiB, TiB, parse_size
+from kvsidecar.support.units import GiB, KiB, MiB, TiB, parse_size
 from tests.support.test_memory_limits import in_pod
 
 MACHINE = Machine(gpus=8, host_bytes=512 * GiB)
@@ -44,6 +45,19 @@ def test_the_pool_is_what_the_memory_has_room_for(kv: KV) -> None:
     assert found.disk_bytes == 0
     small = plan(kv, Demand(context=32768, sessions=100), Machine(8, 512 * GiB, huge_pages=False))
     assert small.pool_bytes < found.pool_bytes, "page tables of small pages take their part"
+
+
+def test_the_tables_of_small_blocks_take_their_part() -> None:
+    """The daemon's GiB has room for those of two million blocks, with what a restart takes beside them."""
+    kv = KV((Group(Kind.FULL, layers=1, page_bytes=64 * KiB, shards=1, block_tokens=16),))
+    (small, large) = (
+        plan(each, Demand(context=32768, sessions=100_000), Machine(1, 2 * TiB))
+        for each in (kv, KV((replace(kv.groups[0], page_bytes=MiB),)))
+    )
+    assert large.pool_bytes // MiB >= 2_000_000
+    lacking = large.pool_bytes - small.pool_bytes
+    assert lacking == pytest.approx(small.pool_bytes // (64 * KiB) * 360 - 768 * MiB, abs=2 * GiB)
+    assert small.memory_bytes <= 2 * TiB
 
 
 def test_a_disk_takes_what_the_pool_has_no_room_for(kv: KV) -> None:
