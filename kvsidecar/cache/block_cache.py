@@ -82,6 +82,7 @@ class BlockCache:
             (
                 self._drop_ended,
                 lambda _: self._table.rebuild_sparse(),
+                lambda _: self._table.shares.move(),
                 self._shrink,
                 self._table.sweep,
                 self._expiry.collect,
@@ -100,11 +101,12 @@ class BlockCache:
     @property
     def shares(self) -> list[Share]:
         """Those of the limits, in their order, and the one of all other namespaces."""
-        return list(self._table.shares)
+        return self._table.shares.current
 
     def set_shares(self, limits: Sequence[ShareLimits]) -> None:
         """Divide the pool again. A share that is over its maximum then is brought down by `sweep`; what others have
-        borrowed of a guarantee is evicted when its share stores."""
+        borrowed of a guarantee is evicted when its share stores. Of thousands of spaces some belong to their shares of
+        before until `sweep` has come to them."""
         self._table.set_shares(Shares(limits))
 
     def busy_room(self, space: Space) -> int:
@@ -332,7 +334,7 @@ class BlockCache:
             return grant
         refusal = Refusal.NOT_ADMITTED if declined and not grant.wanted else self._room.make(needs, grant)
         for _ in range(TRIES):
-            if refusal in (None, Refusal.NOT_ADMITTED) or not self._drop_ended():
+            if refusal in (None, Refusal.NOT_ADMITTED) or not (self._drop_ended() or self._table.shares.move()):
                 break
             refusal = self._room.make(needs, grant)
         if refusal is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class BlockTable:
 
     # -- spaces ------------------------------------------------------------------------------------------------
 
-    def start_with(self, records: Records, adopted: Iterable[SpaceBlocks]) -> None:
+    def start_with(self, records: Records, adopted: Sequence[SpaceBlocks]) -> None:
         """Begin with these blocks of an earlier run, all of them evictable, and record what happens from now on."""
         require(not self.tables, "the table is in use")
         self.records = records
@@ -92,20 +92,17 @@ class BlockTable:
             space = blocks.space
             self.groups.setdefault(space.namespace, {})[space.group] = space
             self.tables[blocks.number] = blocks
+            space.tables.append(blocks)
             self.num_blocks += len(blocks.index)
             self.readable_blocks += blocks.readable
-        self.set_shares(self.shares)
+        self.shares.adopt(adopted)
 
     def set_shares(self, shares: Shares) -> None:
-        """Divide the pool again. What there is stays, until a store needs its slots."""
-        evicted = {share.name: share.evicted for share in self.shares}
-        idle_ticks = {share.name: share.idle_tick for share in self.shares.idling}
-        for share in shares:
-            share.evicted = evicted.get(share.name, 0)
-        for share in shares.idling:
-            share.idle_tick = idle_ticks.get(share.name, 0)
+        """Divide the pool again. What there is stays, until a store needs its slots. Of many spaces, some are divided
+        at once, and the others by `Shares.move`."""
+        shares.follow(self.shares, list(self.tables.values()))
         self.shares = shares
-        shares.move(self.tables.values())
+        shares.move()
 
     def _look_again(self) -> None:
         """The policy has another order from now on."""
@@ -465,13 +462,14 @@ class BlockTable:
             return
         # A space and its table refer to each other: without this call the memory waits for the garbage collector.
         blocks.free_memory()
-        if blocks.cleared or blocks.space.dropped:
-            self.tables.pop(blocks.number, None)
+        if (blocks.cleared or blocks.space.dropped) and self.tables.pop(blocks.number, None) is not None:
+            blocks.space.tables.remove(blocks)
 
     def _new_blocks(self, space: Space) -> SpaceBlocks:
         self._num_tables += 1
         blocks = SpaceBlocks(space, self._num_tables, self.capacity(space), self.seed, self.rhythm)
         self.tables[blocks.number] = blocks
+        space.tables.append(blocks)
         if self.records is not None:
             self.records.open_space(blocks.number, space.namespace, space.group, space.shard_bytes)
         return blocks

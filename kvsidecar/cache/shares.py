@@ -44,6 +44,8 @@ Age = tuple[int, int]
 two blocks the one with the lower age goes first."""
 NO_AGE: Age = (-1, -1)
 """Not later than that of any block."""
+MATCHES = 256
+"""So many times is a namespace compared with a share in one step: a millisecond."""
 
 
 class PayingSpace(Protocol):
@@ -51,6 +53,9 @@ class PayingSpace(Protocol):
 
     namespace: Namespace
     share: Share
+
+    @property
+    def tables(self) -> Sequence[Table]: ...
 
 
 class Table(Protocol):
@@ -106,6 +111,10 @@ class TableOrder:
         self._heap = [(NO_AGE, *entry[1:]) for entry in self._heap if self._listed.get(entry[1]) == entry[0]]
         heapify(self._heap)
         self._listed = dict.fromkeys(self._listed, NO_AGE)
+
+    def remove(self, blocks: Table) -> None:
+        """A table is of another share from now on."""
+        self._listed.pop(blocks.number, None)
 
     def _push(self, entry: tuple[Age, int, Priority, Any]) -> None:
         self._listed[entry[1]] = entry[0]
@@ -163,6 +172,10 @@ class Share:
     ttl: float | None = None
     idle_ttl: float | None = None
     weight: int = 1
+    spared: int = 0
+    """Of ``used``, what the stores of others leave it: what it is guaranteed."""
+    retired: bool = False
+    """Whether another one takes its place: see `Shares.move`."""
     idle_tick: int = 0
     """Blocks that were last used at this tick or before have expired."""
     orders: dict[Priority, TableOrder] = field(default_factory=lambda: _orders(by_use=False))
@@ -170,11 +183,23 @@ class Share:
     by_use: dict[Priority, TableOrder] = field(default_factory=lambda: _orders(by_use=True))
     """The same by last use, of tables that have another order."""
 
+    def __post_init__(self) -> None:
+        self.spared = self.guaranteed
+
+    def retire(self) -> None:
+        """Others take its place. Until they pay for its tables it has no limits, and gives away as little as before."""
+        self.guaranteed, self.most, self.retired = 0, None, True
+
     def add(self, blocks: Table, priority: Priority, age: Age | None = None) -> None:
         """A table of this share has evictable blocks, as `TableOrder.add`."""
         self.orders[priority].add(blocks, age)
         if blocks.reorders:
             self.by_use[priority].add(blocks)
+
+    def leave(self, blocks: Table) -> None:
+        """A table is of another share from now on."""
+        for order in (*self.orders.values(), *self.by_use.values()):
+            order.remove(blocks)
 
     @property
     def used_orders(self) -> Iterator[TableOrder]:
@@ -212,17 +237,26 @@ class Shares:
             for each in limits
         ]
         self._others = Share()
+        self._retired: list[Share] = []
+        """Those of before, while they still pay for any table."""
+        self._to_move: Iterator[Table] = iter(())
+        """Tables of which some are theirs."""
         self.idling = [share for _, share in self._covers if share.idle_ttl]
         """Those whose blocks expire when nobody uses them."""
         self.committed = sum([each.guaranteed for each in limits])
         """Sum over all shares of the larger of its guarantee and its bytes that cannot be evicted now."""
         self.limited = bool(limits)
-        """Whether there are limits. Without any, nothing is refused or spared for the sake of a share, and what a
-        share has is not counted."""
+        """Whether there are limits. Without any, nothing is refused or spared for the sake of a share."""
 
     def __iter__(self) -> Iterator[Share]:
-        yield from (share for _, share in self._covers)
-        yield self._others
+        """All that pay for anything."""
+        yield from self.current
+        yield from self._retired
+
+    @property
+    def current(self) -> list[Share]:
+        """Those of the limits, in their order, and the one of all other namespaces."""
+        return [*(share for _, share in self._covers), self._others]
 
     def of(self, namespace: Namespace) -> Share:
         """The share that pays for this namespace."""
@@ -234,15 +268,66 @@ class Shares:
             blocks.space.share.add(blocks, Priority.NORMAL)
         blocks.used_bytes += used
         blocks.evictable_bytes += evictable
+        share = blocks.space.share
         if self.limited:
-            self._change(blocks.space.share, used, evictable)
+            self._change(share, used, evictable)
+        else:
+            share.used += used
+            share.evictable += evictable
 
-    def move(self, tables: Iterable[Table]) -> None:
-        """Have the shares pay that cover the spaces of these tables. They have not paid for anything yet."""
+    def follow(self, others: Shares, tables: Sequence[Table]) -> None:
+        """Take the place of these shares, which pay for these tables until `move` has come to them."""
+        self._retired = [*others._retired, *others.current]
+        for share in self._retired:
+            share.retire()
+        self.committed += sum([share.busy for share in self._retired])
+        self._to_move = iter(tables)
+        named = {share.name: share for share in self._retired}
+        for share in self.current:
+            if (before := named.get(share.name)) is not None:
+                share.evicted = before.evicted
+                if share.idle_ttl:
+                    share.idle_tick = before.idle_tick
+
+    def adopt(self, tables: Iterable[Table]) -> None:
+        """Have the shares pay for these tables, for which none has paid yet."""
         for blocks in tables:
             blocks.space.share = share = self.of(blocks.space.namespace)
+            share.used += blocks.used_bytes
+            share.evictable += blocks.evictable_bytes
+            for priority in blocks.priorities:
+                share.add(blocks, priority)
+
+    def move(self, _: int = 0) -> bool:
+        """Have the shares of now pay for some spaces that those of before still pay for. False if there are none."""
+        if not self._retired:
+            return False
+        matches = MATCHES
+        for blocks in self._to_move:
+            if blocks.space.share.retired:
+                self._move_space(blocks.space)
+                matches -= len(self._covers) + 1
+                if matches <= 0:
+                    return True
+        self._retired = []
+        return True
+
+    def _move_space(self, space: PayingSpace) -> None:
+        """Have the share of now pay for all tables of this space."""
+        before, share = space.share, self.of(space.namespace)
+        if before is share:
+            return
+        for blocks in space.tables:
+            before.leave(blocks)
             if self.limited:
+                self._change(before, -blocks.used_bytes, -blocks.evictable_bytes)
                 self._change(share, blocks.used_bytes, blocks.evictable_bytes)
+            else:
+                for each, sign in ((before, -1), (share, 1)):
+                    each.used += sign * blocks.used_bytes
+                    each.evictable += sign * blocks.evictable_bytes
+        space.share = share
+        for blocks in space.tables:
             if blocks.evictable_bytes:
                 for priority in blocks.priorities:
                     share.add(blocks, priority)
@@ -282,7 +367,7 @@ class Budget:
 
     def left(self, share: Share) -> int:
         incoming = self._incoming.get(share, 0)
-        allowed = share.used if self._own and incoming else share.used + incoming - share.guaranteed
+        allowed = share.used if self._own and incoming else share.used + incoming - share.spared
         return max(0, allowed - self._taken.get(share, 0))
 
     def without(self, taken: Iterable[tuple[Share, int]]) -> Budget:

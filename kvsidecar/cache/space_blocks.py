@@ -427,6 +427,8 @@ class Space:
     """Whether the cache has removed it, because it had neither users nor blocks."""
     hits: int = field(default=0, init=False)
     misses: int = field(default=0, init=False)
+    tables: list[SpaceBlocks] = field(default_factory=list, init=False)
+    """The current table, and cleared ones of which something is in use or is to be swept."""
     share: Share = field(default_factory=Share, init=False)
     """Pays for its slots."""
     one_size: int = field(default=0, init=False)

@@ -281,7 +281,8 @@ def _check_shares(cache: BlockCache) -> None:
     states: Counter[SlotState] = Counter()
     for blocks in table.tables.values():
         share = blocks.space.share
-        assert share is shares.of(blocks.space.namespace), f"table {blocks.number} is paid for by {share.name}"
+        assert share.retired or share is shares.of(blocks.space.namespace), f"{share.name} pays for {blocks.number}"
+        assert blocks in blocks.space.tables, f"table {blocks.number} is not of its space"
         before = (used[share], evictable[share])
         for slab in table.slots.slabs.by_address().tolist():
             size, first = int(table.slots.slabs.size[slab]), int(table.slots.slabs.first[slab])
@@ -297,9 +298,11 @@ def _check_shares(cache: BlockCache) -> None:
         assert counted == (blocks.used_bytes, blocks.evictable_bytes), f"table {blocks.number} miscounts its bytes"
         for priority, order in share.orders.items():
             listed = blocks.number in order._listed
+            others = [each for each in shares if each is not share and blocks.number in each.orders[priority]._listed]
+            assert not others, f"table {blocks.number} is in the order of another share, too"
             there = bool(blocks.evictable_bytes) and next(blocks.candidates(priority), None) is not None
             assert listed or not there, f"table {blocks.number} would not be evicted"
-    for share in shares if shares.limited else ():
+    for share in shares:
         assert (share.used, share.evictable) == (used[share], evictable[share]), f"the share {share.name} miscounts"
         for order in (*share.orders.values(), *share.by_use.values()):
             entries = {(number, age): (priority, blocks) for age, number, priority, blocks in order._heap}

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvsidecar.cache import block_cache, shares
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
@@ -116,6 +117,54 @@ def test_a_reload_moves_the_bytes_and_the_sweep_brings_down_what_is_over() -> No
     check_integrity(cache)
 
 
+def test_very_many_namespaces_are_given_their_new_shares_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, 10,000 of them stopped the daemon for 300 ms."""
+    monkeypatch.setattr(shares, "MATCHES", 8)
+    cache = new_cache(48)
+    cache.set_shares(limits(n0=(4, None)))
+    spaces = [open_space(cache, f"n{number}") for number in range(12)]
+    for space in spaces:
+        store(cache, space, *range(4))
+    held = lease(cache, spaces[11], 0)
+    cache.set_shares(limits(n0=(2, None), n1=(4, None), n11=(4, 4)))
+    moved = []
+    while cache.sweep():
+        check_integrity(cache)
+        moved.append(sum(not space.share.retired for space in spaces))
+    assert moved == [4, 6, 8, 10, 12, 12]
+    assert used(cache) == {"n0": 4, "n1": 4, "n11": 4, UNASSIGNED: 36}
+    cache.release(held)
+    cache.set_shares(limits(n1=(1, 2)))
+    cache.set_shares(limits(n2=(1, 2)))  # before the other has come to all
+    assert cache.clear(namespace("n11"), sweep=0) == 4
+    cache.close_space(spaces[5])
+    store(cache, spaces[11], "x")
+    while cache.sweep():
+        check_integrity(cache)
+    assert used(cache) == {"n2": 2, UNASSIGNED: 41}
+
+
+def test_what_was_guaranteed_is_not_taken_while_shares_are_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "MATCHES", 1)
+    cache, a, b = two_teams(8, a=(4, None), b=(2, None))
+    fill(cache, a, 4)
+    fill(cache, b, 4)
+    monkeypatch.setattr(block_cache, "TRIES", 0)
+    cache.set_shares(limits(b=(2, None), a=(4, None)))
+    assert [a.share.retired, b.share.retired] == [False, True]
+    cache.set_shares(limits(b=(2, None), a=(4, None)))
+    assert [a.share.retired, b.share.retired] == [False, True]
+    store(cache, b, "x", "y")
+    assert names_readable(cache, a, 0, 1, 2, 3) == [0, 1, 2, 3]
+    cache.set_shares(limits(a=(4, None), b=(2, None)))
+    cache.set_shares(limits(c=(1, None), a=(4, None), b=(2, None)))
+    assert [a.share.retired, b.share.retired] == [False, True]
+    for first in (10, 14):
+        store(cache, a, *range(first, first + 4))
+    assert len(names_readable(cache, b, *range(4), "x", "y")) == 2
+    check_integrity(cache)
+
+
 def test_a_slab_of_another_size_goes_only_if_all_of_it_is_borrowed() -> None:
     cache = new_cache(4, 2)
     cache.set_shares(limits(a=(2, None)))
@@ -182,8 +231,18 @@ models = st.sampled_from(MODELS)
 class SharesMachine(RuleBasedStateMachine):
     """Any requests of three tenants, and reloads."""
 
-    @initialize(shape=st.sampled_from(POOLS), shares=st.sampled_from(SHARES), eviction=st.sampled_from(Eviction))
-    def start(self, shape: tuple[int, int], shares: dict[str, Limits], eviction: Eviction) -> None:
+    @initialize(
+        shape=st.sampled_from(POOLS),
+        shares=st.sampled_from(SHARES),
+        eviction=st.sampled_from(Eviction),
+        slowly=st.booleans(),
+    )
+    def start(self, shape: tuple[int, int], shares: dict[str, Limits], eviction: Eviction, *, slowly: bool) -> None:
+        self.patch = pytest.MonkeyPatch()
+        if slowly:  # one space is moved, and one block let go of, in each step
+            self.patch.setattr("kvsidecar.cache.shares.MATCHES", 1)
+            self.patch.setattr("kvsidecar.cache.block_cache.LET_GO", 1)
+            self.patch.setattr("kvsidecar.cache.block_cache.TRIES", 1000)
         self.cache, self.now = new_cache(*shape, eviction=eviction), 0.0
         self.cache.set_shares(limits(**shares))
         self.spaces = {name: open_space(self.cache, name) for name in MODELS}
@@ -199,15 +258,24 @@ class SharesMachine(RuleBasedStateMachine):
         """Whatever it was, no other share has lost a guaranteed byte, or the prospect of one."""
         del what
         share = self.spaces[model].share
-        for each, (before, _) in self.before.items():
+        for name, before in self.before.items():
+            each = self.spaces[name].share
             if each is not share:
-                assert each.used >= min(before, each.guaranteed), f"{share.name} took from {each.name}"
+                assert self.used(name) >= min(before, each.spared), f"{share.name} took from {each.name}"
         now, total = self.committed, table_of(self.cache).slots.total_bytes
         assert now <= max(total, self.before_committed), f"{now} of {total} bytes are guaranteed or in use"
-        assert share.most is None or share.used <= max(share.most, self.before[share][0])
+        assert share.most is None or share.used <= max(share.most, self.before[model])
+
+    def used(self, model: str) -> int:
+        """Bytes of the slots of a tenant."""
+        return sum(blocks.used_bytes for blocks in self.spaces[model].tables)
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
 
     def look(self) -> None:
-        self.before = {share: (share.used, share.evictable) for share in self.cache.shares}
+        self.before = {model: self.used(model) for model in MODELS}
         self.before_committed = self.committed
 
     @rule(model=models, names=names, priority=st.sampled_from(Priority))
