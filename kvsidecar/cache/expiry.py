@@ -28,8 +28,8 @@ SCAN = 1 << 16
 """Rows of a table to look at in one step: less than a millisecond."""
 SCAN_IDLE = 1 << 14
 """The same where blocks expire that nobody uses: when each was used last takes longer to find out."""
-SWEEP = 4096
-"""Blocks to delete in one step: about two milliseconds."""
+SWEEP = 2048
+"""Blocks to delete in one step: about a millisecond."""
 STEP_SECONDS = 0.25
 """How often the times of the last uses are looked at."""
 LAST_SECOND = (1 << 32) - 1

@@ -18,9 +18,9 @@ from kvsidecar.cache.victims import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
 
-SWEEPS = 16
-"""So many pieces of them does a store look at at most, each of as many blocks as it has or this part of `SWEEP`. If it
-finds no room there, others go, or it is refused: what is left goes soon."""
+SWEEPS, PIECE = 12, 512
+"""A store frees so many pieces of what was cleared or has expired at most, each of so many blocks or of as many as it
+has. If it finds no room there, others go, or it is refused: what is left goes soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Room:
                 for _ in range(SWEEPS):
                     if share.most is None or share.used + nbytes <= share.most:
                         break
-                    if not self._expiry.collect(SWEEP // SWEEPS):
+                    if not self._expiry.collect(PIECE):
                         break
             for share, nbytes in incoming.items():  # nothing expires any more that is among the victims
                 own = self._own_victims(share, nbytes, requested)
@@ -204,7 +204,7 @@ class Room:
 
     def _sweep_for(self, needs: Mapping[int, int]) -> bool:
         """Whether to free cleared and expired blocks is enough: some of them, if they are many."""
-        most = max(SWEEP // SWEEPS, sum(needs.values()))
+        most = max(PIECE, sum(needs.values()))
         for _ in range(SWEEPS):
             if not (self._table.sweep(most) or self._expiry.collect(most)):
                 break

@@ -24,7 +24,7 @@ MAX_LEASES = 16384
 """Leases that one user may have; clients without a token count as one user."""
 MAX_LEASED_BLOCKS = 1 << 22
 """Blocks in the leases of one user, 8 bytes each; a block that is in two counts twice."""
-CLEAR_STEP = 4096
+CLEAR_STEP = 2048
 """Blocks that one step of a clear looks for, and deletes: about two milliseconds."""
 
 Clearing = Generator[None, None, int]

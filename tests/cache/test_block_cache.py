@@ -405,7 +405,7 @@ def test_gauges_say_where_every_byte_is() -> None:
 
 def test_a_store_frees_no_more_of_what_was_cleared_than_it_needs_and_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store of large blocks swept the whole pool in one step, if one small block in use lay in each place."""
-    monkeypatch.setattr(room, "SWEEP", room.SWEEPS)
+    monkeypatch.setattr(room, "PIECE", 1)
     cache = new_cache(200, 10)
     small, large = open_space(cache), open_space(cache, "large", shards=(10,))
     store(cache, small, *range(200))

@@ -75,14 +75,14 @@ def by_eviction(cache: BlockCache, space: Space) -> None:
     other = open_space(cache, "other")
     store(cache, other, *(f"other {number}" for number in range(MANY)))
     cache.close_space(other)
-    cache.clear(other.namespace)
+    by_clearing(cache, other)
 
 
 def by_eviction_under_another_size(cache: BlockCache, space: Space) -> None:
     other = open_space(cache, "other", shards=(2,))
     store(cache, other, *(f"other {number}" for number in range(MANY // 2)))
     cache.close_space(other)
-    cache.clear(other.namespace)
+    by_clearing(cache, other)
 
 
 @pytest.mark.parametrize("go", [by_clearing, by_eviction, by_eviction_under_another_size])
