@@ -245,7 +245,7 @@ def _fork_copier() -> int | None:
     far.close()
     os.close(wanted)
 
-    launch_as_always = serve.launch
+    launch_as_always = serve.launch  # type: ignore[attr-defined]
 
     def launch(module: str) -> Launched:
         serve.launch = launch_as_always  # type: ignore[attr-defined]

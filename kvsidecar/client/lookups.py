@@ -300,8 +300,8 @@ class PendingLookup:
                 self._transport.collect()  # what came for others meanwhile is a sign of life as well
             else:
                 self._transport.collect(self._arrived.is_set, timeout)
-            if not self._arrived.is_set():
-                self._lookups.missed()
+            if timeout > 0 and not self._arrived.is_set():
+                self._lookups.missed()  # a look says nothing of a daemon that was given no time
         return self._arrived.is_set()
 
     def result(self, timeout: float) -> LookupResult:

@@ -247,7 +247,7 @@ def test_size_opens_no_breaker_and_silence_does(short_dir: Path, local: bool) ->
             pending = begin(client, [bytes(32)] * (6 * PART_HASHES))
             for part in range(6):
                 now[0] += 0.6
-                assert not pending.wait(0.0)
+                assert not pending.wait(0.001)
                 assert breaker.state is BreakerState.CLOSED, part
                 answer.release()
                 assert answered.acquire(timeout=SECONDS)
@@ -257,5 +257,7 @@ def test_size_opens_no_breaker_and_silence_does(short_dir: Path, local: bool) ->
             silent = begin(client, [bytes(32)] * (6 * PART_HASHES))
             now[0] += 1.1
             assert not silent.wait(0.0)
+            assert breaker.state is BreakerState.CLOSED, "nobody has waited for the answer"
+            assert not silent.wait(0.001)
             assert breaker.state is not BreakerState.CLOSED
             answer.release(6)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvsidecar.client import Blocks, BreakerState, Client, GroupLayout, HostBuffer, Outcome, Region
+from kvsidecar.client import Blocks, BreakerState, Client, GroupLayout, HostBuffer, Outcome, PendingLookup, Region
 from kvsidecar.integrations.vllm import lookups
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.support.breaker import CircuitBreaker
+from kvsidecar.types import Namespace
 from tests.e2e.endings import pause
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, closed_after_the_test, eventually
 from tests.integrations.engine import Clock, Request, Step, SynchronousSide, full, group
@@ -275,6 +277,86 @@ def test_a_request_is_held_back_only_so_long_and_its_answer_keeps_nothing(
         eventually(lambda: made.metric(HITS) > 0)
         made.leaves_no_lease()
         assert made.side.counters.unanswered_lookups == 1
+
+
+@pytest.fixture
+def no_time_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step finds what has come before it, and waits for nothing."""
+    wait = PendingLookup.wait
+    monkeypatch.setattr(PendingLookup, "wait", lambda pending, _: wait(pending, 0.0))
+
+
+class Computing:
+    """An engine that computes for so many seconds in each step, in which the daemon answers all that it was asked."""
+
+    def __init__(self, made: Engine, seconds: float) -> None:
+        self.made, self.seconds = made, seconds
+        self._before, self._sent = asked_by(made), 0
+        begin = made.client.begin_lookup
+
+        def counted(namespace: Namespace, groups: Mapping[int, bytes], **options: Any) -> PendingLookup | None:
+            self._sent += sum(len(each) // NAMESPACE.hash_bytes for each in groups.values())
+            return begin(namespace, groups, **options)
+
+        made.client.begin_lookup = counted  # type: ignore[method-assign, assignment]
+
+    def compute(self) -> None:
+        assert self.made.clock is not None
+        self.made.clock.now += self.seconds
+        eventually(lambda: asked_by(self.made) == self._before + self._sent)
+
+    def steps_until_known(self, requests: Sequence[Request]) -> dict[str, tuple[int, int]]:
+        """Of each request, in which step its answer was known, and what it was."""
+        known: dict[str, tuple[int, int]] = {}
+        for step in range(1, 40):
+            waiting = [each for each in requests if each.request_id not in known]
+            if not waiting:
+                break
+            told = zip(waiting, self.made.answers(*waiting), strict=True)
+            known |= {each.request_id: (step, tokens) for each, tokens in told if tokens is not None}
+            self.compute()
+        return known
+
+
+@pytest.mark.usefixtures("no_time_in_steps")
+@pytest.mark.parametrize("seconds", [0.02, 0.15, 0.4])
+@pytest.mark.parametrize(("early", "most"), [(True, 2), (False, 3)])
+def test_requests_that_wait_for_others_hit_in_their_second_step_however_long_steps_are(
+    short_dir: Path, early: bool, most: int, seconds: float
+) -> None:
+    """Where a request was not told of before, where its hit ends is known in the second, and all of it in the third."""
+    tokens = 7_024
+    with engine(short_dir, gemma(), tokens, breaker=patient()) as made:
+        computing = Computing(made, seconds)
+        requests = [prompt(f"r{i}", tokens) for i in range(24)]
+        if early:
+            for each in requests:
+                made.side.on_new_request(each)
+            for _ in range(round(1.2 / seconds)):
+                made.answers()
+                computing.compute()
+        known = computing.steps_until_known(requests)
+        assert {hit for _, hit in known.values()} == {tokens}
+        assert max(step for step, _ in known.values()) <= most
+        assert made.side.counters.unanswered_lookups == 0
+        for each in requests:
+            made.side.request_finished(each)
+        made.leaves_no_lease()
+        assert not made.side._lookups._questions._hit_ends
+
+
+@pytest.mark.usefixtures("no_time_in_steps")
+def test_a_step_that_computes_for_long_is_no_daemon_that_is_silent(short_dir: Path, gate: Gate) -> None:
+    with engine(
+        short_dir, full_groups(1), 64, breaker=patient(), KVSIDECAR_FAILPOINTS=f"lookup.before_answer@1={gate}"
+    ) as made:
+        request = prompt("r", 64)
+        assert made.answers(request) == [None]
+        assert made.clock is not None
+        made.clock.now += 60.0
+        assert made.answers(request) == [None]
+        gate.let_pass()
+        assert made.until_known(request) == [64]
 
 
 def test_a_daemon_that_hangs_is_noticed_also_with_a_long_prompt(short_dir: Path) -> None:

@@ -26,11 +26,14 @@ Answer = TypeVar("Answer")
 REFUSED = "refused"
 """The daemon refuses the lookup as invalid; logged once."""
 FRESH_SECONDS = 0.1
-"""How long an answer is reused. vLLM repeats the lookup in every step while a request waits for free blocks."""
+"""How long an answer without a lease is reused."""
 OFFER_SECONDS = 2.0
 """Lease of a hit until vLLM allocates blocks for it."""
 AGAIN_SECONDS = 0.002
 """Between lookups of a request that waits for blocks from a slower tier; in proportion, for more than 2,048 hashes."""
+LEAST_LOOKS = 3
+"""So often a request's step has looked for an answer before it does without: one that computes for longer than the
+patience is no daemon that is silent."""
 UNCLAIMED_SECONDS = 0.5
 """When to release the lease of a request that vLLM does not schedule because others go first."""
 
@@ -47,6 +50,9 @@ class Offer:
     """By group: the joined hashes that were looked up, from the first block after ``local``."""
     answered: float | None = None
     waiting_since: float | None = None
+    """Since when its lookup cannot be sent, while that is so."""
+    looks: int = 0
+    """Steps that have looked for an answer since the last one."""
     fetched_since: float | None = None
     """Since when the request waits for blocks that the daemon fetches."""
     coming: bool = False
@@ -58,13 +64,21 @@ class Offer:
     lease: int | None = None
     """Protects the blocks from eviction until they are allocated."""
 
+    @property
+    def fresh_seconds(self) -> float:
+        """How long the answer is reused: vLLM repeats the lookup in every step while a request waits for blocks."""
+        if self.coming:
+            return self.again
+        return FRESH_SECONDS if self.lease is None else UNCLAIMED_SECONDS
+
 
 class Lookups:
     """Looks up which blocks of requests the daemon has. A step waits at most ``lookup_budget`` for its lookups.
 
-    A lookup is sent when its request arrives, or by the first step that asks. The first step that finds the answer uses
-    it: vLLM asks again in the next one if there is none, and the request is held back until then, for at most
-    ``lookup_patience``, and in proportion for a long prompt.
+    A lookup is sent when its request arrives, or by the first step that asks, also by one that has no time left to wait
+    for the answer. The first step that finds the answer uses it: vLLM asks again in the next one if there is none, and
+    the request is held back until then, until the daemon has been silent for ``lookup_patience``, and in proportion for
+    a long prompt.
 
     A short lease, one per request, protects each offer from eviction until vLLM has allocated blocks for it.
     """
@@ -79,14 +93,16 @@ class Lookups:
         """Requests with a leased offer, and when the lease was taken; the oldest first."""
         self._hash_bytes = shared.engine.hash_bytes
         self._questions = Questions(self._groups, client, OFFER_SECONDS, shared.clock)
-        self._waited = 0.0
+        self._waited = self._sending = 0.0
         self.used = False
         """Whether `new_step` has work to do."""
         self._refused = False
 
     def new_step(self) -> None:
         """Start a step: reset the budget, and release the leases of requests that vLLM did not schedule."""
-        self._waited = 0.0
+        began = self._clock()
+        self._questions.advance(began + self._options.lookup_budget)
+        self._waited, self._sending = 0.0, self._clock() - began
         while self._leased:
             request_id, since = next(iter(self._leased.items()))
             if self._clock() - since < UNCLAIMED_SECONDS:
@@ -96,7 +112,7 @@ class Lookups:
         self.used = bool(self._leased or self._questions)
 
     def forget(self, request_id: str) -> None:
-        self._questions.cancel(request_id)
+        self._questions.forget(request_id)
         self._release_lease(request_id)
         self._offers.pop(request_id, None)
 
@@ -137,21 +153,22 @@ class Lookups:
         if offer is None or offer.local != local:
             self._release_lease(request.request_id)
             offer = self._offers[request.request_id] = Offer(local, 0)
-        elif offer.answered is not None and now - offer.answered < (offer.again if offer.coming else FRESH_SECONDS):
+        elif offer.answered is not None and now - offer.answered < offer.fresh_seconds:
             return None if offer.coming else offer.tokens
         most = hits.limit(self._groups, request.num_tokens, local)
         question = self._questions.find(request, local, most)
         if question is None:
-            if most > 0 and self._waited >= self._options.lookup_budget:
-                return None  # this step has used its budget; the next one looks up
-            question = Question(self._groups, request, local, most, prefix=True)
+            if most > 0 and self._sending >= self._options.lookup_budget:
+                return None  # the next step sends it
+            question = self._questions.new(request, local, most)
             if most <= 0 or not question:
                 offer.tokens, offer.answered = 0, now
                 return 0
             self._questions.keep(request.request_id, question)
         self._ask(question, offer, local, most)
         if question.reason == NO_ANSWER:
-            if offer.waiting_since is None:
+            offer.looks += 1
+            if question.pending is None and offer.waiting_since is None:
                 offer.waiting_since = now
             if self._may_wait(offer, question):
                 if question.pending is None:
@@ -162,7 +179,7 @@ class Lookups:
             self._questions.remove(request.request_id)
         self._count(question)
         self._release_lease(request.request_id)  # after the lookup, whose lease protects the same blocks
-        offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
+        offer.tokens, offer.answered, offer.waiting_since, offer.looks = 0, self._clock(), None, 0
         same_run = self._client.epoch == epoch  # else the answer is of a daemon that may have none of it now
         if not question.reason and question.ready and same_run:
             offer.tokens = self._longest(question, local, most)
@@ -196,11 +213,16 @@ class Lookups:
 
     def _send(self, question: Question, packed: Mapping[int, bytes], arguments: Mapping[str, Any]) -> bool:
         """Send a round. False: it cannot be sent."""
+        self.used = True
+        began = self._clock()
         try:
-            question.pending = self._within_budget(lambda _: self._client.begin_lookup(packed, **arguments))
+            question.pending = self._client.begin_lookup(packed, **arguments)
         except ClientError as error:
             self._refuse(question, error)
             return True
+        finally:
+            question.sent = self._clock()
+            self._sending += question.sent - began
         return question.pending is not None
 
     def _take(self, question: Question, lookup: Callable[..., LookupResult]) -> None:
@@ -218,9 +240,10 @@ class Lookups:
 
     def _may_wait(self, offer: Offer, question: Question) -> bool:
         """Whether the request is held back until a later step. Not for a daemon that is silent altogether."""
-        assert offer.waiting_since is not None
+        since = question.sent if question.pending is not None else offer.waiting_since
+        assert since is not None
         patience = in_proportion(self._options.lookup_patience, question.hashes_asked)
-        return self._clock() - offer.waiting_since < patience and not self._client.hangs
+        return not self._client.hangs and (offer.looks < LEAST_LOOKS or self._clock() - since < patience)
 
     def _count(self, question: Question) -> None:
         self._counters.lookups += 1

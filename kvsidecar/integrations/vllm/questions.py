@@ -3,7 +3,8 @@
 Sent when a request arrives, it is mostly answered by the request's first step.
 
 A long prompt is asked for in rounds. A hit needs every block of some groups, but of a sliding window's group only the
-last few before its end: they are asked for when it is known where the hit may end.
+last few before its end: they are asked for when it is known where the hit may end. Where an earlier answer has said
+that, one round is mostly enough.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ class Question:
         local: tokens that the GPU has, or more that it may turn out to have; a multiple of the alignment.
         most: tokens that a hit after ``local`` may have.
         prefix: whether ``local`` is certain, so that nothing behind a group's first miss matters.
+        guess: tokens of the request after which the hit probably ends; 0: unknown.
     """
 
-    def __init__(self, groups: Sequence[Group], request: Any, local: int, most: int, *, prefix: bool) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Sequence[Group], request: Any, local: int, most: int, *, prefix: bool, guess: int = 0
+    ) -> None:
+        self._groups, self._guess = groups, guess
         self.local, self.end = local, local + most
         self.touched = 0.0
         self._hashes = hits.hashes(groups, request.block_hashes, local, most) if groups else {}
@@ -53,8 +57,12 @@ class Question:
         self._round: Places = {}
         self._packed: dict[int, bytes] = {}
         """Of groups of which all was asked at once: the hashes, joined."""
+        self.in_rounds = False
+        """Whether not everything is asked at once."""
         self.pending: PendingLookup | None = None
         """Of the round that is under way."""
+        self.sent = 0.0
+        """When it was sent."""
         self.hashes_asked = 0
         self.missing: dict[int, list[bytes]] = {}
         """Hashes that were asked for and not found, by group."""
@@ -100,17 +108,26 @@ class Question:
         if total <= BUDGETED_HASHES or not windowed or not any(group.kind is Kind.FULL for group in others):
             yield everything
             return
-        yield {group.index: everything[group.index] for group in others}
+        self.in_rounds = True
+        asked: dict[int, set[int]] = {group.index: set() for group in windowed}
+
+        def windows(*ends: int) -> Places:
+            """What hits of so many tokens need of the windows, and was not asked for yet."""
+            new: dict[int, list[int]] = {}
+            for group in windowed:
+                first, count = self._first[group.index], len(self._hashes[group.index])
+                blocks = [each for end in ends if end > 0 for each in hits.needed_blocks(group, end, self._now_local)]
+                places = {each - first for each in blocks if each - first < count} - asked[group.index]
+                new[group.index] = sorted(places)
+                asked[group.index] |= places
+            return new
+
+        guessed = min(self._guess, self.end) - self._now_local
+        yield {**{group.index: everything[group.index] for group in others}, **windows(guessed)}
         ends = self._ends(assumed=windowed)
         if not any(ends):
             return
-        asked: dict[int, set[int]] = {group.index: set() for group in windowed}
-        for group in windowed:
-            first, count = self._first[group.index], len(self._hashes[group.index])
-            for end in ends:
-                blocks = hits.needed_blocks(group, end, self._now_local) if end else ()
-                asked[group.index].update(each - first for each in blocks if each - first < count)
-        yield {index: sorted(places) for index, places in asked.items()}
+        yield windows(*ends)
         if self._ends() == ends:
             return
         # A window has gone: the hit may end anywhere before.
@@ -164,6 +181,11 @@ class Question:
     def refused(self, reason: str) -> None:
         self.pending, self.lease, self.reason = None, None, reason
 
+    def hit_end(self) -> int:
+        """Tokens of the request after which its hit ends, as far as that is known; 0: there is none."""
+        end = self._ends()[0] if self.ready and not self.reason else 0
+        return end and self._now_local + end
+
     def found(self, local: int) -> dict[int, Sequence[bool]]:
         """By group, for each block from ``local`` on, whether it can be loaded."""
         return {index: flags[self._after(index, local) :] for index, flags in self._found.items()}
@@ -209,6 +231,8 @@ class Questions:
         self._chooses = hits.chooses(groups)
         self._questions: dict[str, Question] = {}
         """In the order in which steps have last asked for them."""
+        self._hit_ends: dict[str, int] = {}
+        """Tokens of each request after which its hit ended when that was last known, if it is asked for in rounds."""
 
     def __len__(self) -> int:
         return len(self._questions)
@@ -228,7 +252,35 @@ class Questions:
         except ClientError:
             return  # the request's step asks again, and logs the error
         if question.pending is not None:
+            question.sent = self._clock()
             self.keep(request.request_id, question)
+
+    def advance(self, deadline: float) -> None:
+        """Take answers that have come, and send the next rounds, so that a step which asks finds all of it. Never
+        waits, never raises.
+
+        Args:
+            deadline: of the clock; what is left then is left to the next step.
+        """
+        if not self._chooses:
+            return  # all is asked at once
+        for question in self._questions.values():
+            if not question.in_rounds or question.pending is None or not question.pending.wait(0.0):
+                continue
+            if self._clock() >= deadline:
+                return
+            try:
+                question.take(question.pending.result(0.0))
+                if packed := question.next_round(question.local):
+                    question.pending = self._client.begin_lookup(packed, **self.arguments(question))
+                    question.sent = self._clock()
+            except ClientError:
+                pass  # the step that asks sends it again, and logs the error
+
+    def new(self, request: Any, local: int, most: int) -> Question:
+        """A question about a request of which the GPU has ``local`` tokens."""
+        guess = self._hit_ends.get(request.request_id, 0)
+        return Question(self._groups, request, local, most, prefix=True, guess=guess)
 
     def find(self, request: Any, local: int, most: int) -> Question | None:
         """The question about this request, if there is one that answers what is to be known."""
@@ -265,13 +317,23 @@ class Questions:
 
     def remove(self, request_id: str) -> None:
         """It is answered."""
-        del self._questions[request_id]
+        self._note_end(request_id, self._questions.pop(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """`cancel`, and forget where the request's hit ended."""
+        self.cancel(request_id)
+        self._hit_ends.pop(request_id, None)
+
+    def _note_end(self, request_id: str, question: Question) -> None:
+        if question.in_rounds and (end := question.hit_end()):
+            self._hit_ends[request_id] = end
 
     def cancel(self, request_id: str) -> None:
         """Give it up, and the lease of its answer, also of one that is still to come."""
         question = self._questions.pop(request_id, None)
         if question is None:
             return
+        self._note_end(request_id, question)
         if question.pending is not None:
             question.pending.cancel()
         elif question.lease is not None:
