@@ -23,6 +23,9 @@ ENTRIES = 1 << 20
 that is left names it."""
 PROMPTS = 1 << 16
 """Of 50 bytes."""
+PASSED = 64
+"""Most prompts that one lookup takes from what LRU would have: one of a prompt that is as long as the pool would pass
+all. The lookups after it pass the others; each needs room for itself alone."""
 LIVES = 300.0
 """Seconds after its last use for which a prompt has a say in what becomes of blocks that it shares."""
 ENDED, ASKED, STORED = range(3)
@@ -143,7 +146,9 @@ class Prompts:
         self._order[self._turn & _RECORD], self._turns[record] = record, self._turn
         self._lru_bytes += nbytes - self._in_lru.item(record)
         self._in_lru[record] = nbytes
-        while self._lru_bytes > self._pool_bytes or self._turn - self._oldest >= PROMPTS:
+        for _ in range(PASSED):
+            if self._lru_bytes <= self._pool_bytes and self._turn - self._oldest < PROMPTS:
+                return
             oldest = self._order.item(self._oldest & PROMPTS - 1)
             if self._turns.item(oldest) == self._oldest:  # else it was looked up again
                 there, over = self._in_lru.item(oldest), self._lru_bytes - self._pool_bytes

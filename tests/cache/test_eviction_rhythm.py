@@ -35,7 +35,19 @@ from kvsidecar.cache.use_times import UseTimes
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Priority
 from tests.cache.integrity import check_integrity
-from tests.cache.support import find, keys, limits, names_readable, new_cache, one_space, open_space, store, table_of
+from tests.cache.support import (
+    find,
+    instructions_of,
+    key,
+    keys,
+    limits,
+    names_readable,
+    new_cache,
+    one_space,
+    open_space,
+    store,
+    table_of,
+)
 from tests.marks import examples, long
 
 
@@ -516,6 +528,17 @@ def test_with_lru_only_what_is_over_does_not_count_as_used() -> None:
 
 
 # -- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_of_a_prompt_as_long_as_the_pool_takes_as_many_steps_whatever_was_looked_up_before() -> None:
+    def steps(prompts: int) -> int:
+        cache, space = rhythmic_space(4096)
+        for number in range(prompts):
+            cache.lookup_and_lease([(space, [key(number)])], LookupMode.PREFIX, 0.0, 1.0, "o")
+        whole = keys(*range(-4096, 0))
+        return instructions_of(lambda: cache.lookup_and_lease([(space, whole)], LookupMode.PREFIX, 0.0, 1.0, "o"))
+
+    assert steps(4000) < 1.2 * steps(400)
 
 
 def busy(cache: BlockCache, space: Space, count: int) -> float:
