@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvsidecar.cache.records import MAX_SHARDS
 from kvsidecar.core.layout_checks import MAX_ROWS, checking_regions
@@ -84,9 +84,14 @@ class RankRegistration:
             raise InvalidRequest("no KV cache group is registered: a rank needs at least one")
         if len(self.event_handles) > MAX_EVENTS:
             raise InvalidRequest(f"a ring of {len(self.event_handles)} events is longer than {MAX_EVENTS}")
+        named = set[int]()
         for number, allocation in enumerate(self.allocations):
-            if isinstance(allocation, RangesAllocation) and (problem := _ranges_problem(allocation)):
-                raise InvalidRequest(f"allocation {number}: {problem}")
+            if isinstance(allocation, RangesAllocation):
+                if problem := _ranges_problem(allocation):
+                    raise InvalidRequest(f"allocation {number}: {problem}")
+                named.update(allocation.fd_indexes)
+        if len(named) < sum(len(each.fd_indexes) for each in self.allocations if isinstance(each, RangesAllocation)):
+            raise InvalidRequest("one descriptor of physical memory is named twice: it would be mapped at two places")
         yield
         sizes = [allocation.size for allocation in self.allocations]
         seen: set[int] = set()
@@ -106,6 +111,29 @@ class RankRegistration:
             if rows > MAX_ROWS:
                 raise InvalidRequest(f"the regions of all groups have more than {MAX_ROWS} rows together")
             yield
+
+
+def checking_aliases(registration: RankRegistration, keys: Sequence[bytes]) -> Generator[None, None, None]:
+    """Refuse regions of a group that overlap because two allocations are the same memory, in small steps.
+
+    Args:
+        keys: of the memory of each allocation, once it is imported.
+
+    Raises:
+        InvalidRequest: as of `checking_regions`.
+    """
+    if len(set(keys)) == len(keys):
+        return
+    first: dict[bytes, int] = {}
+    largest: dict[bytes, int] = {}
+    for number, (key, allocation) in enumerate(zip(keys, registration.allocations, strict=True)):
+        first.setdefault(key, number)
+        largest[key] = max(largest.get(key, 0), allocation.size)
+    sizes = [largest[key] for key in keys]
+    for layout in registration.groups:
+        regions = tuple(replace(region, allocation=first[keys[region.allocation]]) for region in layout.regions)
+        yield from checking_regions(replace(layout, regions=regions), sizes)
+        yield
 
 
 def _ranges_problem(allocation: RangesAllocation) -> str:

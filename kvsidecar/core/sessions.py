@@ -20,7 +20,7 @@ from kvsidecar.core.job import Job
 from kvsidecar.core.namespace_options import NamespaceOptions
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
-from kvsidecar.core.registration import RankRegistration
+from kvsidecar.core.registration import RankRegistration, checking_aliases
 from kvsidecar.errors import (
     AccessDenied,
     DeviceError,
@@ -332,6 +332,7 @@ class Instances:
                     raise ImportRefused(
                         f"an allocation was registered with {allocation.size} bytes but has {memory.nbytes}"
                     )
+            await self._time.run(checking_aliases(registration, [memory.key for memory in opened.memories]))
             # In a thread, as the import: a delay here must not stop the loop, which sees clients disconnect.
             await asyncio.to_thread(lambda: failpoints.hit("attach.after_import"))
             # The peer may have disconnected while the driver worked; then nothing would end this session.

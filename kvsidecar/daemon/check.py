@@ -16,7 +16,7 @@ from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
 from kvsidecar.server.socket_files import group_id
 from kvsidecar.support import failpoints, kernel_calls
-from kvsidecar.support.addresses import cannot_listen
+from kvsidecar.support.addresses import at, cannot_listen
 from kvsidecar.support.units import format_size
 
 
@@ -34,7 +34,7 @@ def check(flags: Mapping[str, str | None]) -> str:
     kernel_calls.check()
     geometry = pool_geometry(settings)
     group_id("socket_group", settings.socket_group)
-    http = f"{settings.http_host}:{settings.http_port}"
+    http = at(settings.http_host, settings.http_port)
     _check_address("HTTP", settings.http_host, http, "--http-host and --http-port")
     _check_what_is_imported_late(settings, geometry)
     if settings.tcp_listen is not None:

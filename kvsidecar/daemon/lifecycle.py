@@ -20,6 +20,7 @@ from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.http import Probes
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support import log
+from kvsidecar.support.addresses import at
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
@@ -136,7 +137,7 @@ class Lifecycle:
         if not await self.endpoint.acquire(wait_seconds=self._settings.lock_wait, stop=self.stop):
             return False
         port = await self.probes.start(self._settings.http_host, self._settings.http_port)
-        self.http = f"http://{self._settings.http_host}:{port}"
+        self.http = f"http://{at(self._settings.http_host, port)}"
         _log.debug("starting", http=self.http, version=__version__)
         return True
 

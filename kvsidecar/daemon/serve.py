@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 DESCRIPTORS = 65536
 """Room in the table of descriptors from the start, if the limit allows as many: 512 KiB."""
+LEAST_FILE_BYTES = 16 << 20
+"""Of the largest file that any daemon makes: a copier's ring."""
 BAR_COLUMNS = 40
 """The width of the bar that shows how much of the pool is pinned."""
 
@@ -79,6 +81,7 @@ def _serve(flags: Mapping[str, str | None], notifier: Notifier) -> int:
     kernel_calls.check()
     geometry = pool_geometry(settings)
     _raise_descriptor_limit()
+    _raise_file_limit(geometry.pool_bytes)
     read_settings = None if terminal.sighup_is_its_end() else lambda: load_settings(flags)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(settings, geometry, read_settings, notifier))
@@ -243,6 +246,19 @@ def _raise_descriptor_limit() -> None:
         # of RCU each time: 10 to 20 ms of the event loop. It never makes it smaller.
         most = DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, DESCRIPTORS)
         os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, most - 1))
+
+
+def _raise_file_limit(pool_bytes: int) -> None:
+    """Raises PoolRefused: memory that processes share is a file to the kernel, and may not have so many bytes."""
+    with suppress(OSError, ValueError):  # it may be forbidden to ask, and to change it
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        if hard != resource.RLIM_INFINITY and hard < (needed := max(pool_bytes, LEAST_FILE_BYTES)):
+            raise PoolRefused(
+                f"files may have {format_size(hard)} (RLIMIT_FSIZE), and memory that is shared needs one of "
+                f"{format_size(needed)}: raise it (ulimit -f unlimited, or LimitFSIZE=infinity)",
+                lasting=True,
+            )
 
 
 def tracing_of(settings: Settings) -> Callable[[Metrics], Tracing] | None:

@@ -24,6 +24,7 @@ from kvsidecar.publisher.metrics import Metrics, Reason, RouterRefused
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.accepting import accept
+from kvsidecar.support.addresses import at
 
 _caused = log.limited("publish")
 """For lines that routers cause."""
@@ -162,7 +163,7 @@ class Endpoint:
         if self._sock.family == socket.AF_UNIX:
             return f"ipc://{self._path}" if self._path else f"ipc://@{self._sock.getsockname()[1:].decode()}"
         host, port = self._sock.getsockname()[:2]
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return f"tcp://{at(host, port)}"
 
     def __len__(self) -> int:
         return len(self._connections)

@@ -9,6 +9,7 @@ from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_server import HttpServer
 from kvsidecar.server.renderings import Rendering
 from kvsidecar.support import log
+from kvsidecar.support.addresses import at
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.tasks import TaskSet
 
@@ -29,7 +30,7 @@ class MetricsServer:
         """Raises AddressUnavailable, ConfigError: the address cannot be bound, now or ever."""
         host, port = address
         port = await self._server.start(host, port, "--metrics")
-        _log.info("metrics are served", url=f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
+        _log.info("metrics are served", url=f"http://{at(host, port)}/metrics")
 
     async def stop(self) -> None:
         await self._server.stop()

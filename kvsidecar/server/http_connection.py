@@ -10,6 +10,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.server.aiohttp_server import HttpProcessingError, web
 from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.support import log
+from kvsidecar.support.addresses import is_meant
 
 MAX_CONNECTIONS = 128
 """Limit for all clients together, since TCP does not identify them. One more closes the connection that has waited
@@ -201,6 +202,9 @@ async def take_turn(request: web.Request, handler: Callable[[web.Request], Any])
     connection = request.protocol
     assert isinstance(connection, HttpConnection)
     await connection.request_arrived()
+    address = None if connection.transport is None else connection.transport.get_extra_info("sockname")
+    if address and not is_meant(request.headers.get("Host"), address[0]):
+        return web.Response(status=421, text="this is not the host that the request names\n")
     if request.body_exists:
         response: web.StreamResponse = web.Response(status=400, text="requests here have no body\n")
         response.force_close()

@@ -13,7 +13,7 @@ from kvsidecar.server.http_connection import Connections, HttpConnection, before
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
 from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.support import log
-from kvsidecar.support.addresses import cannot_listen
+from kvsidecar.support.addresses import at, cannot_listen
 from kvsidecar.support.tasks import TaskSet
 
 RECEIVE_BYTES = 16 * 1024
@@ -48,7 +48,7 @@ class HttpServer:
         try:
             return await self._listener.start(host, port)
         except OSError as error:
-            raise cannot_listen("HTTP", f"{host}:{port}", option, error) from error
+            raise cannot_listen("HTTP", at(host, port), option, error) from error
 
     async def stop(self) -> None:
         await self._tasks.cancel()

@@ -103,8 +103,9 @@ class SocketFiles:
 
     def _take(self, lock: int) -> None:
         """The lock of this file is held: say by whom, and remove what nobody serves any more."""
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        with suppress(OSError):  # for people: a disk that is full keeps no daemon from its lock
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         if reason := self._stays.say(lock):
             _log.warning("another daemon will wait for this one", lock=str(self._lock_path), reason=reason)
         for path in self._bound_at:
@@ -125,13 +126,16 @@ class SocketFiles:
             except FileExistsError:
                 lock = os.open(self._lock_path, flags, 0o600)
                 self._made_lock = False
-            return lock
         except OSError as error:
             remove_directories(self._made)
             raise SocketInUse(
                 f"uid {os.geteuid()} cannot use {directory} for the socket ({error.strerror}): "
                 "let it write there, or set --socket to another path"
             ) from error
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            os.close(lock)
+            raise SocketInUse(f"{self._lock_path} is not a file: remove it, or set --socket to another path")
+        return lock
 
     def _make(self, directory: Path) -> None:
         if directory.is_dir():

@@ -30,6 +30,7 @@ CODES: dict[type[errors.KVSidecarError], grpc.StatusCode] = {
     errors.KernelRefuses: grpc.StatusCode.INTERNAL,
     errors.SocketInUse: grpc.StatusCode.INTERNAL,
     errors.AddressUnavailable: grpc.StatusCode.INTERNAL,
+    errors.TooManyProcesses: grpc.StatusCode.INTERNAL,
     errors.PoolRefused: grpc.StatusCode.UNAVAILABLE,
     errors.PinFailed: grpc.StatusCode.UNAVAILABLE,
     errors.PinStopped: grpc.StatusCode.UNAVAILABLE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 from typing import Final
@@ -11,6 +12,38 @@ from kvsidecar.errors import AddressUnavailable, ConfigError, KVSidecarError
 
 _TEMPORARY: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
 """Another program has the port, or the network is not up yet."""
+
+
+def at(host: str, port: int) -> str:
+    """As in a URL: with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_meant(host: str | None, local_address: str) -> bool:
+    """Whether a request for this host is meant for a server of this machine that it has reached here.
+
+    A page of somebody else can have a browser ask for its own name, and that name lead to this machine (DNS rebinding):
+    the browser takes the answer for the page's. Who reaches a loopback address uses it, this machine's name, or one
+    without a dot, such as ``localhost``, which no page has; other addresses have the names that a network gives them.
+
+    Args:
+        host: as the client says; None: it does not, as browsers always do.
+        local_address: at which the request has arrived.
+    """
+    if host is None or not _is_address(local_address) or not ipaddress.ip_address(local_address).is_loopback:
+        return True
+    name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    name = name.lower().rstrip(".")
+    own = socket.gethostname().lower()
+    return "." not in name or name == own or name.endswith(".localhost") or _is_address(name)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def cannot_listen(service: str, address: str, option: str, error: OSError) -> KVSidecarError:

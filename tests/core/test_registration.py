@@ -1,4 +1,4 @@
-"""A registration whose client goes away in the middle of it."""
+"""A registration whose client goes away in the middle of it, and one that names memory twice."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.client import HostBuffer
 from kvsidecar.core.access import Access
-from kvsidecar.core.registration import FdAllocation, RankRegistration
+from kvsidecar.core.registration import FdAllocation, RangesAllocation, RankRegistration
 from kvsidecar.core.sessions import Instances
 from kvsidecar.device.base import DeviceMemory, MemorySource
-from kvsidecar.errors import UnknownPeer
+from kvsidecar.errors import InvalidRequest, UnknownPeer
 from kvsidecar.support.peer import Credentials
+from kvsidecar.support.tasks import in_one
+from kvsidecar.types import GroupLayout, Region
 from tests.copiers import NoProcessCopiers
 from tests.harness import NAMESPACE, SECONDS, layout
 
@@ -64,3 +66,33 @@ async def test_descriptors_stay_open_while_a_driver_has_them_in_its_hands(monkey
         os.fstat(fd)
     assert (len(instances), copier.sessions) == (0, set())
     buffer.close()
+
+
+async def test_memory_that_is_registered_twice_is_looked_at_as_one() -> None:
+    """Two regions at one place would make a load write one over the other."""
+    copiers = NoProcessCopiers()
+    pid = copiers.by_uuid["host"].pid
+    cache = BlockCache(SlotAllocator(1 << 20, 1 << 20))
+    instances = Instances(cache, copiers, time.monotonic, lambda *_: None, Access(None, owner=0))
+    buffer = HostBuffer(1 << 20)
+
+    def registration(second_offset: int) -> RankRegistration:
+        fds = os.dup(buffer.fd), os.dup(buffer.fd)
+        peer = instances.add_peer(Credentials(1, 0, 0), "", fds, copiers=frozenset({pid}))
+        regions = tuple(Region(number, number * second_offset, 64, 64, 64, 1) for number in range(2))
+        allocations = tuple(FdAllocation(number, buffer.nbytes) for number in range(2))
+        group = GroupLayout(0, 8, 0, 1, regions)
+        return RankRegistration(peer.token, "i", NAMESPACE, 0, 1, "host", allocations, (group,))
+
+    with pytest.raises(InvalidRequest, match="overlap in some block"):
+        await instances.register(registration(32))
+    await instances.register(registration(8 * 64))
+    assert len(instances) == 1
+
+
+@pytest.mark.parametrize("named", [[(0, 0)], [(0, 1), (1,)]])
+def test_physical_memory_that_is_named_twice_is_refused(named: list[tuple[int, ...]]) -> None:
+    allocations = tuple(RangesAllocation(each, (4096,) * len(each), 4096 * len(each)) for each in named)
+    registration = RankRegistration(b"", "i", NAMESPACE, 0, 1, "host", allocations, (layout(),))
+    with pytest.raises(InvalidRequest, match="named twice"):
+        in_one(registration.checking())

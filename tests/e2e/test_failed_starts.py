@@ -87,6 +87,12 @@ def test_too_few_processes_are_said(short_dir: Path, limit: int) -> None:
     assert len(ran.stderr.splitlines()) == 1
 
 
+def test_a_limit_of_file_sizes_is_named(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, until="stderr", under=["prlimit", f"--fsize={1 << 20}"]) as daemon:
+        assert daemon.process.wait(SECONDS) == 78
+        assert "RLIMIT_FSIZE" in daemon.read_log()[-1]["text"]
+
+
 def test_a_file_in_the_sockets_place_is_said(short_dir: Path) -> None:
     (short_dir / "kvs.sock").write_text("precious")
     code, said, statuses = refused(short_dir)

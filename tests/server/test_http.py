@@ -15,6 +15,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.server import http, http_connection
 from kvsidecar.server.http import Probes, Sources
 from kvsidecar.server.renderings import Steps
+from kvsidecar.support.addresses import at
 from kvsidecar.support.tasks import TaskSet
 from tests.harness import eventually_in_loop
 from tests.open_files import open_files
@@ -43,7 +44,7 @@ class Served:
 
     async def ask(self, method: str = "GET") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(f"{method} /status HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        writer.write(f"{method} /status HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         return reader, writer
 
     def keep_little(self) -> None:
@@ -93,7 +94,7 @@ async def test_a_long_answer_is_whole_and_its_head_alone(served: Served) -> None
         assert b"nosniff" in head
         if method == "GET":
             assert await reader.readexactly(len(LONG)) == LONG
-        writer.write({"GET": b"HEAD", "HEAD": b"GET"}[method] + b" /status HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write({"GET": b"HEAD", "HEAD": b"GET"}[method] + b" /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
     writer.close()
 
 
@@ -132,7 +133,7 @@ async def test_of_clients_that_do_not_read_no_more_are_kept_than_may_be(
         monkeypatch.setattr(module, "CLIENT_SECONDS", 600.0)
     hanging, before = [], sockets()
     for number in range(1, 25):
-        hanging.append(await served.unread(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"))
+        hanging.append(await served.unread(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"))
         await eventually_in_loop(lambda begun=number: served.begun == begun)
     assert served.metrics.refusal_counts() == {Refusal.LIMIT.value: 16}
     await eventually_in_loop(lambda: sockets() == before + len(hanging) + 8)
@@ -148,3 +149,22 @@ async def test_its_end_ends_who_does_not_read(served: Served, monkeypatch: pytes
     await asyncio.wait_for(served.probes.stop(), 60)
     for _, writer in hanging:
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9", 200), ("[::1]:9", 200), ("localhost", 200), ("x.localhost:9", 200), ("10.1.2.3", 200),
+        (socket.gethostname(), 200), (None, 200), ("rebound.example:9", 421), ("localhost.example", 421),
+    ],
+)  # fmt: skip
+async def test_at_a_loopback_address_only_this_machine_is_asked(served: Served, host: str | None, status: int) -> None:
+    """A page may have a browser ask for a name of its own, which leads here."""
+    served.text = b"{}"
+    client = await served.unread(b"GET /status HTTP/1.0\r\n" + (f"Host: {host}\r\n" if host else "").encode() + b"\r\n")
+    assert (await asyncio.get_running_loop().sock_recv(client, 4096)).startswith(f"HTTP/1.0 {status} ".encode())
+    client.close()
+
+
+def test_an_address_of_ipv6_has_brackets_in_a_url() -> None:
+    assert [at(host, 80) for host in ("::1", "127.0.0.1", "here")] == ["[::1]:80", "127.0.0.1:80", "here:80"]

@@ -73,6 +73,12 @@ def test_a_directory_that_cannot_be_used_is_named_with_the_user_and_the_option(s
         acquire(files_at(short_dir / "file" / "run"))
 
 
+def test_a_lock_that_is_no_file_is_named(short_dir: Path) -> None:
+    os.mkfifo(short_dir / "kvs.sock.lock")
+    with pytest.raises(SocketInUse, match=r"kvs\.sock\.lock is not a file"):
+        acquire(files_at(short_dir))
+
+
 def test_an_acquire_that_is_refused_leaves_what_it_has_found(short_dir: Path) -> None:
     (short_dir / "kvs.sock").write_text("somebody's")
     for _ in range(2):
