@@ -6,7 +6,9 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvsidecar.client.ledger import Flush, Job, Ledger
 from kvsidecar.client.ordering import Completion, EventRing, Order
@@ -96,6 +98,7 @@ class Jobs:
         self._monitor.changed.notify_all()
 
     def poll(self) -> list[JobDone]:
+        self._host_order.send_ready()
         if (session := self._supervisor.session) is not None:
             if session.unsent:
                 with self._monitor.lock:
@@ -150,22 +153,58 @@ class Jobs:
         return self._supervisor.session if self._ledger.count else None
 
 
+@dataclass(slots=True, eq=False)
+class _Ordered:
+    """A job that waits for its event, until it is taken: by who sends it."""
+
+    session: Session
+    job: Job
+    after: Completion
+    taken: bool = False
+
+
 class HostOrder:
-    """Sends each job when its event is complete. Its thread lives from the first such job to `close`."""
+    """Sends each job when its event is complete: in a thread, which lives from the first such job to `close`, or in one
+    that polls for results.
+
+    A thread that has waited for an event must win the interpreter before it can send. An engine that spins through
+    empty steps until its load has ended gives it up for instants only, and each of them begins a wait of 5 ms anew: its
+    load began after half a second. But that engine polls in each of these steps.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._waiting: queue.SimpleQueue[tuple[Session, Job, Completion] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._untaken: deque[_Ordered] = deque()
+        """In the order in which they were added."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def add(self, session: Session, job: Job, after: Completion) -> None:
+        each = _Ordered(session, job, after)
         with self._lock:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="kvsidecar-order", daemon=True)
                 self._thread.start()
-            self._waiting.put((session, job, after))
+            self._untaken.append(each)
+            self._waiting.put(each)
+
+    def send_ready(self) -> None:
+        """Send the first of the jobs, as far as their events are known to be complete. Never waits."""
+        while self._untaken:
+            try:
+                each = self._untaken[0]
+            except IndexError:  # the thread has just taken it
+                return
+            query = getattr(each.after, "query", None)
+            try:
+                if query is None or not query():
+                    return
+            except Exception:  # noqa: BLE001 - the thread finds the same, and ends the job
+                return
+            if self._take(each):
+                self._send(each)
 
     def close(self, timeout: float) -> None:
         """End the thread after the jobs that were added before. Wait for it at most ``timeout`` seconds."""
@@ -175,17 +214,30 @@ class HostOrder:
         if self._thread is not None:
             self._thread.join(max(0.0, timeout))
 
+    def _take(self, each: _Ordered) -> bool:
+        """False: another thread has."""
+        with self._lock:
+            if each.taken:
+                return False
+            each.taken = True
+            self._untaken.remove(each)
+            return True
+
     def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            session, job, after = item
+        while (each := self._waiting.get()) is not None:
             try:
-                if not self._ledger.is_outstanding(job.number):
-                    continue  # cancelled, or its daemon is lost: its event does not matter
-                after.synchronize()
+                if not each.taken and self._ledger.is_outstanding(each.job.number):
+                    each.after.synchronize()
             except Exception as error:  # noqa: BLE001 - an engine's event may raise anything; the job must end
-                session.fail(job, str(error))
+                if self._take(each):
+                    each.session.fail(each.job, str(error))
                 continue
-            try:
-                session.send(job)
-            except Exception:  # noqa: BLE001 - the thread goes on with the jobs of the next session
-                session.failed("a job was not sent")
+            if self._take(each):
+                self._send(each)
+
+    def _send(self, each: _Ordered) -> None:
+        """Send the job, unless it was cancelled or its daemon is lost."""
+        try:
+            each.session.send(each.job)
+        except Exception:  # noqa: BLE001 - the thread goes on with the jobs of the next session
+            each.session.failed("a job was not sent")

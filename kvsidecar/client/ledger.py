@@ -69,8 +69,10 @@ class Ledger:
         self._limit = limit
         self._numbers = itertools.count(1)
         self._outstanding: dict[int, Job] = {}
+        self._under_way = 0
+        """Outstanding jobs that do not wait for their events."""
         self._new = 0
-        """Jobs added since the last `worth_polling`."""
+        """Jobs that are under way since the last `worth_polling`."""
         self.finished: dict[int, JobDone] = {}
         """Results that were not taken yet. Needs no lock to test whether there are any."""
         self._warned = False
@@ -91,7 +93,8 @@ class Ledger:
 
     def add(self, job: Job) -> None:
         self._outstanding[job.number] = job
-        self._new += 1
+        if job.phase is not Phase.WAITING:
+            self._begun()
 
     def advance(self, job: Job, phase: Phase) -> bool:
         """Move a job on. False: it has ended, and is not to be sent. Raises ClientError unless the phase comes next."""
@@ -99,8 +102,14 @@ class Ledger:
             return False
         if _NEXT.get(job.phase) is not phase:
             raise ClientError(f"job {job.number} cannot be {phase.name} after {job.phase.name}")
+        if job.phase is Phase.WAITING:
+            self._begun()
         job.phase = phase
         return True
+
+    def _begun(self) -> None:
+        self._under_way += 1
+        self._new += 1
 
     def is_outstanding(self, number: int) -> bool:
         """Whether this job has not ended. Needs no lock: the next call sees what is missed."""
@@ -116,9 +125,9 @@ class Ledger:
         return any(job.phase is not Phase.WAITING and (job.deadline or now) < now for job in jobs)
 
     def worth_polling(self) -> bool:
-        """Whether a job may have ended that was added before the last call. A job that was only just added has not: to
-        look would cost its step a system call. Needs no lock: the next call sees what is missed."""
-        worth, self._new = len(self._outstanding) > self._new, 0
+        """Whether a job may have ended that was under way before the last call. One that was only just queued has not:
+        to look would cost its step a system call. Needs no lock: the next call sees what is missed."""
+        worth, self._new = self._under_way > self._new, 0
         return worth
 
     # -- ending jobs -------------------------------------------------------------------------------------------------
@@ -127,6 +136,7 @@ class Ledger:
         """Record the end of a job. False if it had ended before: only the first end is reported."""
         job = self._outstanding.pop(done.job, None)
         if job is not None:
+            self._under_way -= job.phase is not Phase.WAITING
             self._keep(done)
         return job is not None
 

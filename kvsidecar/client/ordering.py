@@ -24,7 +24,8 @@ DEVICE = Order.DEVICE
 
 
 class Completion(Protocol):
-    """Something to wait for before a copy may start; ``torch.cuda.Event`` is one."""
+    """Something to wait for before a copy may start; ``torch.cuda.Event`` is one. If it has a method ``query``, as that
+    has, which says without waiting whether the work has completed, `Client.poll` sends what need not wait any more."""
 
     def synchronize(self) -> None:
         """Return when the work recorded before it has completed. Called in a thread of the client."""

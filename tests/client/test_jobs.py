@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,10 +61,13 @@ def test_the_end_of_jobs_is_looked_for_unless_all_were_added_since_the_last_time
     session = FakeSession(ledger)
     jobs = jobs_of(ledger, session)
 
-    def add(number: int) -> None:
-        ledger.add(Job(number, Direction.STORE, ()))
+    def add(number: int, phase: Phase = Phase.SENT) -> None:
+        ledger.add(Job(number, Direction.STORE, (), phase=phase))
 
     assert (jobs.poll(), session.looked) == ([], 0)
+    add(0, Phase.WAITING)
+    assert [jobs.poll(), jobs.poll()] == [[], []]
+    assert session.looked == 0, "no daemon knows of a job that waits for its event"
     add(1)
     session.ended.append(1)
     assert (jobs.poll(), session.looked) == ([], 0)
@@ -132,3 +136,50 @@ def test_a_job_that_cannot_be_sent_when_its_event_comes_ends_the_session_and_oth
         order.add(session, job, SimpleNamespace(synchronize=lambda: None))  # type: ignore[arg-type]
     order.close(SECONDS)
     assert (failures, works.sent) == (["a job was not sent"], [2])
+
+
+class Event:
+    """Of an engine's stream, as in a process whose other threads do not get the interpreter: who waits for it does not
+    learn that it is over until the end of the test."""
+
+    def __init__(self) -> None:
+        self.over, self.waited, self.told = False, threading.Event(), threading.Event()
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.waited.set()
+        assert self.told.wait(SECONDS)
+
+
+def test_a_poll_sends_the_jobs_whose_events_are_over_and_nobody_sends_them_again() -> None:
+    ledger = Ledger(10)
+    session = FakeSession(ledger)
+    jobs = jobs_of(ledger, session)
+    events = [Event(), Event(), Event()]
+    numbers = [jobs.submit(jobs.new(Direction.LOAD, (), None, None), each) for each in events]
+    assert events[0].waited.wait(SECONDS)
+    jobs.poll()
+    assert session.sent == []
+    events[0].over = events[1].over = True
+    jobs.poll()
+    assert session.sent == numbers[:2]
+    for each in events:
+        each.told.set()
+    jobs.close(SECONDS)
+    assert session.sent == numbers
+
+
+def test_an_event_that_cannot_be_polled_is_left_to_the_thread_that_waits_for_it() -> None:
+    ledger = Ledger(10)
+    session = FakeSession(ledger)
+    jobs = jobs_of(ledger, session)
+    event = Event()
+    event.query = lambda: 1 // 0  # type: ignore[assignment, method-assign, return-value]
+    number = jobs.submit(jobs.new(Direction.LOAD, (), None, None), event)
+    jobs.poll()
+    assert session.sent == []
+    event.told.set()
+    jobs.close(SECONDS)
+    assert session.sent == [number]
