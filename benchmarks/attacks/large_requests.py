@@ -1,5 +1,5 @@
-"""A tenant whose requests are as large as they may be, in a namespace of its own: it stores blocks whose hashes differ in
-the top bits of each word only, leases them all, clears them while they are leased, and stores them again.
+"""A tenant whose requests are as large as they may be, in a namespace of its own: it stores blocks whose hashes differ
+in the top bits of each word only, leases them all, clears them while they are leased, and stores them again.
 
 Takes the directory of the daemon's ``kvs.sock``.
 """

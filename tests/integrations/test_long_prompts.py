@@ -279,24 +279,24 @@ def test_a_request_is_held_back_only_so_long_and_its_answer_keeps_nothing(
         assert made.side.counters.unanswered_lookups == 1
 
 
-@pytest.fixture
-def no_time_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step finds what has come before it, and waits for nothing."""
-    wait = PendingLookup.wait
-    monkeypatch.setattr(PendingLookup, "wait", lambda pending, _: wait(pending, 0.0))
-
-
 class Computing:
-    """An engine that computes for so many seconds in each step, in which the daemon answers all that it was asked."""
+    """An engine that computes for so many seconds in each step, in which the daemon answers all that it was asked. Its
+    scheduler has no time to wait: it finds the answers to what it has asked before."""
 
-    def __init__(self, made: Engine, seconds: float) -> None:
+    def __init__(self, made: Engine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made, self.seconds = made, seconds
         self._before, self._sent = asked_by(made), 0
-        begin = made.client.begin_lookup
+        self._new: list[PendingLookup] = []
+        """That were sent since the engine has last computed."""
+        begin, wait = made.client.begin_lookup, PendingLookup.wait
+        monkeypatch.setattr(PendingLookup, "wait", lambda each, _: each not in self._new and wait(each, 0.0))
 
         def counted(namespace: Namespace, groups: Mapping[int, bytes], **options: Any) -> PendingLookup | None:
             self._sent += sum(len(each) // NAMESPACE.hash_bytes for each in groups.values())
-            return begin(namespace, groups, **options)
+            pending = begin(namespace, groups, **options)
+            assert pending is not None
+            self._new.append(pending)
+            return pending
 
         made.client.begin_lookup = counted  # type: ignore[method-assign, assignment]
 
@@ -304,6 +304,7 @@ class Computing:
         assert self.made.clock is not None
         self.made.clock.now += self.seconds
         eventually(lambda: asked_by(self.made) == self._before + self._sent)
+        self._new.clear()
 
     def steps_until_known(self, requests: Sequence[Request]) -> dict[str, tuple[int, int]]:
         """Of each request, in which step its answer was known, and what it was."""
@@ -318,21 +319,20 @@ class Computing:
         return known
 
 
-@pytest.mark.usefixtures("no_time_in_steps")
-@pytest.mark.parametrize("seconds", [0.02, 0.15, 0.4])
+@pytest.mark.parametrize("seconds", [0.02, 0.15, 0.4, 3.0])
 @pytest.mark.parametrize(("early", "most"), [(True, 2), (False, 3)])
 def test_requests_that_wait_for_others_hit_in_their_second_step_however_long_steps_are(
-    short_dir: Path, early: bool, most: int, seconds: float
+    short_dir: Path, early: bool, most: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a request was not told of before, where its hit ends is known in the second, and all of it in the third."""
     tokens = 7_024
     with engine(short_dir, gemma(), tokens, breaker=patient()) as made:
-        computing = Computing(made, seconds)
+        computing = Computing(made, seconds, monkeypatch)
         requests = [prompt(f"r{i}", tokens) for i in range(24)]
         if early:
             for each in requests:
                 made.side.on_new_request(each)
-            for _ in range(round(1.2 / seconds)):
+            for _ in range(max(1, round(1.2 / seconds))):
                 made.answers()
                 computing.compute()
         known = computing.steps_until_known(requests)
@@ -345,7 +345,6 @@ def test_requests_that_wait_for_others_hit_in_their_second_step_however_long_ste
         assert not made.side._lookups._questions._hit_ends
 
 
-@pytest.mark.usefixtures("no_time_in_steps")
 def test_a_step_that_computes_for_long_is_no_daemon_that_is_silent(short_dir: Path, gate: Gate) -> None:
     with engine(
         short_dir, full_groups(1), 64, breaker=patient(), KVSIDECAR_FAILPOINTS=f"lookup.before_answer@1={gate}"
@@ -353,7 +352,7 @@ def test_a_step_that_computes_for_long_is_no_daemon_that_is_silent(short_dir: Pa
         request = prompt("r", 64)
         assert made.answers(request) == [None]
         assert made.clock is not None
-        made.clock.now += 60.0
+        made.clock.now += 3.0
         assert made.answers(request) == [None]
         gate.let_pass()
         assert made.until_known(request) == [64]

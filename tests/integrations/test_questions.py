@@ -14,8 +14,9 @@ from kvsidecar.client.types import GroupHits, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.hits import longest_hit, lookup_range
+from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
-from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, EARLY_SECONDS, Question
+from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, LEASED_PART, Question
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.types import LookupMode
 from tests.integrations.engine import (
@@ -103,7 +104,7 @@ def test_an_answer_that_is_too_old_is_given_up_and_asked_for_again(
     daemon.put(0, asked.block_hashes[:2])
     daemon.arrives(engine, asked)
     daemon.arrives(engine, other)
-    clock.now += EARLY_SECONDS
+    clock.now += LEASED_PART * OFFER_SECONDS
     daemon.put(0, asked.block_hashes[2:3])
     assert engine.get_num_new_matched_tokens(asked, 0) == (12, True)
     assert daemon.waited == 1

@@ -1142,8 +1142,8 @@ _CLIENT = (
     _bug(
         "a job ends twice",
         "client/ledger.py",
-        "        if job is not None:\n            self._keep(done)\n",
-        "        self._keep(done)\n",
+        "            self._keep(done)\n        return job is not None",
+        "        self._keep(done)\n        return job is not None",
         "client/test_ledger.py",
     ),
     _bug(
@@ -1249,9 +1249,44 @@ _CLIENT = (
     _bug(
         "a store is sent before the kernels that write its blocks are over",
         "client/jobs.py",
-        "                after.synchronize()\n",
-        "                pass\n",
+        "                    each.after.synchronize()\n",
+        "                    pass\n",
         "client/test_device_order.py",
+    ),
+    _bug(
+        "a poll sends a load before its event is over",
+        "client/jobs.py",
+        "                if query is None or not query():\n",
+        "                if query is None:\n",
+        "client/test_jobs.py",
+    ),
+    _bug(
+        "a job is sent by a poll and by the thread that waits for its event",
+        "client/jobs.py",
+        "            if each.taken:\n                return False\n",
+        "            if each.taken:\n                return True\n",
+        "client/test_jobs.py",
+    ),
+    _bug(
+        "the time in which an engine computes counts as the daemon's silence",
+        "integrations/vllm/lookups.py",
+        "(offer.looks < LEAST_LOOKS or self._clock() - since < patience)",
+        "self._clock() - since < patience",
+        "integrations/test_long_prompts.py",
+    ),
+    _bug(
+        "a step without time to wait does not ask",
+        "integrations/vllm/lookups.py",
+        "            if most > 0 and self._sending >= self._options.lookup_budget:",
+        "            if most > 0 and self._sending >= 0:",
+        "integrations/test_scheduler.py",
+    ),
+    _bug(
+        "where a request's hit ended is forgotten when it is asked for again",
+        "integrations/vllm/questions.py",
+        "        guess = self._hit_ends.get(request.request_id, 0)",
+        "        guess = 0",
+        "integrations/test_long_prompts.py",
     ),
     _bug(
         "any number of jobs is outstanding",

@@ -27,8 +27,8 @@ REFUSED = "refused"
 """The daemon refuses the lookup as invalid; logged once."""
 FRESH_SECONDS = 0.1
 """How long an answer without a lease is reused."""
-OFFER_SECONDS = 2.0
-"""Lease of a hit until vLLM allocates blocks for it."""
+OFFER_SECONDS = 5.0
+"""Lease of a hit until vLLM allocates blocks for it: longer than a step takes. It is released if vLLM does not."""
 AGAIN_SECONDS = 0.002
 """Between lookups of a request that waits for blocks from a slower tier; in proportion, for more than 2,048 hashes."""
 LEAST_LOOKS = 3

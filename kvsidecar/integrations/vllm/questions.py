@@ -24,6 +24,8 @@ from kvsidecar.types import LookupMode
 
 EARLY_SECONDS = 1.0
 """How long a question is kept that no step asks for. The lease of its answer lasts longer."""
+LEASED_PART = 0.8
+"""Of the time of an answer's lease, after which it is not used any more: some is left for vLLM to allocate blocks."""
 EARLY_REQUESTS = 64
 """Most questions that are sent as requests arrive. The answers of more would be too old when their steps come."""
 Places = Mapping[int, Sequence[int]]
@@ -287,7 +289,7 @@ class Questions:
         question = self._questions.get(request.request_id)
         if question is None:
             return None
-        outdated = self._clock() - question.touched >= EARLY_SECONDS
+        outdated = self._clock() - question.sent >= LEASED_PART * self._lease_seconds
         if outdated or local < question.local or question.end != local + most:
             self.cancel(request.request_id)
             return None
@@ -297,6 +299,7 @@ class Questions:
     def keep(self, request_id: str, question: Question) -> None:
         """Keep it until `remove` or `cancel`."""
         question.touched = self._clock()
+        question.sent = question.sent or question.touched
         self._questions[request_id] = question
 
     def arguments(self, question: Question, aim: int = 0, fetch_tokens: int = 0) -> dict[str, Any]:
