@@ -98,9 +98,30 @@ def test_kinds_are_told_apart_by_the_names_of_vllms_classes() -> None:
 def test_layers_with_specs_of_their_own_are_one_group_if_they_are_of_one_kind() -> None:
     (each,) = found(UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": MLAAttentionSpec()}))
     assert (each.kind, each.mla) == (Kind.FULL, True)
-    mixed = {"a": FullAttentionSpec(), "b": SlidingWindowSpec(sliding_window=8)}
-    with pytest.raises(ValueError, match="layers of different kinds"):
-        found(UniformTypeKVCacheSpecs(kv_cache_specs=mixed))
+    for mixed in (
+        {"a": FullAttentionSpec(), "b": SlidingWindowSpec(sliding_window=8)},
+        {
+            "a": ChunkedLocalAttentionSpec(attention_chunk_size=8),
+            "b": ChunkedLocalAttentionSpec(attention_chunk_size=16),
+        },
+    ):
+        with pytest.raises(ValueError, match="layers of different kinds"):
+            found(UniformTypeKVCacheSpecs(kv_cache_specs=mixed))
+
+
+def test_a_draft_with_heads_may_share_a_group_with_latent_attention_which_is_not_the_same_on_all_ranks_then() -> None:
+    """As of Kimi-K2 with a Llama head for EAGLE-3."""
+    (each,) = found(UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "draft": FullAttentionSpec()}))
+    assert (each.kind, each.mla) == (Kind.FULL, False)
+
+
+def test_a_group_of_windows_keeps_what_its_longest_one_needs() -> None:
+    specs = {
+        "a": SlidingWindowMLASpec(sliding_window=100),
+        "draft": SlidingWindowSpec(sliding_window=100, extra_retained_tokens=3),
+    }
+    (each,) = found(UniformTypeKVCacheSpecs(kv_cache_specs=specs))
+    assert (each.kind, each.window, each.mla) == (Kind.SLIDING_WINDOW, 103, False)
 
 
 def test_scratch_that_vllm_does_not_share_is_left_out_and_keeps_no_index() -> None:

@@ -185,13 +185,13 @@ def _is_sharded(spec: Any) -> bool:
 
 
 def _kind(index: int, spec: Any) -> tuple[Kind, int, bool]:
-    """Kind, window in tokens, and whether it is MLA."""
+    """Kind, window in tokens, and whether all of it is MLA: a draft with heads of its own may share a group with it."""
     layers = list(getattr(spec, "kv_cache_specs", {}).values())
     if layers:
-        kinds = {_kind(index, each) for each in layers}
-        if len(kinds) > 1:
+        kinds, windows, mla = zip(*[_kind(index, each) for each in layers], strict=True)
+        if len(set(kinds)) > 1 or (kinds[0] is Kind.CHUNKED_LOCAL and len(set(windows)) > 1):
             raise ValueError(f"KV cache group {index} mixes layers of different kinds")
-        return kinds.pop()
+        return kinds[0], max(windows), all(mla)
     names = _names(spec)
     kind = next((kind for name, kind in _KINDS if name in names), None)
     if kind is None:
