@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import socket
 import ssl
+import struct
 import sys
+import termios
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -86,6 +89,11 @@ class Connection:
     @property
     def full(self) -> bool:
         return bool(self._rest)
+
+    @property
+    def taken(self) -> bool:
+        """Whether the other end of a Unix socket has read all that was sent, or has closed it."""
+        return not (self.open and struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)))[0])
 
     def close(self) -> None:
         self.socket.close()

@@ -43,6 +43,11 @@ MESSAGE_COPIES = 2
 """Of a message: as it arrived, and parsed."""
 CALL_SECONDS = 25e-6
 """What gRPC and the loop take for a call that begins, or ends, without its answer (measured)."""
+GIVEN_UP_SECONDS = 0.001
+"""What a user pays besides for a call that it resets, or leaves open as it closes its connection, on whichever of its
+connections: 300 a second. Some gRPC begins only to end them, in iterations that take as long as all that have come."""
+BEGIN_SECONDS = 0.0005
+"""What gRPC takes for a connection."""
 PAUSE_SECONDS = 0.002
 """Between the ends of `CALLS_AT_ONCE` calls that are late. gRPC ends in one iteration what came in several."""
 RELAYS_AT_ONCE = 16
@@ -298,9 +303,11 @@ class _Relay:
         front = self._front
         if self._server is None:
             self._server = End(front.connect(self.client), front.poll_set, self._server_readable, self._update)
+            front.turns.charge(self.client.user, BEGIN_SECONDS)
         self._server.send(passed.to_server)
         if passed.calls:
-            front.turns.charge(self.client.user, passed.calls * CALL_SECONDS)
+            seconds = passed.calls * CALL_SECONDS + passed.given_up * GIVEN_UP_SECONDS
+            front.turns.charge(self.client.user, seconds)
 
     def _server_readable(self) -> None:
         if self._server is not None:
@@ -333,11 +340,11 @@ class _Relay:
         if server is not None and self._gate.calls > CALLS_AT_ONCE:
             server.listen(read=False)
             server.send(self._gate.end_calls())
-            self._front.turns.charge(self.client.user, CALLS_AT_ONCE * CALL_SECONDS)
+            self._front.turns.charge(self.client.user, CALLS_AT_ONCE * (CALL_SECONDS + GIVEN_UP_SECONDS))
             self._front.turns.take(self.client.user, self._end_calls)
             return
         if self._gate.calls:
-            self._front.turns.charge(self.client.user, self._gate.calls * CALL_SECONDS)
+            self._front.turns.charge(self.client.user, self._gate.calls * (CALL_SECONDS + GIVEN_UP_SECONDS))
         self._gate.end_calls()
         if server is not None:
             server.close()

@@ -77,6 +77,8 @@ class Passed:
     to_client: bytes = b""
     calls: int = 0
     """How many calls began, were given up by the client, or were ended because they are late."""
+    given_up: int = 0
+    """How many of them were given up."""
     refused: list[KVSidecarError] = field(default_factory=list)
     """Why calls, or in the end the connection, were refused."""
 
@@ -209,7 +211,9 @@ class Gate:
         if kind != h2.WINDOW_UPDATE:
             self._count_control()
         if kind == h2.RST_STREAM:
-            self._passed.calls += stream in self._calls
+            given_up = stream in self._calls
+            self._passed.calls += given_up
+            self._passed.given_up += given_up
             self._end(stream)
         return None
 

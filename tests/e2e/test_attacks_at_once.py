@@ -29,7 +29,14 @@ from tests.e2e.leftovers import open_fds, port_of, rss_mib
 from tests.harness import DaemonProcess, Rank, done, eventually
 from tests.publisher.process import PublisherProcess
 
-ON_SOCKETS = ("headers_bomb", "half_sent_calls", "unfinished_hellos", "colliding_hashes", "publisher_memory")
+ON_SOCKETS = (
+    "headers_bomb",
+    "half_sent_calls",
+    "stream_resets",
+    "unfinished_hellos",
+    "colliding_hashes",
+    "publisher_memory",
+)
 STORING = ("colliding_hashes", "publisher_memory")
 ATTACK_SECONDS = 600.0
 """Longer than the test: they are killed."""

@@ -132,6 +132,7 @@ def test_what_one_user_holds_stays_below_the_stated_bound_and_is_given_back(daem
             all_sent()
         eventually(all_sent)
         eventually(lambda: ended(daemon) >= before + 20)
+        eventually(lambda: all(each.taken for each in connections if each.send(b"")))  # which takes its turns
         return rss_mib(daemon) - start
 
     connections, held = before_any_is_ended(daemon, hold)

@@ -878,6 +878,13 @@ _SERVER = (
         "support/test_child_process.py",
     ),
     _bug(
+        "streams are reset for nothing over ever new connections",
+        "server/grpc_front.py",
+        "passed.calls * CALL_SECONDS + passed.given_up * GIVEN_UP_SECONDS",
+        "passed.calls * CALL_SECONDS",
+        "server/test_relays.py",
+    ),
+    _bug(
         "clients of HTTP that never read keep their descriptors",
         "server/http_connection.py",
         "        self._carrier.abort()\n",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -112,3 +114,29 @@ async def test_calls_that_are_late_end_a_few_at_a_time(short_dir: Path) -> None:
             assert not refused
             assert [relay.end_late() for _ in range(4)] == [CALLS_AT_ONCE] * 3 + [0]
             assert (front.quotas.calls.held, refused) == (0, [Refusal.UNFINISHED] * CALLS)
+
+
+@pytest.mark.parametrize("end", ["reset", "close"])
+async def test_a_user_pays_for_calls_that_it_gives_up_on_whichever_of_its_connections(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """By time that it waits. Each connection alone keeps to its bound, and there are ever new ones."""
+    paid: Counter[Hashable] = Counter()
+    async with served(short_dir) as front:
+        charge = front.turns.charge
+
+        def noted(user: Hashable, seconds: float) -> None:
+            paid[user] += seconds
+            charge(user, seconds)
+
+        monkeypatch.setattr(front.turns, "charge", noted)
+        for number in range(1, 4):
+            with socket.socket(socket.AF_UNIX) as client:
+                begun(client, short_dir, STREAMS)
+                await eventually_in_loop(lambda: front.quotas.calls.held == CALLS)
+                if end == "reset":
+                    client.send(b"".join(reset(each, CANCEL) for each in STREAMS))
+                    await eventually_in_loop(lambda: front.quotas.calls.held == 0)
+            await eventually_in_loop(lambda: not front.relays)
+            least = number * (CALLS * grpc_front.GIVEN_UP_SECONDS + grpc_front.BEGIN_SECONDS)
+            assert least <= paid[os.getuid()] < 2 * least
