@@ -489,6 +489,8 @@ async def test_a_connection_with_a_fence_takes_one_rank_at_a_time(buffer: HostBu
 def shares_physical_memory(world: World) -> tuple[Peer, list[int], list[int]]:
     """A process that has sent two memfds as ranges; its descriptors, and what is said of those that are closed."""
     fds = [create_file(1 << 19, SMALL_PAGES) for _ in range(2)]
+    for fd in fds:
+        os.posix_fallocate(fd, 0, 1 << 19)  # the device imports none whose memory would be the daemon's to pay
     closed: list[int] = []
     known = frozenset({world.copier.pid})
     peer = world.instances.add_peer(Credentials(1, 1, 1), "", tuple(fds), copiers=known, on_closed=closed.append)

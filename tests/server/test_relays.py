@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import socket
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -121,7 +121,7 @@ async def test_a_user_pays_for_calls_that_it_gives_up_on_whichever_of_its_connec
     short_dir: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """By time that it waits. Each connection alone keeps to its bound, and there are ever new ones."""
-    paid: Counter[Hashable] = Counter()
+    paid: defaultdict[Hashable, float] = defaultdict(float)
     async with served(short_dir) as front:
         charge = front.turns.charge
 
