@@ -104,7 +104,7 @@ def families() -> list[Metric]:
         TierGauges(name, "", stats if name == "disk" else None, TierCounts(), write_budget_bytes=0)
         for name in ("disk", "cluster", "shared")
     ]
-    gauges = replace(gauges, tiers=tiers, shares=[Share("chat", most=0), Share()], used_by_model=dict)
+    gauges = replace(gauges, tiers=tiers, shares=[Share("chat", most=0), Share()], used_by_model={})
     metrics.devices.of("host")
     for refused, reasons in (metrics.unfetched, FetchRefusal), (metrics.unwritten, WriteRefusal):
         for reason, tier in product(reasons, tiers):

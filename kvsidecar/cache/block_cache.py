@@ -32,7 +32,7 @@ from kvsidecar.types import Eviction, LookupMode, Namespace, Priority
 
 LET_GO = 8192
 """Blocks that one step lets go of at most: a millisecond."""
-CHAIN = 128
+CHAIN = 256
 """A part of a lease counts as so many of them at least."""
 TRIES = 4
 """So often a request that finds no room waits for such a step."""
@@ -82,6 +82,7 @@ class BlockCache:
             (
                 self._drop_ended,
                 lambda _: self._table.rebuild_sparse(),
+                lambda _: self._table.free_dropped(),
                 lambda _: self._table.shares.move(),
                 self._shrink,
                 self._table.sweep,
@@ -118,7 +119,12 @@ class BlockCache:
     @property
     def spaces(self) -> list[Space]:
         """All spaces with ranks or blocks."""
-        return [space for groups in self._table.groups.values() for space in groups.values()]
+        return list(self.each_space())
+
+    def each_space(self) -> Iterator[Space]:
+        """The same one by one, between which any may come and go."""
+        for groups in list(self._table.groups.values()):
+            yield from list(groups.values())
 
     @property
     def namespaces(self) -> KeysView[Namespace]:

@@ -65,6 +65,8 @@ class BlockTable:
         """Cleared tables that are not completely swept."""
         self._sparse: dict[int, SpaceBlocks] = {}
         """Tables with many more rows than blocks."""
+        self._dropped: list[object] = []
+        """Of tables: `free_dropped` frees them."""
         self.num_blocks = 0
         self.readable_blocks = 0
         self.cleared_bytes = 0
@@ -358,7 +360,19 @@ class BlockTable:
                 if (owned := blocks.rebuild()) is None:
                     continue
                 self.slots.own(*owned)
+                self._take_dropped(blocks)
             del self._sparse[number]
+            return True
+        return False
+
+    def _take_dropped(self, blocks: SpaceBlocks) -> None:
+        self._dropped += blocks.dropped
+        blocks.dropped = []
+
+    def free_dropped(self) -> bool:
+        """Free the memory of one column that is used no more. False if there is none."""
+        if self._dropped:
+            self._dropped.pop()
             return True
         return False
 
@@ -462,6 +476,7 @@ class BlockTable:
             return
         # A space and its table refer to each other: without this call the memory waits for the garbage collector.
         blocks.free_memory()
+        self._take_dropped(blocks)
         if (blocks.cleared or blocks.space.dropped) and self.tables.pop(blocks.number, None) is not None:
             blocks.space.tables.remove(blocks)
 

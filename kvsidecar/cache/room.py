@@ -18,7 +18,7 @@ from kvsidecar.cache.victims import AHEAD_SHARE, choose_victims, oldest_of_share
 from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
 
-SWEEPS, PIECE = 12, 512
+SWEEPS, PIECE = 16, 512
 """A store frees so many pieces of what was cleared or has expired at most, each of so many blocks or of as many as it
 has. If it finds no room there, others go, or it is refused: what is left goes soon."""
 

@@ -40,7 +40,9 @@ PRIORITY_BITS = 2
 """Of the number of a queue; the rest is the class of the gaps of its blocks."""
 PRIORITY_MASK = (1 << PRIORITY_BITS) - 1
 SPARSE = 8
-"""A table with more than this many rows per block is rebuilt, if it has at most `COPIED_ROWS` / `SPARSE` blocks."""
+"""A table with more than this many rows per block is rebuilt, if it has at most `REBUILT` blocks."""
+REBUILT = 4096
+"""To rebuild a table with so many takes two or three milliseconds."""
 
 COLUMNS = (
     "slots",
@@ -89,6 +91,8 @@ class SpaceBlocks:
         """Number of blocks that a lookup would find."""
         self.used_bytes = self.evictable_bytes = 0
         """Part of `Share.used` and ``evictable`` of its space's share."""
+        self.dropped: list[object] = []
+        """Columns that are used no more. To free those of a million rows at once takes milliseconds."""
         self.rebuilds = 0
         """How often its rows were renumbered."""
         self.next_expiry = 0
@@ -286,9 +290,11 @@ class SpaceBlocks:
             self.superseded[rows] = False
 
     def free_memory(self) -> None:
-        """Free the memory of a table without blocks."""
+        """Free the memory of a table without blocks; of a large one it is `dropped`."""
         if self.rows_used:
             self.rows_used = self._num_freed = 0
+            if len(self.refs) > COPIED_ROWS:
+                self.dropped += [*(getattr(self, name) for name in COLUMNS), self.queues, self.index]
             self._start_empty()
 
     @property
@@ -299,7 +305,7 @@ class SpaceBlocks:
     @property
     def sparse(self) -> bool:
         """Whether it has many more rows than blocks, and few enough blocks that `rebuild` is quick."""
-        return COPIED_ROWS // SPARSE >= len(self) <= self.rows_used // SPARSE - FIRST_ROWS
+        return REBUILT >= len(self) <= self.rows_used // SPARSE - FIRST_ROWS
 
     def rebuild(self) -> tuple[Ints, Ints] | None:
         """Shrink the table to the rows that its blocks need. It renumbers rows: call it between requests only.

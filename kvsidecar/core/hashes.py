@@ -26,6 +26,9 @@ class PackedHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self.packed) // self._width
 
+    def first(self, count: int) -> PackedHashes:
+        return PackedHashes(self.packed[: count * self._width], self._width)
+
     def pieces(self, count: int) -> Iterator[bytes]:
         """So many at a time, joined."""
         for start in range(0, len(self.packed), count * self._width):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Final
 
 from prometheus_client.core import Metric
@@ -84,7 +85,7 @@ class ModelCounts:
         for model, nbytes in used.items():
             label = model[:LABEL_CHARACTERS]
             by_label[label] = by_label.get(label, 0) + nbytes
-        for label in sorted(by_label, key=lambda label: -by_label[label])[:MODELS_SHOWN]:
+        for label in nlargest(MODELS_SHOWN, by_label, by_label.__getitem__):
             if label not in self._counts:  # such as a model whose blocks were kept over a restart
                 self._admit(label)
         labelled = {**self._counts, REST: self._rest}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import repeat
 
 from kvsidecar.cache.arrays import Bools
 from kvsidecar.cache.block_cache import BlockCache, Part
@@ -24,6 +25,8 @@ MAX_LEASES = 16384
 """Leases that one user may have; clients without a token count as one user."""
 MAX_LEASED_BLOCKS = 1 << 22
 """Blocks in the leases of one user, 8 bytes each; a block that is in two counts twice."""
+MAX_LOOKUP_BLOCKS = 8192
+"""That one lookup looks for, in three milliseconds. Clients split longer ones, into parts of as many."""
 CLEAR_STEP = 2048
 """Blocks that one step of a clear looks for, and deletes: about two milliseconds."""
 
@@ -166,7 +169,7 @@ class LookupService:
         prefill_rate: float = 0.0,
         choice: Choice | None = None,
     ) -> LookupAnswer:
-        """Which of these blocks are readable.
+        """Which of these blocks are readable, of the first `MAX_LOOKUP_BLOCKS`: what is behind them is a miss.
 
         Args:
             groups: (group, block hashes) pairs.
@@ -182,6 +185,23 @@ class LookupService:
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
         """
         self.guard.keep_awake()
+        asked = sum([len(hashes) for _, hashes in groups])
+        if asked > MAX_LOOKUP_BLOCKS:
+            self.metrics.refuse(Refusal.LIMIT)
+            answer = self.lookup(
+                namespace,
+                _first_of(groups),
+                mode,
+                lease_seconds=lease_seconds,
+                owner=owner,
+                lease=lease,
+                touch=touch,
+                pause=pause,
+                fetch_seconds=fetch_seconds,
+                prefill_rate=prefill_rate,
+                choice=choice,
+            )
+            return replace(answer, groups=_padded(answer.groups, groups))
         if (refusal := self.readiness.read_refusal) is not None:
             self.metrics.refuse(refusal)
             nothing = tuple(_hits(group, [False] * len(hashes), mode) for group, hashes in groups)
@@ -193,7 +213,7 @@ class LookupService:
             return LookupAnswer(True, _answers(groups, found, mode))
         granted = None
         lease_seconds = min(lease_seconds, self.lease_max)
-        if lease_seconds > 0 and self._has_too_many(owner, sum([len(hashes) for _, hashes in groups])):
+        if lease_seconds > 0 and self._has_too_many(owner, asked):
             self.metrics.refuse(Refusal.LIMIT)
             lease_seconds = 0.0
         if lease_seconds > 0:
@@ -203,7 +223,7 @@ class LookupService:
             found = [self.cache.lookup(space, hashes, mode) for space, hashes in parts]
         result = _answers(groups, found, mode)
         hits = sum([each.hits for each in result])
-        misses = sum([len(hashes) for _, hashes in groups]) - hits
+        misses = asked - hits
         self._hits.inc(hits)
         self._misses.inc(misses)
         self.metrics.models.looked_up(namespace.model, hits, misses)
@@ -350,6 +370,26 @@ class LookupService:
         if share and share not in [each.name for each in self.cache.shares]:
             raise InvalidRequest(f"there is no share {share!r}")
         return self.cache.namespaces_of(share) if share else list(self.cache.namespaces)
+
+
+def _first_of(groups: Sequence[tuple[int, Sequence[bytes]]]) -> list[tuple[int, Sequence[bytes]]]:
+    """Of these blocks, those that one lookup looks for: the first ones of each group, equally many of all long ones."""
+    left, counts = MAX_LOOKUP_BLOCKS, [0] * len(groups)
+    for number, at in enumerate(sorted(range(len(groups)), key=lambda at: len(groups[at][1]))):
+        counts[at] = min(len(groups[at][1]), left // (len(groups) - number))
+        left -= counts[at]
+    return [
+        (group, hashes.first(count) if isinstance(hashes, PackedHashes) else hashes[:count])
+        for (group, hashes), count in zip(groups, counts, strict=True)
+    ]
+
+
+def _padded(answers: Sequence[GroupAnswer], groups: Sequence[tuple[int, Sequence[bytes]]]) -> tuple[GroupAnswer, ...]:
+    """The answers of `_first_of`, with misses for what is behind."""
+    return tuple(
+        replace(each, found=[*each.found, *repeat(False, len(hashes) - len(each.found))]) if each.found else each
+        for each, (_, hashes) in zip(answers, groups, strict=True)
+    )
 
 
 def _answers(

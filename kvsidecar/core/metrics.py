@@ -76,7 +76,7 @@ class Gauges:
     tiers: Sequence[TierGauges] = ()
     shares: Sequence[Share] = ()
     """The last one is that of the namespaces that no other covers."""
-    used_by_model: Callable[[], Mapping[str, int]] | None = None
+    used_by_model: Mapping[str, int] | None = None
     """Bytes of the pool; None if whoever reads the metrics may not learn which models there are."""
 
 
@@ -93,6 +93,7 @@ class Metrics:
     def __init__(self, backend: str) -> None:
         self.registry = CollectorRegistry()
         self._gauges: Callable[[], Gauges] | None = None
+        self._count: Callable[[], Iterable[None]] = lambda: ()
         self._backend = backend
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -223,9 +224,9 @@ class Metrics:
         self.registry.register(ProcessMetrics())
         self.registry.register(self)
 
-    def read_gauges_from(self, source: Callable[[], Gauges]) -> None:
-        """Call ``source`` at every scrape from now on."""
-        self._gauges = source
+    def read_gauges_from(self, source: Callable[[], Gauges], count: Callable[[], Iterable[None]] = lambda: ()) -> None:
+        """Call ``source`` at every scrape from now on, behind the steps of ``count``."""
+        self._gauges, self._count = source, count
 
     def warm_started(self, found: WarmStart) -> None:
         """Show what the start has kept."""
@@ -263,6 +264,7 @@ class Metrics:
     def rendering(self) -> Generator[None, None, bytes]:
         """`render`, one family in each step: all of them take milliseconds."""
         parts = []
+        yield from self._count()
         for family in self.registry.collect():
             parts.append(generate_latest(_OneFamily(family)))
             yield
@@ -344,7 +346,7 @@ class Metrics:
         yield from share_metrics(now.shares)
         yield from self.devices.metrics()
         if now.used_by_model is not None:
-            yield from self.models.metrics(now.used_by_model())
+            yield from self.models.metrics(now.used_by_model)
 
 
 class _OneFamily(Collector):

@@ -195,7 +195,7 @@ class Daemon:
             watches=self._watches,
             holds=self._holds,
         )
-        self._metrics.read_gauges_from(self._report.gauges)
+        self._metrics.read_gauges_from(self._report.gauges, self._report.count_models)
         life.unexpected.count_with(self._metrics.unexpected_errors.inc)
         self._handler = Handler(
             epoch=self.epoch,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, fields
+from heapq import nsmallest
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -40,6 +41,7 @@ MAX_LISTED = 1024
 """The most entries of each list in one answer. Listing more would block the event loop for tens of milliseconds."""
 FRAME_BYTES = 8
 """The most bytes that a message in a repeated field takes beside its own."""
+SORTED_IN_A_STEP = 1024
 SPACES_IN_A_STEP = 64
 MESSAGES_IN_A_STEP = 4
 """So many take about a tenth of a millisecond."""
@@ -71,6 +73,7 @@ class Report:
 
     def __post_init__(self) -> None:
         self._started_at = self.clock()
+        self._used_by_model: dict[str, int] = {}
 
     def gauges(self) -> Gauges:
         """For a scrape of /metrics."""
@@ -96,11 +99,15 @@ class Report:
             used_by_model=self._used_by_model if self._shows_names else None,
         )
 
-    def _used_by_model(self) -> dict[str, int]:
+    def count_models(self) -> Generator[None, None, None]:
+        """Count what `gauges` says of models, in steps: there may be very many namespaces."""
         used = Counter[str]()
-        for space in self.cache.spaces:
-            used[space.namespace.model] += space.blocks.readable * space.block_bytes
-        return used
+        if self._shows_names:
+            for number, space in enumerate(self.cache.each_space()):
+                if number % SPACES_IN_A_STEP == 0:
+                    yield
+                used[space.namespace.model] += space.blocks.readable * space.block_bytes
+        self._used_by_model = used
 
     @property
     def _shows_names(self) -> bool:
@@ -145,20 +152,19 @@ class Report:
         if everything:
             self._add_tenants(reply, gauges)
         visible = self._visible(caller)
-        namespaces = yield from _by_namespace([each for each in self.cache.spaces if visible(each.namespace)])
+        namespaces = yield from _by_namespace(self.cache.each_space(), visible)
         ranks = [session for session in self.instances if everything or session.peer.uid == caller.uid]
         reply.totals.namespaces, reply.totals.ranks = len(namespaces), len(ranks)
         reply.totals.blocks = sum([each.blocks for each in namespaces.values()])
         reply.totals.bytes = sum([each.bytes for each in namespaces.values()])
         reply.totals.jobs_running = sum([len(session.jobs) for session in ranks])
         if page is None:
-            listed = sorted(namespaces, key=lambda namespace: -namespaces[namespace].bytes)
+            listed = yield from _in_order(namespaces.items(), _largest)
         else:
             ranks = sorted((each for each in ranks if each.id > page.after_session), key=lambda session: session.id)
-            listed = sorted(namespaces, key=_fields)
-            if page.HasField("after_namespace"):
-                after = _fields(namespace_from_wire(page.after_namespace))
-                listed = listed[bisect_right(listed, after, key=_fields) :]
+            after = _fields(namespace_from_wire(page.after_namespace)) if page.HasField("after_namespace") else ()
+            behind = (each for each in namespaces.items() if _fields(each[0]) > after)
+            listed = yield from _in_order(behind, lambda each: _fields(each[0]))
         complete = yield from _fill(reply.ranks, map(self._rank, ranks), RANKS_BYTES)
         largest: dict[str, Namespace] = {}
         for number, (each, usage) in enumerate(namespaces.items()):
@@ -166,15 +172,20 @@ class Report:
                 yield
             if usage.bytes > namespaces[largest.setdefault(each.model, each)].bytes:
                 largest[each.model] = each
-        named = (self._named(each, namespaces[each], largest[each.model]) for each in listed)
+        named = (self._named(each, usage, largest[each.model]) for each, usage in listed)
         complete &= yield from _fill(reply.namespaces, named, NAMESPACES_BYTES)
         reply.more = page is not None and not complete
         return reply
 
-    def _named(self, namespace: Namespace, usage: pb.NamespaceStatus, largest: Namespace) -> pb.NamespaceStatus:
-        usage.namespace.CopyFrom(namespace_to_wire(namespace))
-        usage.differs.extend(self.instances.options.differences(namespace, largest))
-        return usage
+    def _named(self, namespace: Namespace, usage: _Usage, largest: Namespace) -> pb.NamespaceStatus:
+        return pb.NamespaceStatus(
+            namespace=namespace_to_wire(namespace),
+            blocks=usage.blocks,
+            bytes=usage.bytes,
+            hits=usage.hits,
+            misses=usage.misses,
+            differs=self.instances.options.differences(namespace, largest),
+        )
 
     def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
         """Which namespaces are shown. Without a policy the caller's own are those in which it has ranks."""
@@ -304,13 +315,42 @@ def _shares(shares: Iterable[Share | ShareUse]) -> list[pb.ShareStatus]:
     ]
 
 
-def _by_namespace(spaces: Iterable[Space]) -> Generator[None, None, dict[Namespace, pb.NamespaceStatus]]:
+@dataclass(slots=True)
+class _Usage:
+    blocks: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+
+
+_Used = tuple[Namespace, _Usage]
+
+
+def _largest(used: _Used) -> int:
+    return -used[1].bytes
+
+
+def _in_order(found: Iterable[_Used], key: Callable[[_Used], Any]) -> Generator[None, None, list[_Used]]:
+    """The first ones in this order, and one more than an answer can have, in steps."""
+    first: list[_Used] = []
+    found = iter(found)
+    while some := list(islice(found, SORTED_IN_A_STEP)):
+        first = nsmallest(MAX_LISTED + 1, chain(first, some), key)
+        yield
+    return first
+
+
+def _by_namespace(
+    spaces: Iterable[Space], visible: Callable[[Namespace], bool]
+) -> Generator[None, None, dict[Namespace, _Usage]]:
     """What each namespace uses, all groups together. Each is named when it is listed: there may be very many."""
-    found: dict[Namespace, pb.NamespaceStatus] = {}
+    found: dict[Namespace, _Usage] = {}
     for number, space in enumerate(spaces):
         if number % SPACES_IN_A_STEP == 0:
             yield
-        usage = found.setdefault(space.namespace, pb.NamespaceStatus())
+        if not visible(space.namespace):
+            continue
+        usage = found.setdefault(space.namespace, _Usage())
         usage.blocks += space.blocks.readable
         usage.bytes += space.blocks.readable * space.block_bytes
         usage.hits += space.hits

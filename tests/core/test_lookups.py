@@ -118,3 +118,29 @@ def test_a_touch_is_a_use_of_the_head_last_and_no_lookup(world: World) -> None:
     assert world.metrics.value("kvsidecar_lookup_blocks_total", result="hit") == 0
     store(world.cache, space, *range(20, 26))
     assert world.lookups.lookup(namespace(), [(0, now)], LookupMode.PREFIX).groups[0].hits == 2
+
+
+@pytest.mark.parametrize("mode", LookupMode)
+def test_a_lookup_looks_for_no_more_blocks_than_one_may_and_misses_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch, mode: LookupMode
+) -> None:
+    monkeypatch.setattr(module, "MAX_LOOKUP_BLOCKS", 5)
+    other = open_space(world.cache, group=1)
+    store(world.cache, other, *range(4))
+    packed = [PackedHashes(b"".join(keys(*range(count))), 32) for count in (4, 4, 1)]
+    answer = world.lookups.lookup(namespace(), [(0, packed[0]), (1, packed[1]), (2, packed[2])], mode, owner=b"b")
+    assert [each.hits for each in answer.groups] == [2, 2, 0]
+    if mode is LookupMode.BITMAP:
+        assert [list(each.found) for each in answer.groups] == [[True] * 2 + [False] * 2] * 2 + [[False]]
+    assert world.limited == 1
+    answer = world.lookups.lookup(namespace(), [(0, NAMES), (1, NAMES[:1])], mode)
+    assert [each.hits for each in answer.groups] == [4, 1]
+    assert world.limited == 1
+
+
+def test_of_a_long_touch_only_what_is_looked_for_counts_as_used(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LOOKUP_BLOCKS", 2)
+    packed = PackedHashes(b"".join(NAMES), 32)
+    world.lookups.lookup(namespace(), [(0, packed)], LookupMode.PREFIX, touch=True)
+    store(world.cache, open_space(world.cache, "other"), *range(6))
+    assert world.cache.lookup(world.cache.spaces[0], NAMES, LookupMode.BITMAP) == [True, True, False, False]
