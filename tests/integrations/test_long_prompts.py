@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.client import Blocks, BreakerState, Client, GroupLayout, HostBuffer, Outcome, PendingLookup, Region
+from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import lookups
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import RankReport
@@ -285,25 +286,23 @@ class Computing:
 
     def __init__(self, made: Engine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made, self.seconds = made, seconds
-        self._before, self._sent = asked_by(made), 0
         self._new: list[PendingLookup] = []
         """That were sent since the engine has last computed."""
-        begin, wait = made.client.begin_lookup, PendingLookup.wait
-        monkeypatch.setattr(PendingLookup, "wait", lambda each, _: each not in self._new and wait(each, 0.0))
+        begin, self._wait = made.client.begin_lookup, PendingLookup.wait
+        monkeypatch.setattr(PendingLookup, "wait", lambda each, _: each not in self._new and self._wait(each, 0.0))
 
-        def counted(namespace: Namespace, groups: Mapping[int, bytes], **options: Any) -> PendingLookup | None:
-            self._sent += sum(len(each) // NAMESPACE.hash_bytes for each in groups.values())
+        def noted(namespace: Namespace, groups: Mapping[int, bytes], **options: Any) -> PendingLookup | None:
             pending = begin(namespace, groups, **options)
             assert pending is not None
             self._new.append(pending)
             return pending
 
-        made.client.begin_lookup = counted  # type: ignore[method-assign, assignment]
+        made.client.begin_lookup = noted  # type: ignore[method-assign, assignment]
 
     def compute(self) -> None:
         assert self.made.clock is not None
         self.made.clock.now += self.seconds
-        eventually(lambda: asked_by(self.made) == self._before + self._sent)
+        eventually(lambda: all(each._cancelled or self._wait(each, 0.0) for each in self._new))
         self._new.clear()
 
     def steps_until_known(self, requests: Sequence[Request]) -> dict[str, tuple[int, int]]:
@@ -343,6 +342,29 @@ def test_requests_that_wait_for_others_hit_in_their_second_step_however_long_ste
             made.side.request_finished(each)
         made.leaves_no_lease()
         assert not made.side._lookups._questions._hit_ends
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_round_that_cannot_be_sent_before_the_requests_step_is_asked_for_again(
+    short_dir: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = 7_024
+    with engine(short_dir, gemma(), tokens, breaker=patient()) as made:
+        before, request, sent = asked_by(made), prompt("r", tokens), []
+
+        def not_sent(*_: Any, **__: Any) -> None:
+            sent.append(False)
+            if fails:
+                raise ClientError("no")
+
+        made.side.on_new_request(request)
+        eventually(lambda: asked_by(made) == before + tokens // BLOCK_TOKENS)
+        monkeypatch.setattr(made.client, "begin_lookup", not_sent)
+        eventually(lambda: made.answers() == [] and sent)
+        monkeypatch.undo()
+        assert made.until_known(request) == [tokens]
+        made.side.request_finished(request)
+        made.leaves_no_lease()
 
 
 def test_a_step_that_computes_for_long_is_no_daemon_that_is_silent(short_dir: Path, gate: Gate) -> None:

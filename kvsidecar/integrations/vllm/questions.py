@@ -266,18 +266,21 @@ class Questions:
         """
         if not self._chooses:
             return  # all is asked at once
-        for question in self._questions.values():
+        for request_id, question in list(self._questions.items()):
             if not question.in_rounds or question.pending is None or not question.pending.wait(0.0):
                 continue
             if self._clock() >= deadline:
                 return
             try:
                 question.take(question.pending.result(0.0))
-                if packed := question.next_round(question.local):
-                    question.pending = self._client.begin_lookup(packed, **self.arguments(question))
-                    question.sent = self._clock()
+                if not (packed := question.next_round(question.local)):
+                    continue
+                question.pending = self._client.begin_lookup(packed, **self.arguments(question))
+                question.sent = self._clock()
             except ClientError:
-                pass  # the step that asks sends it again, and logs the error
+                pass
+            if question.pending is None:
+                self.cancel(request_id)  # the step that asks begins again, and logs the error
 
     def new(self, request: Any, local: int, most: int) -> Question:
         """A question about a request of which the GPU has ``local`` tokens."""
