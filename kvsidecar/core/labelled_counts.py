@@ -81,10 +81,10 @@ class ModelCounts:
         Args:
             used: bytes of the pool by model.
         """
-        by_label: dict[str, int] = {}
-        for model, nbytes in used.items():
+        by_label = dict(used)
+        for model in [each for each in used if len(each) > LABEL_CHARACTERS]:  # few of very many
             label = model[:LABEL_CHARACTERS]
-            by_label[label] = by_label.get(label, 0) + nbytes
+            by_label[label] = by_label.get(label, 0) + by_label.pop(model)
         for label in nlargest(MODELS_SHOWN, by_label, by_label.__getitem__):
             if label not in self._counts:  # such as a model whose blocks were kept over a restart
                 self._admit(label)
