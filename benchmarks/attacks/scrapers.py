@@ -1,5 +1,5 @@
 """``python -m benchmarks.attacks.scrapers PORT SECONDS``: asks for the pages of the HTTP port again and again, on
-connections that it keeps and on new ones. Prints a JSON line of what it did."""
+connections that it keeps, on new ones, and on some whose answers it never reads. Prints a JSON line of its counts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ KEPT = 64
 """Connections that ask again when they have an answer."""
 NEW = 36
 """Clients that connect again for each request."""
+UNREAD = 24
+"""Clients that never read, and connect again when they are cut off."""
+UNREAD_REQUESTS = 1000
+"""Sent at once by each of these."""
 
 
 async def scrape(port: int, did: Counter[str], *, keep: bool) -> None:
@@ -38,9 +42,24 @@ async def scrape(port: int, did: Counter[str], *, keep: bool) -> None:
         await asyncio.sleep(0)
 
 
+async def ask_unread(port: int, did: Counter[str]) -> None:
+    while True:
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            did["unread"] += 1
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * UNREAD_REQUESTS)
+            while not writer.is_closing():
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                await asyncio.sleep(1.0)
+            del reader
+        await asyncio.sleep(0)
+
+
 async def attack(port: int, seconds: float) -> dict[str, int]:
-    did = Counter(connections=0, requests=0, responses=0, bytes=0)
+    did = Counter(connections=0, requests=0, responses=0, bytes=0, unread=0)
     scrapers = [asyncio.create_task(scrape(port, did, keep=number < KEPT)) for number in range(KEPT + NEW)]
+    scrapers += [asyncio.create_task(ask_unread(port, did)) for _ in range(UNREAD)]
     await asyncio.wait(scrapers, timeout=seconds)
     for scraper in scrapers:
         scraper.cancel()

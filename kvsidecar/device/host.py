@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 import struct
 import threading
 import time
@@ -179,24 +180,42 @@ class _MappedFiles:
         self._lock = threading.Lock()
         self._addresses: list[int] = []
         """Where they begin, sorted."""
-        self._files: dict[int, tuple[int, int]] = {}
-        """Where each ends, and a descriptor."""
+        self._files: dict[int, tuple[int, tuple[int, int]]] = {}
+        """Where each ends, and its device and inode."""
+        self._kept: dict[tuple[int, int], tuple[int, int]] = {}
+        """By device and inode: a descriptor, and how often the file is mapped."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = limit // 2
 
     def add(self, address: int, nbytes: int, fd: int) -> None:
-        """Keep a copy of the descriptor of what was mapped here."""
-        ours = os.dup(fd)
+        """Keep a copy of the descriptor of what was mapped here. Raises ImportRefused: there are too many."""
+        stat = os.fstat(fd)
+        key = stat.st_dev, stat.st_ino
         with self._lock:
+            if key not in self._kept:
+                if len(self._kept) >= self._most:
+                    raise ImportRefused(
+                        f"engines on this device share {self._most} memfds, half of what this process may open "
+                        "(ulimit -n, LimitNOFILE=): share the memory in fewer"
+                    )
+                self._kept[key] = os.dup(fd), 0
+            ours, count = self._kept[key]
+            self._kept[key] = ours, count + 1
             insort(self._addresses, address)
-            self._files[address] = address + nbytes, ours
+            self._files[address] = address + nbytes, key
 
     def remove(self, address: int, nbytes: int) -> None:
         """Forget what begins in this range, which is mapped no longer."""
         with self._lock:
             first, end = bisect_left(self._addresses, address), bisect_left(self._addresses, address + nbytes)
-            gone = [self._files.pop(each) for each in self._addresses[first:end]]
+            for each in self._addresses[first:end]:
+                _, key = self._files.pop(each)
+                fd, count = self._kept.pop(key)
+                if count > 1:
+                    self._kept[key] = fd, count - 1
+                else:
+                    os.close(fd)
             del self._addresses[first:end]
-        for _, fd in gone:
-            os.close(fd)
 
     def require_memory(self, rows: Iterable[Sequence[int]]) -> None:
         """
@@ -215,9 +234,9 @@ class _MappedFiles:
                     continue  # in the file of the row before, as most are
                 first = max(0, bisect_right(self._addresses, address) - 1)
                 for begin in self._addresses[first : bisect_left(self._addresses, behind)]:
-                    end, fd = self._files[begin]
+                    end, key = self._files[begin]
                     if address < end:
-                        used.add(fd)
+                        used.add(self._kept[key][0])
             if any(_has_holes(os.fstat(fd)) for fd in used):
                 raise CopyFailed("the engine has given memory of its memfd back to the kernel (holes)")
 
@@ -244,7 +263,11 @@ class _Addresses:
                 f"pages of {self.granularity} bytes"
             )
         _map_file(address, nbytes, fd)
-        self._files.add(address, nbytes, fd)
+        try:
+            self._files.add(address, nbytes, fd)
+        except ImportRefused:
+            self.unmap(address, nbytes)
+            raise
 
     def permit(self, address: int, nbytes: int) -> None:
         """Nothing to do."""
@@ -276,7 +299,11 @@ class HostDevice:
             mapping = self._mappings.get(key)
             if mapping is None:
                 address = _map_file(None, stat.st_size, source.fd)
-                self._files.add(address, stat.st_size, source.fd)
+                try:
+                    self._files.add(address, stat.st_size, source.fd)
+                except ImportRefused:
+                    unmap(address, stat.st_size)
+                    raise
                 mapping = _Mapping(DeviceMemory(address=address, nbytes=stat.st_size, key=key), uses=0)
                 self._mappings[key] = mapping
             mapping.uses += 1

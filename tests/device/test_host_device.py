@@ -6,10 +6,11 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,30 @@ def test_a_copy_takes_no_memory_for_what_an_engine_has_given_back(direction: Dir
         copy(scratch, 0)
         for memory in (mine, neighbour, scratch):
             device.release_memory(memory)
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+def test_more_files_than_the_process_may_keep_are_refused_and_nothing_stays(
+    ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    device, descriptors = HostDevice(), len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        fds = [stack.enter_context(memfd(PAGE, F_SEAL_SHRINK)) for _ in range(3)]
+        kept = [device.import_memory(MemfdSource(fd)) for fd in (*fds[:2], fds[0])]
+
+        def take_one_more() -> object:
+            if ranges:
+                return device.import_ranges([RangesSource(((fds[0], PAGE), (fds[2], PAGE)))])
+            return device.import_memory(MemfdSource(fds[2]))
+
+        with pytest.raises(ImportRefused, match="share 2 memfds, half of what this process may open"):
+            take_one_more()
+        device.release_memory(kept[1])
+        kept[1] = device.import_memory(MemfdSource(fds[2]))
+        for memory in kept:
+            device.release_memory(memory)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_the_descriptor_stays_the_callers() -> None:

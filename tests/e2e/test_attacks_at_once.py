@@ -36,8 +36,11 @@ ON_SOCKETS = (
     "unfinished_hellos",
     "colliding_hashes",
     "publisher_memory",
+    "large_requests",
 )
-STORING = ("colliding_hashes", "publisher_memory")
+POOL = "64MiB"
+"""Room for the blocks of the largest requests."""
+STORING = ("colliding_hashes", "publisher_memory", "large_requests")
 ATTACK_SECONDS = 600.0
 """Longer than the test: they are killed."""
 IDLE_SECONDS, ROUND_SECONDS = 4.0, 20.0
@@ -61,7 +64,7 @@ KEPT_MIB = 48
 @contextmanager
 def asked(directory: Path) -> Iterator[Asked]:
     directory.mkdir()
-    with DaemonProcess(directory, "--log-level", "info") as daemon, ExitStack() as stack:
+    with DaemonProcess(directory, "--log-level", "info", "--pool-size", POOL) as daemon, ExitStack() as stack:
         daemon.wait_ready()
         rank, waits = Rank(daemon), Waits(daemon.process.pid)
         stack.callback(waits.close)

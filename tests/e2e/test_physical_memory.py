@@ -52,6 +52,7 @@ class Engine:
             found = []
             for at in range(address, address + BLOCKS * ROW, self._range_bytes):
                 fd = host_memory.create_file(self._range_bytes, SMALL_PAGES, "kvsidecar-kv-range")
+                os.posix_fallocate(fd, 0, self._range_bytes)
                 host_memory.mmap_at(at, self._range_bytes, READ_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd)
                 found.append(PhysicalRange(self._range_bytes, fd=fd))
             allocations.append(Allocation(BLOCKS * ROW, ranges=tuple(found)))
@@ -93,10 +94,11 @@ class Engine:
         return self.client.wait([job], SECONDS)[job]
 
 
-def open_descriptors(daemon: DaemonProcess) -> int:
-    """Of an engine's physical memory, in the daemon and its copiers."""
-    files = [file for pid in (daemon.process.pid, *daemon.copiers()) for file in open_files(pid).values()]
-    return sum("kvsidecar-kv-range" in file for file in files)
+def open_descriptors(daemon: DaemonProcess, *, copiers: bool = False) -> int:
+    """Of an engine's physical memory, in the daemon, and in its copiers if asked: on the host they keep those of what
+    they have mapped, to see whether it is still there."""
+    pids = [daemon.process.pid, *(daemon.copiers() if copiers else ())]
+    return sum("kvsidecar-kv-range" in file for pid in pids for file in open_files(pid).values())
 
 
 @both_protocols
@@ -111,11 +113,13 @@ def test_hundreds_of_ranges_are_mapped_and_no_descriptor_stays_open(daemon: Daem
     assert engine.load(*ids, at=at).outcome is Outcome.DONE
     assert np.array_equal(engine.content()[:, at], want[:, ids])
     assert engine.sleep()
+    assert open_descriptors(daemon, copiers=True) == 0
 
 
 @daemon_may_open(12_000)
 def test_as_many_descriptors_as_a_rank_may_share_arrive(daemon: DaemonProcess) -> None:
     fd = host_memory.create_file(mmap.PAGESIZE, SMALL_PAGES, "kvsidecar-kv-range")
+    os.posix_fallocate(fd, 0, mmap.PAGESIZE)
     ranges = tuple(PhysicalRange(mmap.PAGESIZE, fd=fd) for _ in range(MAX_DESCRIPTORS))
     buffers = KVBuffers("host", (Allocation(MAX_DESCRIPTORS * mmap.PAGESIZE, ranges=ranges),))
     layout = GroupLayout(0, 1, 0, 1, (Region(0, 0, ROW, ROW, ROW, 1),))
