@@ -7,6 +7,7 @@ know the user; gRPC's own server listens at a socket that only this process can 
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -278,6 +279,9 @@ class _Relay:
         self._client.waits = False
         if self._state is not _State.PASSING:
             return
+        if self._client.has_hung_up():
+            self.close()  # at no cost: thousands of such connections would hold their descriptors for a minute
+            return
         data = b"" if self._gate.is_more else self._client.receive()
         if data is None:
             self.close()
@@ -418,6 +422,12 @@ class End:
             self._on_sent()
         if events & ~WRITABLE and self._watched & READABLE:
             self._on_readable()
+
+    def has_hung_up(self) -> bool:
+        """Whether the other side is closed altogether: nobody takes replies, whatever was asked before."""
+        look = select.poll()
+        look.register(self._connection, 0)
+        return bool(look.poll(0))
 
     def receive(self) -> bytes | None:
         """What has arrived, perhaps nothing; None at the end of the connection."""

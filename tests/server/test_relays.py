@@ -140,3 +140,21 @@ async def test_a_user_pays_for_calls_that_it_gives_up_on_whichever_of_its_connec
             await eventually_in_loop(lambda: not front.relays)
             least = number * (CALLS * grpc_front.GIVEN_UP_SECONDS + grpc_front.BEGIN_SECONDS)
             assert least <= paid[os.getuid()] < 2 * least
+
+
+async def test_connections_whose_clients_have_gone_are_over_without_a_call_and_without_a_wait(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a flood held their descriptors for a minute after its end, each until its calls were paid for."""
+    paid: list[float] = []
+    over: list[object] = []
+    async with served(short_dir) as front:
+        ended = front.ended
+        monkeypatch.setattr(front, "ended", lambda relay: (over.append(relay), ended(relay)))
+        monkeypatch.setattr(front.turns, "charge", lambda _, seconds: paid.append(seconds))
+        for _ in range(CLIENTS):
+            with socket.socket(socket.AF_UNIX) as client:
+                begun(client, short_dir, STREAMS)
+        await eventually_in_loop(lambda: len(over) == CLIENTS)
+        assert (front.relays, front.quotas.calls.held) == (set(), 0)
+        assert max(paid) < grpc_front.BEGIN_SECONDS, "more than to accept a connection was paid"
