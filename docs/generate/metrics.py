@@ -59,7 +59,8 @@ GROUPS = {
         "event_loop",
         "log_",
     ),
-    "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "expired_", "lookup_"),
+    "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "expired_"),
+    "The hit rate": ("prompt_tokens_", "lookup_"),
     "Shares": ("share_",),
     "Models and devices": ("model_", "device_"),
     "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
@@ -67,6 +68,16 @@ GROUPS = {
     "Refusals": ("refusals",),
 }
 """Title -> how the names of its metrics begin, after ``kvsidecar_``."""
+
+HIT_RATE = """\
+A hit is a prompt token that an engine did not have in its own cache, and has loaded instead of computing it. Engines
+report what they needed and what they have loaded when they begin a request, so the hit rate that `kvsidecar status`,
+`kvsidecar top`, the page, the dashboard and the alerts show is `kvsidecar_prompt_tokens_loaded_total` divided by
+`kvsidecar_prompt_tokens_needed_total`. Without a report there is none: a client of your own makes it with
+`report_prompts_nowait` ([client.md](client.md#look-up-and-load)). What lookups find is counted apart, and says what is
+there, not what it was good for: vLLM asks for a prompt when it arrives, also for what the GPU has, and again while the
+request waits.
+"""
 
 MODELS = """\
 Namespaces are counted by their model. At most 32 models have labels of their own at a time: the first ones or, after a
@@ -85,7 +96,7 @@ PUBLISHER = """\
 `--metrics`. Refusals are also logged, each reason at most once a second.
 """
 
-TEXTS = {"Models and devices": (MODELS,)}
+TEXTS = {"The hit rate": (HIT_RATE,), "Models and devices": (MODELS,)}
 """Title -> what is said above the table."""
 
 PROCESS = """\

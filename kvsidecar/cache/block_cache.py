@@ -140,6 +140,9 @@ class BlockCache:
         """The spaces of one namespace."""
         return list(self._table.groups.get(namespace, {}).values())
 
+    def first_space(self, namespace: Namespace) -> Space | None:
+        return next(iter(self._table.groups.get(namespace, {}).values()), None)
+
     def find_space(self, namespace: Namespace, group: int) -> Space | None:
         return self._table.groups.get(namespace, {}).get(group)
 

@@ -433,6 +433,10 @@ class Space:
     """Whether the cache has removed it, because it had neither users nor blocks."""
     hits: int = field(default=0, init=False)
     misses: int = field(default=0, init=False)
+    needed_tokens: int = field(default=0, init=False)
+    """That engines did not have themselves, as they report; see `kvsidecar.core.lookups.LookupService.report`. Those of
+    a namespace are counted in one of its spaces."""
+    loaded_tokens: int = field(default=0, init=False)
     tables: list[SpaceBlocks] = field(default_factory=list, init=False)
     """The current table, and cleared ones of which something is in use or is to be swept."""
     share: Share = field(default_factory=Share, init=False)

@@ -22,13 +22,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes and blocks per second, unless stated otherwise."""
+    """Bytes and tokens per second, unless stated otherwise."""
 
     stored_bytes: float
     loaded_bytes: float
     loaded_tokens: float
-    hits: float
-    misses: float
+    needed_tokens: float
+    """Of prompts, that engines did not have themselves."""
+    hit_tokens: float
+    """Those of them that they have loaded."""
     evicted_bytes: float
     refusals: Mapping[str, int]
     """New refusals by reason: counts, not rates. Only reasons that occurred."""
@@ -37,9 +39,14 @@ class Rates:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of requested blocks that were hits; None if no block was requested."""
-        requested = self.hits + self.misses
-        return self.hits / requested if requested else None
+        """None if engines needed nothing."""
+        return hit_rate(self.hit_tokens, self.needed_tokens)
+
+
+def hit_rate(hit_tokens: float, needed_tokens: float) -> float | None:
+    """The share that engines have loaded of what they did not have themselves; None if they needed nothing. An engine
+    may report the load of a prompt later than what the prompt needed."""
+    return min(1.0, hit_tokens / needed_tokens) if needed_tokens else None
 
 
 def rates_between(before: Sample, after: Sample) -> Rates | None:
@@ -53,8 +60,8 @@ def rates_between(before: Sample, after: Sample) -> Rates | None:
         stored_bytes=(new.jobs.stored_bytes - old.jobs.stored_bytes) / seconds,
         loaded_bytes=(new.jobs.loaded_bytes - old.jobs.loaded_bytes) / seconds,
         loaded_tokens=(new.jobs.loaded_tokens - old.jobs.loaded_tokens) / seconds,
-        hits=(new.lookups.hits - old.lookups.hits) / seconds,
-        misses=(new.lookups.misses - old.lookups.misses) / seconds,
+        needed_tokens=(new.lookups.needed_tokens - old.lookups.needed_tokens) / seconds,
+        hit_tokens=(new.lookups.loaded_tokens - old.lookups.loaded_tokens) / seconds,
         evicted_bytes=(new.pool.evicted_bytes - old.pool.evicted_bytes) / seconds,
         refusals=Counter(new.refusals) - Counter(old.refusals),
         ranks={

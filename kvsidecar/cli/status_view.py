@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.status_figures import has_pool, jobs_now, pool_details, short_device, tier_details
+from kvsidecar.cli.status_figures import has_pool, hit_rate, jobs_now, pool_details, short_device, tier_details
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -162,7 +162,7 @@ def _namespaces(reply: pb.StatusReply) -> RenderableType:
     table = plain_table("\nNamespaces", "model", "layout", "tokens/block", "tp x pp", "blocks", "size", "hit rate")
     shown = sorted(reply.namespaces, key=lambda each: -each.bytes)[:SHOWN]
     for each in shown:
-        requested = each.hits + each.misses
+        rate = hit_rate(each.loaded_tokens, each.needed_tokens)
         table.add_row(
             brief(each.namespace.model),
             brief(f"{each.namespace.dtype} {each.namespace.kv_layout}", CELL // 2),
@@ -170,7 +170,7 @@ def _namespaces(reply: pb.StatusReply) -> RenderableType:
             f"{each.namespace.tp_size} x {each.namespace.pp_size}",
             str(each.blocks),
             format_size(each.bytes),
-            f"{each.hits / requested:.0%}" if requested else "-",
+            "-" if rate is None else f"{rate:.0%}",
         )
     listed = _with_rest(table, reply.totals.namespaces - len(shown), "kvsidecar status --json")
     return Group(listed, *(_differs(each) for each in shown if each.differs))

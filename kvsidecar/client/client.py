@@ -14,7 +14,14 @@ from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.ledger import Ledger
 from kvsidecar.client.local_operator import Operator
 from kvsidecar.client.lookups import LeaseRenewal, Lookups, PendingLookup
-from kvsidecar.client.messages import MAX_TTL_SECONDS, LookupQuery, Registration, Watching, whole_seconds
+from kvsidecar.client.messages import (
+    MAX_TTL_SECONDS,
+    LookupQuery,
+    Registration,
+    Watching,
+    prompts_report,
+    whole_seconds,
+)
 from kvsidecar.client.operator import OperatorCalls
 from kvsidecar.client.ordering import Completion, EventRing, Order
 from kvsidecar.client.supervisor import Dialling, Supervisor
@@ -448,6 +455,24 @@ class Client(OperatorCalls):
         seconds = NO_NEXT_USE if pause == inf else whole_seconds("pause", pause, NO_NEXT_USE - 1)
         query = LookupQuery(namespace, groups, LookupMode.BITMAP, touch=True, pause_seconds=seconds)
         return not self._closed and self._lookups.touch_nowait(query)
+
+    def report_prompts_nowait(self, namespace: Namespace, needed_tokens: int, loaded_tokens: int) -> bool:
+        """Report what prompts that have begun since the last report have gained. `kvsidecar status`, the page and the
+        metrics show a hit rate from it; the daemon cannot tell from lookups which of their hits an engine had itself.
+        Never waits.
+
+        Args:
+            needed_tokens: in whole blocks, that the engine's own cache did not have.
+            loaded_tokens: those of them that were loaded, and not computed.
+
+        Returns:
+            False: it was not sent, because the daemon is lost or hangs, or this client is closed.
+
+        Raises:
+            ValueError: a number is negative, or more than 4,294,967,295.
+        """
+        report = prompts_report(namespace, needed_tokens, loaded_tokens)
+        return not self._closed and self._lookups.report_nowait(report)
 
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         """`renew` without waiting for the answer."""

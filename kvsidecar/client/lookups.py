@@ -105,6 +105,10 @@ class Lookups:
         if early and self._supervisor.attempts == 1:
             _post_in_turn(transport, early)
 
+    def report_nowait(self, report: pb.LocalRequest) -> bool:
+        transport = self._available_transport()
+        return transport is not None and post(transport, report, None)
+
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         if (transport := self._available_transport()) is not None:
             renewal = LeaseRenewal(transport, lease)

@@ -280,6 +280,13 @@ def _bitmap(flags: Sequence[bool]) -> bytes:
     return int(digits or "0", 2).to_bytes(-(-len(flags) // 8), "little")
 
 
+def prompts_report(namespace: Namespace, needed_tokens: int, loaded_tokens: int) -> pb.LocalRequest:
+    """See `Client.report_prompts_nowait`."""
+    message = pb.LocalRequest.FromString(_request_without_groups(namespace, LookupMode.PREFIX, 0, b""))
+    message.lookup.needed_tokens, message.lookup.loaded_tokens = needed_tokens, loaded_tokens
+    return message
+
+
 @lru_cache(maxsize=64)
 def _request_without_groups(namespace: Namespace, mode: LookupMode, lease_ms: int, token: bytes) -> bytes:
     """Serialized: to parse it is one call, to fill it in is one for each field."""

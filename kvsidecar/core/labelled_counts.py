@@ -30,6 +30,8 @@ class Counts:
     copied_bytes: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
     hits: int = 0
     misses: int = 0
+    needed_tokens: int = 0
+    loaded_tokens: int = 0
     counted_at: float = 0.0
 
     def copied(self, direction: Direction, nbytes: int) -> None:
@@ -65,6 +67,12 @@ class ModelCounts:
         counts.hits += hits
         counts.misses += misses
 
+    def reported(self, model: str, needed_tokens: int, loaded_tokens: int) -> None:
+        counts = self._counts.get(model[:LABEL_CHARACTERS], self._rest)
+        counts.counted_at = self._clock()
+        counts.needed_tokens += needed_tokens
+        counts.loaded_tokens += loaded_tokens
+
     def _admit(self, label: str) -> Counts:
         """Give it a label, if there is one."""
         if label == REST:
@@ -99,6 +107,12 @@ class ModelCounts:
         misses = {(label, "miss"): counts.misses for label, counts in labelled.items()}
         text = "Blocks requested by lookups, by model and result."
         yield metric_families.counter("model_lookup_blocks", text, ["model", "result"], hits | misses)
+        needed = {(label,): counts.needed_tokens for label, counts in labelled.items()}
+        text = "As kvsidecar_prompt_tokens_needed_total, by model."
+        yield metric_families.counter("model_prompt_tokens_needed", text, ["model"], needed)
+        loaded = {(label,): counts.loaded_tokens for label, counts in labelled.items()}
+        text = "As kvsidecar_prompt_tokens_loaded_total, by model."
+        yield metric_families.counter("model_prompt_tokens_loaded", text, ["model"], loaded)
         yield from _copies("model", labelled)
 
 

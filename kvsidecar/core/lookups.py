@@ -242,6 +242,16 @@ class LookupService:
                         break
         return LookupAnswer(True, result, granted.id if granted else None, lease_seconds if granted else 0.0, asking)
 
+    def report(self, namespace: Namespace, needed_tokens: int, loaded_tokens: int) -> None:
+        """Count what an engine says of prompts that it has begun: tokens that it did not have itself, and those of them
+        that it has loaded."""
+        self.metrics.prompt_tokens_needed.inc(needed_tokens)
+        self.metrics.prompt_tokens_loaded.inc(loaded_tokens)
+        self.metrics.models.reported(namespace.model, needed_tokens, loaded_tokens)
+        if (space := self.cache.first_space(namespace)) is not None:
+            space.needed_tokens += needed_tokens
+            space.loaded_tokens += loaded_tokens
+
     def _has_too_many(self, owner: bytes | None, blocks: int) -> bool:
         held = [self.cache.held(each) for each in ([None] if owner is None else self.owners_of(owner))]
         leases, leased = sum([each[0] for each in held]), sum([each[1] for each in held])

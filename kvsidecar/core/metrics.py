@@ -135,7 +135,22 @@ class Metrics:
             "report them.",
         )
         self.zeroed_bytes = counter("kvsidecar_zeroed_bytes", "Bytes that were zeroed after they were freed.")
-        self.lookup_blocks = counter("kvsidecar_lookup_blocks", "Blocks requested by lookups, by result.", ["result"])
+        self.lookup_blocks = counter(
+            "kvsidecar_lookup_blocks",
+            "Blocks requested by lookups, by result. Not what engines gain: they also ask for blocks that they have "
+            "themselves, and again while a request waits.",
+            ["result"],
+        )
+        self.prompt_tokens_needed = counter(
+            "kvsidecar_prompt_tokens_needed",
+            "Prompt tokens, in whole blocks, that engines did not have in their own caches, as they report them. "
+            "Includes requests that were preempted and begin again.",
+        )
+        self.prompt_tokens_loaded = counter(
+            "kvsidecar_prompt_tokens_loaded",
+            "Those of kvsidecar_prompt_tokens_needed_total that engines have loaded instead of computing them. Divided "
+            "by it, this is the hit rate.",
+        )
         self.spans = counter(
             "kvsidecar_spans",
             "Spans of traced jobs, by result. queue_full counts jobs that got no spans because the export queue was "

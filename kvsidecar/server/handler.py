@@ -230,6 +230,9 @@ class Handler:
         self.steps.called()
         namespace = _namespace(request.namespace)
         permit(caller, namespace)
+        if request.needed_tokens or request.loaded_tokens:
+            self.lookups.report(namespace, request.needed_tokens, request.loaded_tokens)
+            return pb.LookupReply(epoch=self.epoch)
         groups = _groups(request, namespace, "a lookup")
         mode = convert.mode_from(request.mode)
         owner = self.instances.peer(request.token).token if request.token else None

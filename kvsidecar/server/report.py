@@ -184,6 +184,8 @@ class Report:
             bytes=usage.bytes,
             hits=usage.hits,
             misses=usage.misses,
+            needed_tokens=usage.needed_tokens,
+            loaded_tokens=usage.loaded_tokens,
             differs=self.instances.options.differences(namespace, largest),
         )
 
@@ -231,6 +233,8 @@ class Report:
             pb.LookupsStatus(
                 hits=int(value("kvsidecar_lookup_blocks_total", result="hit")),
                 misses=int(value("kvsidecar_lookup_blocks_total", result="miss")),
+                needed_tokens=int(value("kvsidecar_prompt_tokens_needed_total")),
+                loaded_tokens=int(value("kvsidecar_prompt_tokens_loaded_total")),
             )
         )
         reply.tiers.extend(map(_tier, gauges.tiers))
@@ -321,6 +325,8 @@ class _Usage:
     bytes: int = 0
     hits: int = 0
     misses: int = 0
+    needed_tokens: int = 0
+    loaded_tokens: int = 0
 
 
 _Used = tuple[Namespace, _Usage]
@@ -355,6 +361,8 @@ def _by_namespace(
         usage.bytes += space.blocks.readable * space.block_bytes
         usage.hits += space.hits
         usage.misses += space.misses
+        usage.needed_tokens += space.needed_tokens
+        usage.loaded_tokens += space.loaded_tokens
     return found
 
 

@@ -386,7 +386,7 @@ class LookupGroup(_message.Message):
     def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens", "lease", "touch", "pause_seconds")
+    __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens", "lease", "touch", "pause_seconds", "needed_tokens", "loaded_tokens")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODE_UNSPECIFIED: _ClassVar[LookupRequest.Mode]
@@ -407,6 +407,8 @@ class LookupRequest(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     TOUCH_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     groups: _containers.RepeatedCompositeFieldContainer[LookupGroup]
     mode: LookupRequest.Mode
@@ -419,7 +421,9 @@ class LookupRequest(_message.Message):
     lease: int
     touch: bool
     pause_seconds: int
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ..., choose: bool = ..., fetch_tokens: _Optional[int] = ..., lease: _Optional[int] = ..., touch: bool = ..., pause_seconds: _Optional[int] = ...) -> None: ...
+    needed_tokens: int
+    loaded_tokens: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[LookupGroup, _Mapping]]] = ..., mode: _Optional[_Union[LookupRequest.Mode, str]] = ..., lease_ms: _Optional[int] = ..., token: _Optional[bytes] = ..., fetch_ms: _Optional[int] = ..., prefill_rate: _Optional[float] = ..., choose: bool = ..., fetch_tokens: _Optional[int] = ..., lease: _Optional[int] = ..., touch: bool = ..., pause_seconds: _Optional[int] = ..., needed_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("ready", "epoch", "lease", "lease_ms", "groups", "asking")
@@ -673,20 +677,24 @@ class PoolStatus(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., evicted_bytes: _Optional[int] = ..., carrier: _Optional[str] = ..., kept_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., cold_start_reason: _Optional[str] = ..., unzeroed_bytes: _Optional[int] = ..., rounding_bytes: _Optional[int] = ..., eviction: _Optional[str] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("namespace", "blocks", "bytes", "hits", "misses", "differs")
+    __slots__ = ("namespace", "blocks", "bytes", "hits", "misses", "differs", "needed_tokens", "loaded_tokens")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     blocks: int
     bytes: int
     hits: int
     misses: int
     differs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., differs: _Optional[_Iterable[str]] = ...) -> None: ...
+    needed_tokens: int
+    loaded_tokens: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., differs: _Optional[_Iterable[str]] = ..., needed_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
     __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace", "idle", "stored_bytes", "loaded_bytes")
@@ -739,12 +747,16 @@ class JobsStatus(_message.Message):
     def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_inflight_seconds: _Optional[float] = ..., stores_done: _Optional[int] = ..., loads_done: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class LookupsStatus(_message.Message):
-    __slots__ = ("hits", "misses")
+    __slots__ = ("hits", "misses", "needed_tokens", "loaded_tokens")
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hits: int
     misses: int
-    def __init__(self, hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
+    needed_tokens: int
+    loaded_tokens: int
+    def __init__(self, hits: _Optional[int] = ..., misses: _Optional[int] = ..., needed_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("namespace", "all", "share", "groups", "unused_seconds")

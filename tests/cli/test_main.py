@@ -141,10 +141,11 @@ def test_status_without_a_daemon_says_so(short_dir: Path) -> None:
 def test_status_shows_state_pool_namespaces_engines_and_refusals(daemon: DaemonProcess) -> None:
     rank = Rank(daemon, instance="my-engine")
     done(rank.store("a", "b"))
-    rank.hits("a", "x")
+    rank.hits("a", "x")  # what a lookup finds is no hit rate
+    assert rank.client.report_prompts_nowait(rank.namespace, 400, 300)
     rank.load("x", at=[1])
     text = run("status", "--socket", daemon.socket, COLUMNS="120").stdout
-    for word in ("ready", "on host", "24 KiB of 1 MiB used", "2 blocks", "my-engine", "0/1", "50%", "not_found 1"):
+    for word in ("ready", "on host", "24 KiB of 1 MiB used", "2 blocks", "my-engine", "0/1", "75%", "not_found 1"):
         assert word in text, word
 
     body = json.loads(run("status", "--socket", daemon.socket, "--json").stdout)

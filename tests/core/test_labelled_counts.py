@@ -31,6 +31,16 @@ def test_copies_and_lookups_are_counted_under_the_models_name() -> None:
     assert (seen["used_bytes", "a"], seen["used_bytes", "b"], seen["used_bytes", "other"]) == (100, 20, 0)
 
 
+def test_what_engines_report_of_prompts_is_counted_under_the_models_name() -> None:
+    counts = ModelCounts()
+    counts.copied("a", Direction.STORE, 10)
+    counts.reported("a", needed_tokens=64, loaded_tokens=48)
+    counts.reported("made up", needed_tokens=16, loaded_tokens=0)
+    seen = values(counts)
+    assert (seen["prompt_tokens_needed_total", "a"], seen["prompt_tokens_loaded_total", "a"]) == (64, 48)
+    assert (seen["prompt_tokens_needed_total", "other"], seen["prompt_tokens_loaded_total", "other"]) == (16, 0)
+
+
 def test_a_lookup_takes_no_label_because_anybody_may_name_any_model_in_it() -> None:
     counts = ModelCounts()
     for number in range(1000):

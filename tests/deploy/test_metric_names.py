@@ -52,6 +52,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_share_pinned_bytes": "status says it",
     "kvsidecar_share_borrowed_bytes": "used and guaranteed bytes are on a panel",
     "kvsidecar_device_copies": "the bytes are on a panel",
+    "kvsidecar_model_lookup_blocks": "what lookups find is no hit rate; of all models it is on a panel",
     "kvsidecar_model_copies": "the bytes are on a panel",
     "kvsidecar_model_copied_bytes": "of models, bytes in the pool and hits are on panels",
     "kvsidecar_spans": "of the tracing, which is off by default",

@@ -246,6 +246,8 @@ class TinyDaemon:
         self.touched: list[dict[int, bytes]] = []
         self.pauses: list[float | None] = []
         """What was said with each touch."""
+        self.gains: list[tuple[int, int]] = []
+        """Reports of tokens that prompts needed, and of those that were loaded."""
         self.closed = False
         self.taken = 0
 
@@ -339,6 +341,10 @@ class TinyDaemon:
     def touch_nowait(self, namespace: Namespace, groups: Mapping[int, bytes], pause: float | None = None) -> bool:
         self.touched.append(dict(groups))
         self.pauses.append(pause)
+        return not self.reason
+
+    def report_prompts_nowait(self, namespace: Namespace, needed_tokens: int, loaded_tokens: int) -> bool:
+        self.gains.append((needed_tokens, loaded_tokens))
         return not self.reason
 
     def expire(self) -> None:

@@ -121,6 +121,37 @@ def test_an_offer_that_vllm_asks_for_no_more_is_given_up(engine: Engine) -> None
     assert engine.expired() == 0
 
 
+def test_the_hit_rate_is_of_what_the_engine_did_not_have_itself_whatever_its_lookups_find(engine: Engine) -> None:
+    def rate() -> tuple[float, float]:
+        return tuple(engine.daemon.metric(f"kvsidecar_prompt_tokens_{each}_total") for each in ("loaded", "needed"))  # type: ignore[return-value]
+
+    def until(loaded: int, needed: int) -> None:
+        engine.step()
+        eventually(lambda: rate() == (loaded, needed), rate)
+
+    found = 'kvsidecar_lookup_blocks_total{result="hit"}'
+    engine.loaded(engine.offered(), 3, 4, 5)
+    until(loaded=8, needed=8)
+    before = engine.daemon.metric(found)
+    for number in range(3):  # the GPU has them, and the lookups on their arrival ask for all of them
+        again = Request(f"again {number}", list(range(9)))
+        engine.side.on_new_request(again)
+        eventually(lambda: engine.daemon.metric(found) >= before + 2 * (number + 1))  # noqa: B023 - called at once
+        assert engine.side.get_num_new_matched_tokens(again, 8) == (0, False)
+        engine.side.update_state_after_alloc(again, Allocated((3, 4, 6 + number)), 0)
+        engine.step()
+    new = Request("new", list(range(100, 113)))
+    assert engine.side.get_num_new_matched_tokens(new, 0) == (0, False)
+    engine.side.update_state_after_alloc(new, Allocated((6, 7, 8, 9)), 0)
+    until(loaded=8, needed=20)
+    assert engine.side.attached
+    with engine.daemon.client() as client:
+        status = client.status()
+    assert (status.lookups.loaded_tokens, status.lookups.needed_tokens) == (8, 20)
+    (space,) = [each for each in status.namespaces if each.needed_tokens]
+    assert (space.loaded_tokens, space.needed_tokens) == (8, 20)
+
+
 def test_an_offer_of_an_engine_that_stands_still_ends_by_itself(engine: Engine) -> None:
     engine.offered()
     eventually(lambda: engine.expired() == 1)

@@ -484,6 +484,23 @@ def test_what_was_loaded_is_not_stored_unless_the_load_failed(failed: bool) -> N
     assert len(stored_hashes(made.build_plan(Step({"r": 1})).stores)) == 2 * failed
 
 
+def test_a_load_that_fails_or_that_a_request_waits_for_is_needed_once() -> None:
+    daemon = TinyDaemon()
+    made, _ = pooled(16, daemon=daemon)
+    for number, failed in enumerate((True, False)):
+        request = Request(str(number), list(range(9)))
+        daemon.put(0, request.block_hashes)
+        assert made.get_num_new_matched_tokens(request, 0) == (8, True)
+        made.update_state_after_alloc(request, Allocated([1, 2, 3]), 8)
+        (load,) = made.build_plan(Step()).loads
+        made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset([load.number] * failed)))
+        # vLLM asks again for what has failed, and allocates the rest of what was loaded.
+        assert not failed or made.get_num_new_matched_tokens(request, 0) == (0, False)
+        made.update_state_after_alloc(request, Allocated([1, 2, 3]), 0)
+        made.build_plan(Step({request.request_id: 1}))
+    assert daemon.gains == [(8, 0), (8, 8)]
+
+
 def test_what_a_lookup_misses_is_stored_again() -> None:
     made, pool = pooled(16)
     request = Request("a", list(range(9)))

@@ -16,7 +16,7 @@ from kvsidecar.client import Client, Outcome
 from kvsidecar.errors import Refusal
 from kvsidecar.integrations.sglang import loads
 from tests.harness import NO_WAIT, SECONDS, DaemonProcess, Gate, eventually
-from tests.linker.rank import LAYERS, PAGES, Engine, LateReader, running, transfer
+from tests.linker.rank import LAYERS, PAGE, PAGES, Engine, LateReader, running, transfer
 from tests.linker.transfers import PoolName, Transfer
 from tests.marks import lent_daemon
 
@@ -42,6 +42,28 @@ def test_pages_come_back_byte_for_byte(engine: Engine) -> None:
         assert engine.holds([20, 11], "a", slice(layer, layer + 1))
     assert engine.side.loads.finish(index)
     assert (engine.counters.loaded_pages, engine.counters.failed_loads) == (2, 0)
+
+
+def test_the_hit_rate_is_of_the_pages_that_sglang_did_not_have_asked_for_once(
+    engine: Engine, daemon: DaemonProcess
+) -> None:
+    def counted(what: str) -> float:
+        return daemon.metric(f"kvsidecar_prompt_tokens_{what}_total") / PAGE
+
+    before = [counted(each) for each in ("needed", "loaded")]
+    engine.store([3, 7], "a")
+    for _ in range(3):  # SGLang asks in each step while the request waits
+        engine.clock.ahead += 1.5
+        assert engine.lookup("a", 5) == [2]
+    assert engine.lookup("b", 3, "other") == []
+    assert engine.load([20, 11], "a")
+    assert engine.side.loads.finish(engine.start())
+
+    def told() -> bool:
+        engine.side.completed()
+        return [counted(each) for each in ("needed", "loaded")] == [before[0] + 5 + 3, before[1] + 2]
+
+    eventually(told, lambda: (before, counted("needed"), counted("loaded")))
 
 
 def test_the_forward_begins_before_the_last_layer_is_there(short_dir: Path, gate: Gate) -> None:

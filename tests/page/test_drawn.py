@@ -43,7 +43,7 @@ def reply(*, ranks: int = 2, seconds: int = 0, **readiness: Any) -> pb.StatusRep
             queued=4, running=2, stores_done=1 + seconds * 1000, loads_done=1, stored_bytes=(5 + seconds) * GiB,
             loaded_bytes=(7 + 2 * seconds) * GiB, loaded_tokens=1000 * seconds,
         ),
-        lookups=pb.LookupsStatus(hits=900 + 30 * seconds, misses=100 + 10 * seconds),
+        lookups=pb.LookupsStatus(loaded_tokens=900 + 30 * seconds, needed_tokens=1000 + 40 * seconds, hits=1),
         refusals={"pool_full": 5 + seconds, "quota": 9},
         tiers=[
             pb.TierStatus(
@@ -154,12 +154,17 @@ def test_the_parts_of_a_bar_are_those_of_the_pool(page: Page) -> None:
 def test_a_namespace_is_a_part_of_the_pool_with_its_hits(page: Page) -> None:
     now = reply()
     now.namespaces.add(
-        namespace=pb.Namespace(model="m" * 200), blocks=3, bytes=16 * GiB, hits=1, misses=3, differs=["dtype: fp8"]
+        namespace=pb.Namespace(model="m" * 200),
+        blocks=3,
+        bytes=16 * GiB,
+        loaded_tokens=1,
+        needed_tokens=4,
+        differs=["dtype: fp8"],
     )
     page.show(now)
     assert page.text("#namespaces b") == "m" * (TEXT - 1) + "…"
     assert page.sizes("#namespaces .bar i") == [25]
-    assert page.text("#namespaces p") == "3 blocks, 16 GiB, hits 25% of 4, differs: dtype: fp8"
+    assert page.text("#namespaces p") == "3 blocks, 16 GiB, hits 25% of 4 tokens, differs: dtype: fp8"
 
 
 def test_the_pin_is_shown_while_it_goes_on(page: Page) -> None:

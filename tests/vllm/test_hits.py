@@ -24,6 +24,7 @@ def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
     with joined(daemon, model) as engine:
+        before = daemon.get("/status")[1]["lookups"]["needed_tokens"]
         (cold,) = engine.generate(LONG)
         forget(engine)
         (hit,) = engine.generate(LONG)
@@ -38,6 +39,12 @@ def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
         assert counters["vllm:kv_offload_store_bytes"] == daemon.get("/status")[1]["jobs"]["stored_bytes"] > 0
         assert counters["vllm:kvsidecar_loaded_tokens"] == counters["vllm:kvsidecar_offered_tokens"] == WHOLE
         assert counters["vllm:kvsidecar_loads"] == 1
+        # The GPU has it, and the daemon is asked for all of it when it arrives.
+        assert engine.generate(LONG)[0].cached == WHOLE
+        engine.generate(prompt("other", 4))
+        told = daemon.get("/status")[1]["lookups"]
+        assert told["hits"] > 0
+        assert (told["loaded_tokens"], told["needed_tokens"] - before) == (WHOLE, 2 * WHOLE), "of the first two prompts"
         assert "vllm:kvsidecar_failed_loads" not in counters, "nothing failed"
 
 

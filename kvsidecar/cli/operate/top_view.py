@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.status_figures import Rates, Worth, busiest, jobs_now, share_details, short_device
+from kvsidecar.cli.status_figures import Rates, Worth, busiest, hit_rate, jobs_now, share_details, short_device
 from kvsidecar.cli.status_view import BAR_WIDTH, brief, head, pool_bar, rank_cells, tier_bar
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
@@ -159,9 +159,10 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
     now = None if rates is None else rates.hit_rate
     line = _label("Hits", "-" if now is None else f"{now:.0%}")
     if rates is not None and now is not None:
-        line.append(f"  of {rates.hits + rates.misses:,.0f} blocks/s")
-    asked = reply.lookups.hits + reply.lookups.misses
-    so_far = f"{reply.lookups.hits / asked:.0%} of {asked:,} so far" if asked else "no lookup so far"
+        line.append(f"  of {rates.needed_tokens:,.0f} tokens/s")
+    needed = reply.lookups.needed_tokens
+    all_in_all = hit_rate(reply.lookups.loaded_tokens, needed)
+    so_far = "no prompt so far" if all_in_all is None else f"{all_in_all:.0%} of {needed:,} tokens so far"
     line.append(f"  {so_far}", style="dim")
     if rates is not None and rates.evicted_bytes:
         line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.client import Blocks, JobDone, LeaseRenewal, Outcome
-from kvsidecar.integrations.sglang.groups import Group
+from kvsidecar.integrations.sglang.groups import KV, Group
 from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.staged_load import StagedLoad, Staging, Tile
 from kvsidecar.integrations.sglang.transfers import Ids, PageIds
@@ -83,6 +83,7 @@ class Loads:
     def __init__(self, shared: Shared, timeout: float, detour: Detour | None = None) -> None:
         self._detour = detour
         self._jobs, self._groups, self._timeout = shared.jobs, shared.groups, timeout
+        self._gains = shared.gains
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._queued: dict[str, _Queued] = {}
         self._batches: dict[int, _Batch] = {}
@@ -232,6 +233,7 @@ class Loads:
         else:
             self._pause = PAUSE_SECONDS
             for each in batch.requests.values():
+                self._gains.count(0, len(each.pages.get(KV, ())))
                 for pool, pages in each.pages.items():
                     self._counters.loaded_pages += len(pages)
                     if (group := self._groups.of(pool)) is not None:

@@ -66,7 +66,7 @@ class Lookups:
     def __init__(self, shared: Shared, budget: float, *, alone: bool) -> None:
         self._alone = alone
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
-        self._groups, self._budget = shared.groups, budget
+        self._groups, self._budget, self._gains = shared.groups, budget, shared.gains
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._trailing = any(group.pool != KV for group in shared.groups.all)
         self._offers: dict[str, Offer] = {}
@@ -99,6 +99,8 @@ class Lookups:
             lease_seconds=OFFER_SECONDS,
             timeout=in_proportion(self._budget, pages * len(self._groups.all)),
         )
+        if rid not in self._offers:  # else SGLang asks again while the request waits
+            self._gains.count(pages)
         self._counters.lookups += 1
         self._counters.unanswered_lookups += bool(result.reason)
         # After the lookup, whose lease protects the same blocks.

@@ -99,7 +99,7 @@ class RankSide:
         self._jobs = WaitedJobs(self._client, self._note_unfit)
         hashes = RecentHashes()
         shared = Shared(self._jobs, facts.groups, namespace, lambda pages: weights.keys(hashes(pages)), counters, clock)
-        self._known, self._keys = shared.known, shared.keys
+        self._known, self._keys, self._gains = shared.known, shared.keys, shared.gains
         self._lookups = Lookups(shared, options.lookup_budget, alone=ranks.size == 1)
         detour = None if facts.staging is None else Detour(facts.staging, self._jobs_of_staging(facts, facts.staging))
         self.loads = Loads(shared, options.load_timeout, detour)
@@ -234,7 +234,13 @@ class RankSide:
 
     def completed(self) -> int:
         self._touches.step()
+        if self._ranks.rank == 0:  # the pages are the same on all ranks
+            self._gains.tell(self._report_pages)
         return self._offloads.completed()
+
+    def _report_pages(self, needed: int, loaded: int) -> None:
+        tokens = self._page_size
+        self._client.report_prompts_nowait(self._identity.namespace, needed * tokens, loaded * tokens)
 
     def pop(self) -> bool:
         return self._offloads.pop()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvsidecar.client import Namespace
+from kvsidecar.integrations.prompt_gains import PromptGains
 from kvsidecar.integrations.sglang.counters import Counters
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.stored_filter import StoredFilter
@@ -26,4 +27,6 @@ class Shared:
     counters: Counters
     clock: Callable[[], float]
     """Monotonic seconds."""
+    gains: PromptGains = field(default_factory=PromptGains)
+    """In pages, not tokens."""
     known: StoredFilter = field(default_factory=StoredFilter)

@@ -24,6 +24,9 @@ class _Load:
     lease: LeaseRenewal | None
     begun: int
     """`StoredFilter.age` when it was planned."""
+    needed: int
+    tokens: int
+    """Of the request: those that the GPU did not have, and those of them that are loaded."""
     tables: Sequence[Sequence[Any]] | None = None
     """Of a load within a step: `RequestProgress.tables` of its request, which is computed meanwhile."""
     failed: bool = False
@@ -42,7 +45,7 @@ class Loads:
         self._groups, self._world_size = shared.engine.groups, shared.engine.world_size
         self._unknown_hash = bytes(shared.engine.hash_bytes)
         self._stored_filter, self._counters, self._numbers = shared.stored_filter, shared.counters, shared.numbers
-        self._events, self._lookups = shared.events, lookups
+        self._gains, self._events, self._lookups = shared.gains, shared.events, lookups
         self.planned: list[LoadJob] = []
         """Jobs that were not sent to the ranks yet."""
         self.running: dict[int, _Load] = {}
@@ -66,6 +69,7 @@ class Loads:
         external: int,
         null_block: int,
         *,
+        needed: int = 0,
         tables: Sequence[Sequence[Any]] | None = None,
     ) -> int:
         """Plan the load of the first ``external`` offered tokens into the request's GPU blocks.
@@ -73,6 +77,7 @@ class Loads:
         Args:
             block_ids: all block ids of the request, by group index.
             null_block: the id of vLLM's null block.
+            needed: tokens of the request that the GPU does not have.
             tables: for a load within a step: `RequestProgress.tables`.
 
         Returns:
@@ -86,7 +91,14 @@ class Loads:
         number = next(self._numbers)
         lease = self._lookups.renew_lease(offer)
         load = self.running[number] = _Load(
-            request.request_id, tuple(packed), all_of(self._world_size), lease, self._stored_filter.age, tables
+            request.request_id,
+            tuple(packed),
+            all_of(self._world_size),
+            lease,
+            self._stored_filter.age,
+            needed,
+            external,
+            tables,
         )
         if self._events is not None:
             load.unannounced = self._unannounced(self._events, request, load.blocks, offer.local)
@@ -175,6 +187,7 @@ class Loads:
                 load.lease.release()
                 # The answer to the renewal arrived before the end of the load.
                 self._counters.gone_loads += load.failed and load.lease.renewed is False
+            self._gains.count(load.needed, 0 if load.failed else load.tokens)
             if load.failed:
                 self._counters.failed_loads += 1
                 failed.append(load.request_id)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kvsidecar.client import Client
 from kvsidecar.integrations import next_use
 from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
+from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.loads import Loads
@@ -71,7 +72,7 @@ class SchedulerSide:
         used = read_name(options.weights_version_file)
         self._weights_version = WeightsVersion(engine.hash_bytes, options.weights_version, used=[used] if used else [])
         self._client = SchedulerClient(client, self._weights_version, options)
-        self._alignment = engine.groups[0].alignment
+        self._groups, self._alignment = engine.groups, engine.groups[0].alignment
         self._watch, self._wake, self._alarm = watch, wake, Alarm(wake)
         if watch is not None and events is not None:
             events.keys = self._weights_version.keys
@@ -94,6 +95,9 @@ class SchedulerSide:
         """vLLM has refused the last reset, so the GPU may hold KV of older weights."""
         self._recompute = engine.recompute
         self._block_bytes = sum(group.page_bytes * len(group.layer_names) for group in engine.groups)
+        self._gains = shared.gains
+        self._begun: tuple[str, int] = "", 0
+        """The request for which vLLM asked last, and its tokens in the GPU's prefix cache."""
         self._in_step = ""
         """The request that was offered a load within its step."""
         self._arrived: set[str] = set()
@@ -148,6 +152,7 @@ class SchedulerSide:
             or request.request_id in self._failed
         ):
             return 0, False
+        self._begun = request.request_id, num_computed_tokens
         self._counts = True
         tokens = self._lookups.hit(request, num_computed_tokens, self._epoch)
         in_step = tokens is not None and tokens > 0 and self._recompute is not None and self._is_alone(request, tokens)
@@ -187,7 +192,9 @@ class SchedulerSide:
                 self.counters.unknown_adapters += 1
                 self._counts = True
         progress.tables = getattr(blocks, "blocks", ())
+        needed = self._needed(request)
         if num_external_tokens <= 0:
+            self._gains.count(needed)
             self._lookups.forget(request_id)
             self._failed.discard(request_id)  # it is computed now, and may load again after a preemption
             return
@@ -198,8 +205,16 @@ class SchedulerSide:
         block_ids = blocks.get_block_ids()
         in_step, self._in_step = request_id == self._in_step, ""
         tables = progress.tables if in_step else None
-        loaded = self._loads.plan(request, block_ids, offer, num_external_tokens, self._null_block, tables=tables)
+        loaded = self._loads.plan(
+            request, block_ids, offer, num_external_tokens, self._null_block, needed=needed, tables=tables
+        )
         self._stores.allocated(loaded)
+
+    def _needed(self, request: Any) -> int:
+        """Tokens that the GPU's prefix cache does not have of a request that begins; 0 for one that goes on, as after
+        its load."""
+        (request_id, local), self._begun = self._begun, ("", 0)
+        return hits.limit(self._groups, request.num_tokens, local) if request_id == request.request_id else 0
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +224,7 @@ class SchedulerSide:
         if self._lookups.used:
             self._lookups.new_step()
         self._counts |= self._touches.step()
+        self._gains.tell(self._client.report_prompts_nowait)
         if self._adapters is not None:
             self._adapters.new_step()
         due = self._stores.new_step(self._clock()) or scheduler_output.preempted_req_ids

@@ -52,6 +52,12 @@ class SchedulerClient:
         """See `Client.touch_nowait`."""
         return self.namespace is not None and self._client.touch_nowait(self.namespace, self._keys(groups), pause)
 
+    def report_prompts_nowait(self, needed_tokens: int, loaded_tokens: int) -> bool:
+        """See `Client.report_prompts_nowait`."""
+        return self.namespace is not None and self._client.report_prompts_nowait(
+            self.namespace, needed_tokens, loaded_tokens
+        )
+
     def renew_nowait(self, lease: int, lease_seconds: float) -> LeaseRenewal:
         return self._client.renew_nowait(lease, lease_seconds)
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvsidecar.integrations.prompt_gains import PromptGains
 from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm.adapters import Adapters
 from kvsidecar.integrations.vllm.counters import Counters
@@ -53,4 +54,5 @@ class Shared:
     stored_filter: StoredFilter = field(default_factory=StoredFilter)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Of the jobs."""
+    gains: PromptGains = field(default_factory=PromptGains)
     written: WrittenBlocks = field(default_factory=WrittenBlocks)

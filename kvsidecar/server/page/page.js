@@ -34,8 +34,8 @@ function perSecond(part, field) {
 }
 
 function hitRate() {
-  const [hits, misses] = [perSecond("lookups", "hits"), perSecond("lookups", "misses")];
-  return hits + misses ? hits / (hits + misses) : null;
+  const [loaded, needed] = [perSecond("lookups", "loaded_tokens"), perSecond("lookups", "needed_tokens")];
+  return needed ? Math.min(1, loaded / needed) : null; // a load may be reported later than what its prompt needed
 }
 
 function inUnits(value, step, units, decimals) {
@@ -168,12 +168,11 @@ function pin(readiness) {
   );
 }
 
-function hits({ hits, misses }) {
-  const asked = hits + misses;
+function hits({ needed_tokens: needed, loaded_tokens: loaded }) {
   const current = hitRate();
   text("hits-now", current === null ? "-" : percent(current));
   byId("hits-spark").replaceChildren(spark(past.map((each) => each.hits ?? 0), "of 100 %"));
-  text("hits-total", asked ? `${percent(hits / asked)} of ${grouped(asked)} so far` : "no lookup so far");
+  text("hits-total", needed ? `${percent(share(loaded, needed))} of ${grouped(needed)} tokens so far` : "no prompt so far");
 }
 
 // What saved tokens are worth, by what the reader has typed; kept in the browser.
@@ -215,11 +214,11 @@ function tier(each) {
 }
 
 function namespace(each) {
-  const asked = each.hits + each.misses;
+  const needed = each.needed_tokens;
   return bar(cut(each.namespace.model), share(each.bytes, now.pool.total_bytes), element("p", "quiet", cut(listed(
     `${each.blocks} blocks`,
     size(each.bytes),
-    asked && `hits ${percent(each.hits / asked)} of ${grouped(asked)}`,
+    needed && `hits ${percent(share(each.loaded_tokens, needed))} of ${grouped(needed)} tokens`,
     each.differs.length && `differs: ${each.differs.join(", ")}`,
   ))));
 }

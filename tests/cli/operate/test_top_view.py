@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import Screen, render
-from kvsidecar.cli.status_figures import Sample, Worth, rates_between, short_device
+from kvsidecar.cli.status_figures import Sample, Worth, hit_rate, rates_between, short_device
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -48,15 +48,15 @@ def screen(now: pb.StatusReply, before: pb.StatusReply | None = None, **fields: 
 
 def test_rates_are_what_was_counted_between_two_looks_per_second() -> None:
     before = reply(ranks=[rank(1, stored_bytes=100)], stored_bytes=1000, loaded_bytes=0)
-    before.lookups.hits, before.lookups.misses, before.refusals["not_found"] = 10, 10, 1
+    before.lookups.loaded_tokens, before.lookups.needed_tokens, before.refusals["not_found"] = 10, 20, 1
     now = reply(ranks=[rank(1, stored_bytes=300), rank(2, loaded_bytes=50)], stored_bytes=3000, loaded_bytes=400)
-    now.lookups.hits, now.lookups.misses = 40, 20
+    now.lookups.loaded_tokens, now.lookups.needed_tokens = 40, 60
     now.refusals["not_found"], now.refusals["pool_full"] = 1, 5
     now.pool.evicted_bytes = 2000
     rates = rates_between(Sample(10.0, before), Sample(12.0, now))
     assert rates is not None
     assert (rates.stored_bytes, rates.loaded_bytes, rates.evicted_bytes) == (1000, 200, 1000)
-    assert (rates.hits, rates.misses, rates.hit_rate) == (15, 5, 0.75)
+    assert (rates.hit_tokens, rates.needed_tokens, rates.hit_rate) == (15, 20, 0.75)
     assert rates.refusals == {"pool_full": 5}
     assert rates.ranks == {1: (100, 0)}  # what rank 2 did before it was first seen is no rate
 
@@ -66,10 +66,21 @@ def test_there_are_no_rates_over_a_restart_nor_over_no_time() -> None:
     assert rates_between(Sample(1.0, reply()), Sample(1.0, reply())) is None
 
 
-def test_no_lookups_have_no_hit_rate() -> None:
-    rates = rates_between(Sample(1.0, reply()), Sample(2.0, reply()))
+def test_blocks_that_lookups_find_are_no_hits_unless_engines_needed_and_loaded_them() -> None:
+    now = reply()
+    now.lookups.hits, now.lookups.misses = 252, 28
+    rates = rates_between(Sample(1.0, reply()), Sample(2.0, now))
     assert rates is not None
     assert rates.hit_rate is None
+    assert "no prompt so far" in "\n".join(text(screen(now, reply())))
+    now.lookups.needed_tokens = 448
+    assert "0%  of 224 tokens/s  0% of 448 tokens so far" in "\n".join(text(screen(now, reply())))
+
+
+def test_a_load_that_is_reported_later_than_its_prompt_makes_no_rate_of_more_than_all() -> None:
+    assert hit_rate(20, 10) == 1
+    assert hit_rate(5, 10) == 0.5
+    assert hit_rate(0, 0) is None
 
 
 def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
@@ -79,7 +90,7 @@ def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
         running=2, queued=5, oldest_inflight_seconds=0.25, stored_bytes=20_000_000_000, loaded_bytes=2_000_000_000,
         stores_done=12,
     )  # fmt: skip
-    now.lookups.hits, now.lookups.misses = 75, 25
+    now.lookups.loaded_tokens, now.lookups.needed_tokens = 75, 100
     now.refusals["pool_full"] = 4
     shown = "\n".join(text(screen(now, before), width=120))
     for word in (
