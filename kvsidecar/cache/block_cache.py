@@ -85,6 +85,7 @@ class BlockCache:
                 lambda _: self._table.free_dropped(),
                 lambda _: self._table.shares.move(),
                 self._shrink,
+                lambda _: self._table.clear_left(),
                 self._table.sweep,
                 self._expiry.collect,
             )
@@ -94,6 +95,8 @@ class BlockCache:
         self._loads: set[LoadGrant] = set()
         self._tick = self.adopted.last_tick
         """Number of the request; it becomes ``last_used`` of the blocks that the request uses."""
+        self.left = self._table.left
+        """The spaces that no rank has open."""
         self.reader = Reader(self._expiry)
         self.tiers = TierCopies(self._table, self._room, self._next_tick)
 
@@ -163,16 +166,23 @@ class BlockCache:
         """A space that never has blocks: every lookup misses, in the time of any other lookup."""
         return self._table.empty_space(hash_bytes)
 
-    def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
+    def open_space(
+        self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int, user: Hashable = None
+    ) -> Space:
         """Open the space of a namespace and group for a rank that holds ``shard``, ``shard_bytes`` bytes per block.
 
         Each call needs one `close_space`.
 
+        Args:
+            user: whose rank it is: who leaves too many spaces loses the oldest (`kvsidecar.cache.left_spaces`). None:
+                nobody's, and it may be left until its blocks go.
+
         Raises:
             InvalidRequest: the numbers are invalid, or no slab is large enough for the shard.
+            LimitExceeded: this user has left too many, which are in use.
             NamespaceMismatch: another rank registered a different number of shards or size of this shard.
         """
-        return self._table.open_space(namespace, group, num_shards, shard, shard_bytes)
+        return self._table.open_space(namespace, group, num_shards, shard, shard_bytes, user)
 
     def close_space(self, space: Space) -> None:
         """Close the space for one rank. It is removed when it has neither ranks nor blocks."""
@@ -524,8 +534,8 @@ class BlockCache:
 
     def sweep(self, limit: int = SWEEP) -> bool:
         """One step of what is left to be done: drop references that leases and loads had, free the slots of up to
-        ``limit`` cleared or expired blocks, evict as many of a share that is over its maximum, or shrink one table that
-        lost most of its blocks.
+        ``limit`` cleared or expired blocks, evict as many of a share that is over its maximum, clear a namespace of a
+        user who has left too many, or shrink one table that lost most of its blocks.
 
         Returns False when nothing is left to do. Call it until then, and again from time to time.
         """

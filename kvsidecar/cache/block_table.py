@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -12,13 +12,14 @@ from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.eviction_rhythm import Rhythm
 from kvsidecar.cache.grants import Chain, StorePart
+from kvsidecar.cache.left_spaces import LOOKED_AT, LeftSpaces
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.shares import Shares
 from kvsidecar.cache.slabs import LARGEST_SHARE
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator, SlotState, size_class
 from kvsidecar.cache.space_blocks import FILLING, NO_SLOT, Space, SpaceBlocks
 from kvsidecar.cache.use_times import UseTimes
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, LimitExceeded
 from kvsidecar.types import Eviction, Namespace, Residency
 
 LIST_PART = 64
@@ -60,6 +61,8 @@ class BlockTable:
         """The space of each group."""
         self.tables: dict[int, SpaceBlocks] = {}
         """Every table that has rows or a space, by number, including cleared ones."""
+        self.left = LeftSpaces()
+        """Those of the spaces that no rank has open."""
         self._num_tables = 0
         self._cleared: deque[SpaceBlocks] = deque()
         """Cleared tables that are not completely swept."""
@@ -112,7 +115,9 @@ class BlockTable:
             for order in share.orders.values():
                 order.look_again()
 
-    def open_space(self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int) -> Space:
+    def open_space(
+        self, namespace: Namespace, group: int, num_shards: int, shard: int, shard_bytes: int, user: Hashable = None
+    ) -> Space:
         if not 0 <= shard < num_shards:
             raise InvalidRequest(f"group {group}: shard is {shard}; it must be 0 to num_shards - 1 ({num_shards - 1})")
         if shard_bytes <= 0:
@@ -136,9 +141,19 @@ class BlockTable:
                 self.records.open_space(space.blocks.number, namespace, group, space.shard_bytes)
         else:
             space.share = self.shares.of(namespace)
+            holder = user, space.share.name
+            if self.left.full(holder) and (oldest := self.left.oldest(holder)) is not None:
+                self._clear_left(oldest)
+            if self.left.full(holder):
+                raise LimitExceeded(
+                    "this user has left very many KV cache groups without engines in one share, and all of them are in "
+                    "use: release the leases on their blocks, or remove the pins"
+                )
             space.blocks = self._new_blocks(space)
             self.groups.setdefault(namespace, {})[group] = space
         space.users += 1
+        space.user = user
+        self.left.remove(space)
         return space
 
     def empty_space(self, hash_bytes: int) -> Space:
@@ -149,7 +164,9 @@ class BlockTable:
     def close_space(self, space: Space) -> None:
         require(space.users > 0, "the space was closed more often than opened")
         space.users -= 1
-        self._drop_if_unused(space)
+        if not space.users:
+            self.left.add(space)
+            self._drop_if_unused(space)
 
     # -- store -------------------------------------------------------------------------------------------------
 
@@ -271,6 +288,8 @@ class BlockTable:
             chain.blocks.last_used[chain.rows] = tick
             idle = self._drop_refs(chain.blocks, chain.rows, tick)
             self.leased_bytes -= idle * chain.blocks.space.block_bytes
+            if chain.blocks.space.left_by is not None:
+                self.left.use(chain.blocks.space)
 
     def touch(self, parts: Iterable[StorePart], tick: int) -> None:
         """Count the evictable ones of these blocks as used now, the deepest of a prefix as the oldest."""
@@ -287,6 +306,8 @@ class BlockTable:
         rows = rows[first_of_each(rows)][::-1]
         blocks.remove(rows)
         blocks.insert(rows)
+        if len(rows) and blocks.space.left_by is not None:
+            self.left.use(blocks.space)
         slots = blocks.sealed_slots(rows)
         self.slots.touch(slots, tick)
         if self.records is not None:
@@ -338,6 +359,21 @@ class BlockTable:
         self._cleared.append(blocks)
         space.blocks = self._new_blocks(space)
         self._drop_if_unused(space)
+
+    def clear_left(self) -> bool:
+        """Clear a namespace of a user who has left too many. False if there is none that can go."""
+        if (space := self.left.next_to_go()) is None:
+            return False
+        self._clear_left(space)
+        return True
+
+    def _clear_left(self, space: Space) -> None:
+        # Its other groups are of no use without it.
+        others = [each for each in self.groups[space.namespace].values() if each.left_by == space.left_by]
+        gone = [space, *(each for each in others[:LOOKED_AT] if each is not space and not each.blocks.busy)]
+        for each in gone:
+            self.clear(each)
+        self.left.on_cleared(space, len(gone))
 
     def sweep(self, limit: int) -> bool:
         """Visit up to ``limit`` cleared blocks and free those without a reference. False if there were none."""
@@ -460,6 +496,7 @@ class BlockTable:
     def _drop_if_unused(self, space: Space) -> None:
         if not space.users and not len(space.blocks.index) and not space.dropped:
             space.dropped = True
+            self.left.remove(space)
             if self.records is not None:
                 self.records.close_space(space.blocks.number)
             groups = self.groups[space.namespace]

@@ -16,6 +16,8 @@ from kvsidecar.cache.arrays import FEW, Ints, extended, unique_counts, zeros
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
+FIRST_ENTRIES = 8
+"""Of the first segment of a queue, which grows: most tables of a client that makes very many have a block or two."""
 WINDOW = 32
 """Entries of the log to read first; then twice as many, and so on."""
 
@@ -23,13 +25,17 @@ WINDOW = 32
 class _Queue:
     """The log of one queue."""
 
+    __slots__ = ("filled", "newest", "oldest", "room", "segments", "to_merge")
+
     def __init__(self) -> None:
         self.segments: dict[int, npt.NDArray[np.int32]] = {}
         """Segment -> its rows; the oldest segment first."""
         self.newest = -1
         """The segment that is being filled; -1: there is none yet."""
-        self.filled = SEGMENT
+        self.filled = 0
         """Entries of the newest segment."""
+        self.room = 0
+        """Entries that it has memory for; fewer than `SEGMENT` in the first one, until it has grown."""
         self.oldest = 0
         """No entry before this one is live, so that successive evictions need not search for the first."""
         self.to_merge: Iterator[tuple[int, int]] = iter(())
@@ -65,7 +71,7 @@ class LRUQueues:
         log = self._queues.get(queue)
         if log is None:
             log = self._queues[queue] = _Queue()
-        if len(rows) == 1 <= FEW and log.filled < SEGMENT:
+        if len(rows) == 1 <= FEW and log.filled < log.room:
             row, segment = rows.item(), log.newest
             log.segments[segment][log.filled] = row
             log.filled += 1
@@ -73,10 +79,10 @@ class LRUQueues:
             self._live[segment] += 1
             return
         while len(rows):
-            if log.filled == SEGMENT:
-                self._begin_segment(log)
+            if log.filled == log.room:
+                self._make_room(log, len(rows))
             segment, start = log.newest, log.filled
-            piece, rows = rows[: SEGMENT - start], rows[SEGMENT - start :]
+            piece, rows = rows[: log.room - start], rows[log.room - start :]
             log.filled += len(piece)
             log.segments[segment][start : log.filled] = piece
             first = (segment << SEGMENT_BITS) + 1
@@ -105,7 +111,7 @@ class LRUQueues:
             assert log is not None
             first = segment << SEGMENT_BITS
             start = max(first, log.oldest)
-            while start < first + SEGMENT:
+            while start < first + len(rows):
                 piece = rows[start - first : start - first + window]
                 live = (self._place[piece] == np.arange(start + 1, start + 1 + len(piece))).nonzero()[0]
                 if len(live):
@@ -118,11 +124,26 @@ class LRUQueues:
     def reserve(self, capacity: int) -> None:
         self._place = extended(self._place, capacity)
 
-    def _begin_segment(self, log: _Queue) -> None:
-        full, log.newest, log.filled = log.newest, self._num_segments, 0
+    def _make_room(self, log: _Queue, count: int) -> None:
+        """The newest segment is full: make room for some of so many more."""
+        if log.newest < 0:
+            self._begin_segment(log, min(SEGMENT, max(FIRST_ENTRIES, count)))
+        elif log.room == SEGMENT:
+            self._begin_segment(log, SEGMENT)
+        else:
+            living = self._live_rows(log.newest)
+            if len(living) > log.room // 2 or count > log.room // 2:
+                log.room = min(SEGMENT, max(4 * log.room, len(living) + count))
+            log.filled, log.oldest, first = len(living), 0, (log.newest << SEGMENT_BITS) + 1
+            log.segments[log.newest] = grown = np.zeros(log.room, np.int32)
+            grown[: log.filled] = living
+            self._place[living] = np.arange(first, first + log.filled)
+
+    def _begin_segment(self, log: _Queue, room: int) -> None:
+        full, log.newest, log.filled, log.room = log.newest, self._num_segments, 0, room
         self._num_segments += 1
         self._drop_if_empty(full)
-        log.segments[log.newest] = np.zeros(SEGMENT, np.int32)
+        log.segments[log.newest] = np.zeros(room, np.int32)
         self._live[log.newest] = 0
         self._queue_of[log.newest] = log
         self._merge_some(log)
@@ -130,7 +151,7 @@ class LRUQueues:
     def _live_rows(self, segment: int) -> Ints:
         rows = self._queue_of[segment].segments[segment]
         first = (segment << SEGMENT_BITS) + 1
-        live: Ints = rows[self._place[rows] == np.arange(first, first + SEGMENT)].astype(np.int64)
+        live: Ints = rows[self._place[rows] == np.arange(first, first + len(rows))].astype(np.int64)
         return live
 
     def _forget(self, segment: int, count: int) -> None:

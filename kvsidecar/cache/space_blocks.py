@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ NO_SLOT = -1
 """This shard is not stored."""
 FILLING = -2
 """A store has a slot reserved for this shard."""
-FIRST_ROWS = 16
+FIRST_ROWS = 4
 """Rows of a table with its first block."""
 COPIED_ROWS = 65536
 """A table that grows beyond this gets all rows it may ever need: copying this many takes a few milliseconds."""
@@ -78,6 +78,13 @@ class SpaceBlocks:
         capacity: expected number of blocks; more are possible.
         rhythm: the eviction policy; None: least recently used first.
     """
+
+    __slots__ = (  # a client may make very many tables with a block each
+        *COLUMNS,
+        *("_num_freed", "_oldest", "_ranked", "_seed", "capacity", "cleared", "dropped", "evictable_bytes", "idling"),
+        *("index", "next_expiry", "num_superseded", "number", "queues", "readable", "rebuilds", "rhythm", "rows_used"),
+        *("salt", "space", "swept", "used_bytes"),
+    )
 
     def __init__(self, space: Space, number: int, capacity: int, seed: int, rhythm: Rhythm | None = None) -> None:
         self.space, self.number, self.capacity, self._seed, self.rhythm = space, number, capacity, seed, rhythm
@@ -298,6 +305,11 @@ class SpaceBlocks:
             self._start_empty()
 
     @property
+    def busy(self) -> bool:
+        """Whether a lease, a load, a store or a copy to a tier has any of its blocks."""
+        return self.used_bytes > self.evictable_bytes
+
+    @property
     def expiring(self) -> bool:
         """Whether any of its blocks may have expired."""
         return bool(self.next_expiry or self.space.share.idle_tick)
@@ -429,6 +441,10 @@ class Space:
     """Size class per shard; 0 where ``shard_bytes`` is None."""
     users: int = field(default=0, init=False)
     """Number of ranks that have it open."""
+    user: Hashable = field(default=None, init=False)
+    """Whose rank opened it last; None: it is not known, or nobody's."""
+    left_by: tuple[Hashable, str] | None = field(default=None, init=False)
+    """Where `kvsidecar.cache.left_spaces` counts it."""
     dropped: bool = field(default=False, init=False)
     """Whether the cache has removed it, because it had neither users nor blocks."""
     hits: int = field(default=0, init=False)

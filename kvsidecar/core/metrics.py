@@ -134,6 +134,11 @@ class Metrics:
             "Errors that no part of the daemon expects. The log has each, with its traceback; the part goes on. Please "
             "report them.",
         )
+        self.spaces_cleared = counter(
+            "kvsidecar_spaces_cleared",
+            "KV cache groups that were cleared because their user had left very many without an engine in one share: "
+            "the least recently used ones.",
+        )
         self.zeroed_bytes = counter("kvsidecar_zeroed_bytes", "Bytes that were zeroed after they were freed.")
         self.lookup_blocks = counter(
             "kvsidecar_lookup_blocks",

@@ -28,6 +28,7 @@ from kvsidecar.errors import (
     ImportRefused,
     InvalidRequest,
     KVSidecarError,
+    LimitExceeded,
     Refusal,
     Unavailable,
     UnknownPeer,
@@ -47,6 +48,9 @@ SPACES_STEP = 8
 """Spaces that are opened in one step of the loop; each takes some 40 us."""
 MAX_RANKS = 256
 """Ranks that one user may attach."""
+MAX_RANK_GROUPS = 8192
+"""KV cache groups that all ranks of one user may have together. Each may have a space of its own, which takes 4 KiB and
+the texts of its namespace."""
 MAX_WATCHES = 256
 """Streams on which one user may watch what the pool holds. An engine has one."""
 
@@ -153,6 +157,7 @@ class Instances:
         self._sessions: dict[int, RankSession] = {}
         self._tokens_of: dict[int, dict[bytes, None]] = {}
         self._ranks_of = Quota(MAX_RANKS, "ranks attached")
+        self._groups_of = Quota(MAX_RANK_GROUPS, "KV cache groups of ranks attached")
         self.watches_of = Quota(MAX_WATCHES, "watches")
         self.options = NamespaceOptions()
         """What attached ranks have said of their namespaces; for people."""
@@ -298,22 +303,35 @@ class Instances:
             raise InvalidRequest(
                 "a connection with a fence takes one rank: this one already has one, or it has not ended yet"
             )
-        self._ranks_of.take(peer.uid)
+        self._count(peer.uid, len(registration.groups))
         peer.registering += 1
         try:
             return await self._register(registration, peer)
         except BaseException:
-            self._ranks_of.give_back(peer.uid)
+            self._uncount(peer.uid, len(registration.groups))
             raise
         finally:
             peer.registering -= 1
             if peer.gone:
                 peer.close_fds()
 
+    def _count(self, uid: int, groups: int) -> None:
+        """One more rank of this user, with so many groups. Raises LimitExceeded."""
+        self._ranks_of.take(uid)
+        try:
+            self._groups_of.take(uid, groups)
+        except LimitExceeded:
+            self._ranks_of.give_back(uid)
+            raise
+
+    def _uncount(self, uid: int, groups: int) -> None:
+        self._ranks_of.give_back(uid)
+        self._groups_of.give_back(uid, groups)
+
     async def _register(self, registration: RankRegistration, peer: Peer) -> RankSession:
         sources = [peer.source(allocation) for allocation in registration.allocations]
         copier = self._copiers.copier(registration.device)
-        opening = self._opening_spaces(registration)
+        opening = self._opening_spaces(registration, peer.uid)
         try:
             spaces = await self._time.run(opening)
         finally:
@@ -399,7 +417,7 @@ class Instances:
             session.copier, (session.id, session.process), [group.space for group in session.groups.values()]
         )
         del self._sessions[session.id]
-        self._ranks_of.give_back(session.peer.uid)
+        self._uncount(session.peer.uid, len(session.groups))
         session.ended.set()
 
     def _refuse_memory_of_others(self, copier: Copier, memories: Sequence[Imported], peer: Peer) -> None:
@@ -418,14 +436,14 @@ class Instances:
                     "register the same memory"
                 )
 
-    def _opening_spaces(self, registration: RankRegistration) -> Generator[None, None, list[Space]]:
+    def _opening_spaces(self, registration: RankRegistration, uid: int) -> Generator[None, None, list[Space]]:
         """Open a space for each group, in small steps."""
         spaces: list[Space] = []
         try:
             for layout in registration.groups:
                 spaces.append(
                     self._cache.open_space(
-                        registration.namespace, layout.group, layout.num_shards, layout.shard, layout.shard_bytes
+                        registration.namespace, layout.group, layout.num_shards, layout.shard, layout.shard_bytes, uid
                     )
                 )
                 if len(spaces) % SPACES_STEP == 0:

@@ -22,6 +22,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.records import Records
 from kvsidecar.cache.slots import SlotAllocator
+from kvsidecar.cache.space_blocks import Space
 from kvsidecar.copier.copiers import Copier, Copiers
 from kvsidecar.core.access import Access
 from kvsidecar.core.checksums import Checksums
@@ -65,6 +66,7 @@ COPIER_END_SECONDS = 10.0
 """A killed copier's process, which unpins the pool as it ends, has this long."""
 
 _log = log.get("daemon")
+_caused = log.limited("daemon")
 
 
 class Daemon:
@@ -133,6 +135,7 @@ class Daemon:
             )
 
         self._cache = make_cache(None) if kept is None else kept.fill(make_cache)
+        self._cache.left.on_cleared = self._left_cleared
         self._tiers = [plan.tier for plan in tiers]
         self._share_out(settings)
         if kept is not None:
@@ -362,6 +365,15 @@ class Daemon:
             for name, call in calls.items():
                 self._tasks.attempt(call, name=name)
             await notes.used(self._watches.notes.held_bytes)
+
+    def _left_cleared(self, space: Space, groups: int) -> None:
+        self._metrics.spaces_cleared.inc(groups)
+        _caused.warning(
+            "a namespace without engines was cleared, as its user has left too many",
+            model=space.namespace.model,
+            uid=space.user,
+            share=space.share.name,
+        )
 
     async def _sweep(self) -> None:
         """Free cleared blocks, a few at a time."""

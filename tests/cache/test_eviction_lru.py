@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsidecar.cache.eviction_lru import SEGMENT, LRUQueues
+from kvsidecar.cache.eviction_lru import FIRST_ENTRIES, SEGMENT, LRUQueues
 from tests.marks import examples
 
 
@@ -47,6 +47,18 @@ def test_the_order_is_that_of_a_list_for_each_queue_over_many_segments(seed: int
             models[queue] += used
     for queue, model in enumerate(models):
         assert order(policy, queue) == model
+
+
+def test_a_queue_of_a_few_blocks_takes_a_few_bytes_however_often_they_are_used() -> None:
+    """Each of very many namespaces has one at least: with a whole segment, a block took 4 KiB beside its slot."""
+    policy = LRUQueues(8)
+    policy.insert(rows(2, 5, 7))
+    for number in range(3 * SEGMENT):
+        used = rows((2, 5, 7)[number % 3])
+        policy.remove(used)
+        policy.insert(used)
+        assert order(policy) == [(2, 5, 7)[(number + after) % 3] for after in (1, 2, 3)]
+    assert [segment.nbytes for segment in policy._queues[0].segments.values()] == [4 * FIRST_ENTRIES]
 
 
 def test_the_log_stays_in_proportion_to_the_blocks_whatever_is_used() -> None:

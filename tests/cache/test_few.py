@@ -28,9 +28,10 @@ pytestmark = pytest.mark.timeout(600)
 
 def columns(of: object) -> dict[str, Any]:
     """What an object holds, arrays and numbers as they are."""
+    names = getattr(type(of), "__slots__", ()) or vars(of)
     return {
         name: value.tobytes() if isinstance(value, np.ndarray) else value
-        for name, value in vars(of).items()
+        for name, value in ((name, getattr(of, name)) for name in names)
         if isinstance(value, np.ndarray | int | list | dict)
     }
 

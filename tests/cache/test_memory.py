@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import tracemalloc
 import weakref
 from collections.abc import Callable
 
@@ -64,6 +66,28 @@ def test_what_a_space_costs_follows_its_blocks() -> None:
         store(cache, space, *range(count))
         costs.append(nbytes(cache) / count)
     assert max(costs) < 4 * min(costs)
+
+
+def test_a_namespace_with_one_block_takes_little_beside_its_name_however_often_it_is_used() -> None:
+    """A client may leave very many of them: it was 12 KiB."""
+    cache = new_cache(2 * MANY)
+
+    def left(number: int) -> None:
+        space = open_space(cache, f"{number}")
+        store(cache, space, "a")
+        for _ in range(20):
+            cache.release(lease(cache, space, "a"))
+        cache.close_space(space)
+
+    left(0)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(1, 101):
+        left(number)
+    gc.collect()
+    took = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert took < 100 * 8 * 1024
 
 
 def by_clearing(cache: BlockCache, space: Space) -> None:

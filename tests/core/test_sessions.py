@@ -30,6 +30,7 @@ from kvsidecar.errors import (
     DeviceNotFound,
     ImportRefused,
     InvalidRequest,
+    LimitExceeded,
     Refusal,
     Unavailable,
     UnknownPeer,
@@ -255,6 +256,39 @@ async def test_refused_ranks_do_not_count_against_their_user(buffer: HostBuffer)
         with pytest.raises(DeviceNotFound):
             await world.attach(peer, device="no such device")
     assert await world.attach(peer) is not None
+
+
+async def test_the_groups_of_all_ranks_of_a_user_have_a_limit(
+    buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may have a space of its own, in the daemon's memory."""
+    monkeypatch.setattr("kvsidecar.core.sessions.MAX_RANK_GROUPS", 5)
+    world = World()
+    groups = tuple(dataclasses.replace(layout(), group=group) for group in range(3))
+    first = await world.attach(world.peer(buffer, uid=1000), groups=groups)
+    for _ in range(2 * MAX_RANKS):  # nor does it count as a rank
+        with pytest.raises(LimitExceeded, match="5 KV cache groups"):
+            await world.attach(world.peer(buffer, uid=1000), groups=groups)
+    await world.attach(world.peer(buffer, uid=1000), groups=groups[:2])
+    await world.instances.end(first, gone=False)
+    await world.attach(world.peer(buffer, uid=1000), groups=groups)
+
+
+async def test_the_namespaces_that_a_user_leaves_with_blocks_are_that_users(
+    buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsidecar.cache.left_spaces.MOST_LEFT", 2)
+    world = World()
+    for number, uid in enumerate((1000, 1001, 1001, 1001, 1001)):
+        namespace = dataclasses.replace(NAMESPACE, model=f"{number}")
+        session = await world.attach(world.peer(buffer, uid=uid), namespace=namespace)
+        grant = world.cache.begin_store([(session.groups[0].space, 0, [bytes(32)])])
+        assert isinstance(grant, StoreGrant)
+        world.cache.seal_all(grant)
+        await world.instances.end(session, gone=False)
+    while world.cache.sweep():
+        pass
+    assert [each.model for each in world.cache.namespaces] == ["0", "3", "4"]
 
 
 async def test_a_new_policy_concerns_the_ranks_that_are_attached(buffer: HostBuffer) -> None:

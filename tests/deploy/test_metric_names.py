@@ -26,6 +26,7 @@ NOT_ON_A_PANEL = {
     "kvsidecar_evicted_blocks": "its bytes are on a panel",
     "kvsidecar_expired_blocks": "for a question that a panel raises",
     "kvsidecar_spaces_not_kept": "of a restart: it says why the next one will lose blocks",
+    "kvsidecar_spaces_cleared": "of a user who leaves very many namespaces, whom the log names",
     "kvsidecar_pin_register_seconds": "for a question that a panel raises",
     "kvsidecar_warm_start_blocks": "of a start, which its log line and status say",
     "kvsidecar_warm_start_seconds": "of a start, which its log line says",
