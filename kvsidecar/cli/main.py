@@ -25,6 +25,7 @@ with gc_disabled():
 
 OF_A_NODE = ("serve", "doctor", "publish", "demo", "bench")
 """What `node_commands` has."""
+NO_TEXTS = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which say here what each command does."
 
 
 class _Commands(click.Group):
@@ -35,6 +36,8 @@ class _Commands(click.Group):
         found = super().get_command(ctx, cmd_name)
         if found is None and cmd_name in OF_A_NODE:
             raise click.UsageError(f"{cmd_name} is for the daemon's machine, which needs Linux: run it there")
+        if found is not None and not found.help:
+            found.epilog = NO_TEXTS
         return found
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -68,6 +71,8 @@ def _warn_of_variable() -> None:
             click.echo(f"kvsidecar: warning: {said}", err=True)
 
 
+if not main.help:
+    main.epilog = NO_TEXTS
 for _command in (*operate.COMMANDS, size):
     main.add_command(_command)
 if sys.platform == "linux":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsidecar.cli.main import NO_TEXTS
 from kvsidecar.daemon.setting_sources import SECTIONS, flag_of, variable_of
 from kvsidecar.daemon.settings import Settings
 from tests.cli.command import run
@@ -35,6 +36,19 @@ def test_the_help_of_serve_is_in_the_sections_of_its_page() -> None:
     assert "--pool-size" in pool
     assert "--table-dir" in pool
     assert "--disk-dir" not in pool
+
+
+@pytest.mark.parametrize("command", [[], ["status"]])
+def test_a_python_without_docstrings_says_that_the_texts_of_the_help_are_missing(command: list[str]) -> None:
+    def help_by(*how: str) -> str:
+        return subprocess.run(
+            [sys.executable, *how, "-m", "kvsidecar", *command, "--help"],
+            check=True, capture_output=True, text=True, env=environment(),
+        ).stdout  # fmt: skip
+
+    said = " ".join(help_by("-OO").split())
+    assert NO_TEXTS in said
+    assert NO_TEXTS not in " ".join(help_by().split())
 
 
 @pytest.mark.parametrize("command", ["status", "top", "engines", "drain", "pins", "size"])
