@@ -63,6 +63,8 @@ class Client(OperatorCalls):
         reconnect: delays between attempts to connect.
         breaker: stops lookups while the daemon hangs.
         local_protocol: use the local protocol instead of gRPC, if the daemon offers it.
+        quiet: the log says how the connection is (attached, ready, lost, attached again) only at the level DEBUG,
+            because another client of the same engine says it.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Client(OperatorCalls):
         reconnect: Backoff | None = None,
         breaker: CircuitBreaker | None = None,
         local_protocol: bool = True,
+        quiet: bool = False,
     ) -> None:
         self.socket = socket or os.environ.get("KVSIDECAR_SOCKET") or default_socket_path()
         self._timeout = timeout
@@ -85,7 +88,14 @@ class Client(OperatorCalls):
         self._monitor = Monitor()
         self._changed = self._monitor.changed
         self._dialling = Dialling(
-            self.socket, name, local_protocol, timeout, step_budget, breaker or CircuitBreaker(), reconnect or Backoff()
+            self.socket,
+            name,
+            local_protocol,
+            timeout,
+            step_budget,
+            breaker or CircuitBreaker(),
+            reconnect or Backoff(),
+            quiet,
         )
         self._new_supervisor()
         self._closed = False

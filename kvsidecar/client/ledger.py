@@ -191,7 +191,7 @@ class Ledger:
             if not self._warned:
                 self._warned = True
                 _log.warning(
-                    "%d results were never polled, so the oldest are dropped: call Client.poll()",
+                    "kvsidecar: %d results were never polled, so the oldest are dropped: call Client.poll()",
                     MAX_UNPOLLED,
                 )
 

@@ -206,7 +206,7 @@ class Lookups:
     def missed(self) -> None:
         """A wait has ended without an answer."""
         if self._breaker.failed():
-            _log.warning("the daemon at %s does not answer: lookups miss until it does", self._socket)
+            _log.warning("kvsidecar: the daemon at %s does not answer: lookups miss until it does", self._socket)
             self._supervisor.wake()
 
     def reply(self, answer: Any, transport: Transport) -> Any:
@@ -233,11 +233,11 @@ class Lookups:
             self._failing, self._said = (transport, now), False
         elif not self._said and now - self._failing[1] > UNAVAILABLE_SECONDS:
             self._said = True
-            _log.warning("the daemon at %s accepts no calls, so lookups miss: %s", self._socket, error.text)
+            _log.warning("kvsidecar: the daemon at %s accepts no calls, so lookups miss: %s", self._socket, error.text)
 
     def _note_answer(self) -> None:
         if self._said:
-            _log.info("the daemon at %s accepts calls again", self._socket)
+            _log.info("kvsidecar: the daemon at %s accepts calls again", self._socket)
         self._failing, self._said = None, False
 
 
@@ -394,7 +394,7 @@ class LeaseRenewal:
         if not isinstance(answer, TransportError):
             self.renewed = answer.renewed
         elif answer.code not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-            _log.warning("the daemon refuses to renew a lease: %s", answer.text)
+            _log.warning("kvsidecar: the daemon refuses to renew a lease: %s", answer.text)
 
 
 def _release_request(lease: int) -> pb.LocalRequest:

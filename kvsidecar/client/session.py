@@ -15,6 +15,7 @@ from kvsidecar.client.transport import Transport
 from kvsidecar.client.types import EVENT_FAILED, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.protocol.wire import readiness_from_wire
+from kvsidecar.support.units import format_size
 from kvsidecar.types import Outcome, Readiness, State
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -34,6 +35,8 @@ class Session:
         ring_size: entries of the event ring in it.
         wake: called when the stream has ended.
         inbox: a watcher's.
+        tell: logs a text with its arguments at a level.
+        greeting: what to log when the daemon has accepted the registration of a rank.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class Session:
         ring_size: int,
         wake: Callable[[], None],
         inbox: Inbox | None = None,
+        tell: Callable[..., None] = _log.log,
+        greeting: str = "attached",
     ) -> None:
-        self._inbox = inbox
+        self._inbox, self._tell, self._greeting = inbox, tell, greeting
         self._ending = False
         """What arrives is received even if it is not taken."""
         self._ledger = ledger
@@ -200,6 +205,19 @@ class Session:
                 self._inbox.lost()
             self._wake()
 
+    def _tell_readiness(self, registered: bool, before: State) -> None:
+        now = self.readiness
+        if registered:
+            state = "" if now.state is State.READY else f", which is {now.state.value}: no offload until it is ready"
+            self._tell(logging.INFO, "kvsidecar: %s (epoch %x)%s", self._greeting, self.epoch, state)
+        if now.state is before:
+            return
+        if now.state is State.FAILED:
+            self._tell(logging.WARNING, "kvsidecar: the daemon has failed and stores nothing: %s", now.reason)
+        elif now.state is State.READY:
+            size = format_size(now.pool_bytes)
+            self._tell(logging.INFO, "kvsidecar: the daemon is ready: a pool of %s", size)
+
     def _handle(self, reply: pb.AttachReply) -> None:
         if self._inbox is not None and reply.HasField("residency"):
             self._inbox.put(reply.residency)
@@ -224,5 +242,5 @@ class Session:
                 case "readiness":
                     self.readiness = readiness_from_wire(reply.readiness)
             self._monitor.changed.notify_all()
-        if self._inbox is None and self.readiness.state is State.FAILED is not before:
-            _log.warning("the daemon has failed and stores nothing: %s", self.readiness.reason)
+        if self._inbox is None:
+            self._tell_readiness(reply.HasField("registered"), before)

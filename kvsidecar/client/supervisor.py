@@ -104,6 +104,8 @@ class Dialling:
     """Also for the breaker's probes."""
     breaker: CircuitBreaker
     backoff: Backoff
+    quiet: bool = False
+    """Another client of the same engine says in the log how the connection is."""
 
 
 class Supervisor:
@@ -125,6 +127,7 @@ class Supervisor:
         self._lost = ""
         """How the last daemon was lost, until another one answers: why jobs end, and retries are not logged."""
         self._refused_before = ""
+        self._attached_before = False
         self.transport: Transport | None = None
         """Set while connected; may be read without the lock."""
         self.session: Session | None = None
@@ -243,7 +246,12 @@ class Supervisor:
                 if session is not None:
                     session.cancel()
             if self._lost:
-                _log.warning("the daemon at %s is lost, continuing without it: %s", self._dialling.socket, self._lost)
+                self._tell(
+                    logging.WARNING,
+                    "kvsidecar: the daemon at %s is lost, continuing without it: %s",
+                    self._dialling.socket,
+                    self._lost,
+                )
             if session is not None:
                 if not self._end_session_surely(transport, session):
                     self.lost_daemon = LostDaemon(transport.connection.process.duplicate(), session)
@@ -304,12 +312,15 @@ class Supervisor:
             ring_size=len(registration.event_handles),
             wake=self._wake.set,
             inbox=registration.inbox if isinstance(registration, Watching) else None,
+            tell=self._tell,
+            greeting=f"attached{' again' if self._attached_before else ''} to the daemon at {self._dialling.socket}",
         )
         with self._changed:
             self._changed.wait_for(
                 lambda: session.id or session.ended or self._state is State.CLOSED, self._dialling.timeout
             )
             if session.id and not session.ended:
+                self._attached_before = True
                 return session
             error = session.error
         unavailable = error is not None and error.code is grpc.StatusCode.UNAVAILABLE
@@ -334,10 +345,15 @@ class Supervisor:
         text, socket = str(error), self._dialling.socket
         if isinstance(error, AttachRefused) and text != self._refused_before:
             self._refused_before = text
-            _log.warning("the daemon at %s refuses this rank; trying again until it accepts: %s", socket, text)
+            _log.warning(
+                "kvsidecar: the daemon at %s refuses this rank; trying again until it accepts: %s", socket, text
+            )
         elif not self._lost:
             self._lost = text
-            _log.warning("continuing without a daemon, still trying to connect: %s", text)
+            self._tell(logging.WARNING, "kvsidecar: continuing without a daemon, still trying to connect: %s", text)
+
+    def _tell(self, level: int, text: str, *arguments: object) -> None:
+        _log.log(logging.DEBUG if self._dialling.quiet else level, text, *arguments, stacklevel=2)
 
     def _pause(self, begun: State) -> None:
         """Wait for the next attempt."""
@@ -349,8 +365,13 @@ class Supervisor:
     def _publish(self, transport: Transport, session: Session | None) -> None:
         self._dialling.backoff.reset()
         self._dialling.breaker.reset()
-        if self._lost:
-            _log.info("the daemon at %s answers (epoch %x)", self._dialling.socket, transport.connection.epoch)
+        if (session is None or isinstance(self._registration, Watching)) and self._lost:
+            self._tell(
+                logging.INFO,
+                "kvsidecar: the daemon at %s answers (epoch %x)",
+                self._dialling.socket,
+                transport.connection.epoch,
+            )
         self._lost = self._refused_before = ""
         with self._changed:
             self.attempts += 1
@@ -401,7 +422,7 @@ class Supervisor:
             if isinstance(answer, TransportError):
                 self._dialling.breaker.failed()
             elif self._dialling.breaker.succeeded():
-                _log.info("the daemon at %s answers again", self._dialling.socket)
+                _log.info("kvsidecar: the daemon at %s answers again", self._dialling.socket)
             self._wake.set()
 
         # There is no lease 0: the daemon answers no.

@@ -59,7 +59,7 @@ def test_a_daemon_that_has_failed_is_told_of_in_the_log_once(opened: Opened, cap
     opened.stream.reply(readiness=pb.Readiness(state=pb.Readiness.STATE_DRAINING))
     opened.until(lambda: opened.session.readiness.state is State.DRAINING)
     assert [each for each in caplog.messages if "no memory to lock" in each] == [
-        "the daemon has failed and stores nothing: no memory to lock"
+        "kvsidecar: the daemon has failed and stores nothing: no memory to lock"
     ]
 
 

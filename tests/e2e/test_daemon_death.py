@@ -66,8 +66,11 @@ def test_an_engine_outlives_an_idle_daemon_and_comes_back_by_itself(
             assert rank.client.poll() == []
             assert rank.client.close()
             assert second.terminate() == 0
-    levels = [record.levelname for record in caplog.records]
-    assert levels == ["WARNING", "INFO"], [record.message for record in caplog.records]
+    said = [
+        record.message.removeprefix("kvsidecar: the daemon ").removeprefix("kvsidecar: ") for record in caplog.records
+    ]
+    begins = ["attached to the daemon at", "is ready", f"at {second.socket} is lost", "attached again", "is ready"]
+    assert [text.startswith(begin) for text, begin in zip(said, begins, strict=True)] == [True] * 5, said
 
 
 def fatal(point: str, gate: Gate) -> str:

@@ -30,6 +30,13 @@ from kvsidecar.types import Outcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes
 from tests.integrations.workers import LateKernels, load, store
 
+
+@pytest.fixture(autouse=True)
+def _engine_log_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the connector logs goes where vLLM's messages go, which the fixture caplog does not see otherwise."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 BLOCKS = 8
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)

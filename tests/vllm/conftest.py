@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,14 @@ else:
     os.environ.update(ENVIRONMENT)
 
 never_invalid = pytest.fixture(autouse=True)(harness.never_invalid)
+
+
+@pytest.fixture(autouse=True)
+def _engine_log_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the connector logs goes where vLLM's messages go, which the fixture caplog does not see otherwise."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
 TIMEOUT = 1800
 """Seconds after which a test is taken to hang. An engine of several processes starts in 40 on an idle machine."""
 

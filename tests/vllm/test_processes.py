@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from tests.harness import SECONDS, DaemonProcess
 from tests.marks import promise
 from tests.vllm.conftest import POOL, Truth
-from tests.vllm.engine import LONG, WHOLE, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, running
+from tests.vllm.engine import LONG, WHOLE, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, rejoin, running
 from tests.vllm.hit_runs import LAYERS, stores_and_hits, until
 from tests.vllm.replicas import ReplicasProcess
 
@@ -74,6 +75,43 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(
             until(engine.reset, "no block is held")
             with DaemonProcess(short_dir, *POOL) as next_one:
                 stores_and_hits(engine, next_one.wait_ready(), truth)
+
+
+def test_the_log_of_an_engine_of_three_processes_says_once_how_the_connection_is(
+    model: str, short_dir: Path, tmp_path: Path
+) -> None:
+    needs_gpus(2)
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    }
+
+    def said() -> list[str]:
+        return [line for line in engine.text().splitlines() if "kvsidecar: " in line or "the daemon" in line]
+
+    with (
+        (tmp_path / "log").open("w") as log,
+        DaemonProcess(short_dir, *POOL) as daemon,
+        EngineProcess(model, kvsidecar(daemon.socket), variables, stderr=log, tensor_parallel_size=2) as engine,
+    ):
+        engine.wait_started()
+        join(engine, daemon)
+        daemon.process.kill()
+        daemon.process.wait(SECONDS)
+        until(lambda: "is lost" in engine.text(), "it notices", engine.text)
+        with DaemonProcess(short_dir, *POOL) as second:
+            rejoin(engine, second.wait_ready())
+            lines = said()
+        for line in lines:
+            assert re.search(r"\(\w+( \w+)* pid=\d+\) (INFO|WARNING) [\d: -]+\[\S+:\d+\] kvsidecar: ", line), (
+                "in vLLM's format"
+            )
+        counted = {
+            text: sum(text in line for line in lines)
+            for text in ("attached to the daemon at", "the daemon is ready", "is lost", "attached again to the daemon")
+        }
+        assert list(counted.values()) == [1, 2, 1, 1], lines
 
 
 @pytest.mark.alone

@@ -246,7 +246,9 @@ class Announcing:
 
     def __init__(self, options: Options, facts: RankFacts, group: int, weights: Weights) -> None:
         self._namespace, self._watches = facts.identity.namespace, not options.publisher
-        self._client = Client(options.socket, name=f"{facts.instance} events", local_protocol=options.local_protocol)
+        self._client = Client(
+            options.socket, name=f"{facts.instance} events", local_protocol=options.local_protocol, quiet=True
+        )
         self._events = Events(kv_events, group, facts.page_size, self._client, weights.keys)
         self.notes = self._events.notes
 

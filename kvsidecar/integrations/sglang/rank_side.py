@@ -92,6 +92,7 @@ class RankSide:
             name=f"{facts.instance} rank {ranks.rank}",
             step_budget=options.lookup_budget,
             local_protocol=options.local_protocol,
+            quiet=ranks.rank != 0,
         )
         self._clients = [self._client]
         self._identity, self._layouts, self._epoch = facts.identity, facts.memory.groups, 0
@@ -129,7 +130,10 @@ class RankSide:
         what this one has stored."""
         name = f"{facts.instance} staging"
         client = Client(
-            self._options.socket, name=f"{name} rank {self._ranks.rank}", local_protocol=self._options.local_protocol
+            self._options.socket,
+            name=f"{name} rank {self._ranks.rank}",
+            local_protocol=self._options.local_protocol,
+            quiet=True,
         )
         self._clients.append(client)
         self._attach(client, name, staging.memory)

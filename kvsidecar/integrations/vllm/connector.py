@@ -33,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvsidecar.client import Client, Namespace
 from kvsidecar.errors import KVSidecarError, NotExportable
+from kvsidecar.integrations.engine_log import log_through
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm import adapter_hooks, media, memory, ranks, recomputing, register, scheduler_hooks
@@ -97,6 +98,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_through("vllm")
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -189,10 +191,12 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         fixed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
         return fixed if self._vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256") else None
 
-    def _client(self, name: str) -> Client:
+    def _client(self, name: str, *, quiet: bool = True) -> Client:
+        """One that is not quiet, that of the first rank, logs how the connection is, for all of this engine's."""
         return Client(
             self._options.socket,
             name=name,
+            quiet=quiet,
             step_budget=self._options.lookup_budget,
             job_timeout=self._options.load_timeout,
             local_protocol=self._options.local_protocol,
@@ -263,7 +267,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             identity,
             self._instance,
             place,
-            lambda: self._client(name),
+            lambda: self._client(name, quiet=place.rank != 0),
             adapters=self._adapter_loads,
             step_loads=step_loads,
         )

@@ -234,7 +234,7 @@ class Lookups:
     def _refuse(self, question: Question, error: ClientError) -> None:
         question.refused(REFUSED)
         if not self._refused:
-            _log.error("the daemon refuses lookups, so nothing is loaded: %s", error)
+            _log.error("kvsidecar: the daemon refuses lookups, so nothing is loaded: %s", error)
         self._refused = True
         self._counters.refused_lookups += 1
 
