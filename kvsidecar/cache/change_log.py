@@ -19,8 +19,8 @@ are lost (`Residency.REMOVED`), or that all readable ones are (`Residency.CLEARE
 
 MAX_LOG_BYTES: Final = 4 * 1024 * 1024
 """Of one log, hashes and notes that wait to be sent. With more, everything is sent again."""
-CHANGE_BYTES: Final = 16
-"""Of each change, besides."""
+CHANGE_BYTES: Final = 256
+"""What each change takes besides."""
 
 _Change = TypeVar("_Change")
 
@@ -42,10 +42,14 @@ class ChangeLog(Generic[_Change]):
             return
         self.nbytes += nbytes + CHANGE_BYTES
         if self.nbytes > MAX_LOG_BYTES:
-            self.flooded, self.nbytes = True, 0
-            self._changes.clear()
+            self.give_up()
         else:
             self._changes.append((change, nbytes))
+
+    def give_up(self) -> None:
+        """Keep nothing until the next `take`."""
+        self.flooded, self.nbytes = True, 0
+        self._changes.clear()
 
     def take(self, most_bytes: int = MAX_LOG_BYTES) -> list[_Change]:
         """Remove and return the first changes, of about so many bytes."""

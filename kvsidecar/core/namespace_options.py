@@ -22,6 +22,8 @@ MAX_BYTES_OF_USER = 4 << 20
 """The oldest of a user, and then of all, are forgotten."""
 OPTION_BYTES = 128
 """What an option takes beside its texts."""
+SAID_BYTES = 1024
+"""What a namespace takes beside its texts and options."""
 MAX_NAMED = 16
 """Options that one text names."""
 
@@ -59,7 +61,7 @@ class NamespaceOptions:
         if not options:
             return None
         known = self._forget(namespace)
-        nbytes = sum(len(name.encode()) + len(value.encode()) + OPTION_BYTES for name, value in options.items())
+        nbytes = _bytes_of(namespace, options)
         other = next((each for each in reversed(self._said) if each.model == namespace.model), None)
         self._said[namespace] = _Said(options, uid, nbytes)
         self._bytes_of[uid] = self._bytes_of.get(uid, 0) + nbytes
@@ -95,6 +97,12 @@ class NamespaceOptions:
         elif one.extra != other.extra and not differing:
             differing.append("options that are unknown, because no engine has attached since the daemon started")
         return [*differing, f"{more} more"] if more else differing
+
+
+def _bytes_of(namespace: Namespace, options: Mapping[str, str]) -> int:
+    texts = [getattr(namespace, each.name) for each in fields(namespace) if each.type == "str"]
+    said = sum(len(name.encode()) + len(value.encode()) + OPTION_BYTES for name, value in options.items())
+    return SAID_BYTES + sum(len(text.encode()) for text in texts) + said
 
 
 def _difference(name: str, mine: str | None, others: str | None) -> str:

@@ -65,6 +65,17 @@ class SessionGroup:
     """The kinds of copies of many of its blocks, for a trace."""
 
 
+@dataclass(slots=True)
+class Work:
+    """What all ranks of one user have the daemon do."""
+
+    jobs: int = 0
+    blocks: int = 0
+    """As `RankSession.outstanding_blocks`."""
+    waits: int = 0
+    """Of flushes for jobs: each of a flush for one."""
+
+
 @dataclass(slots=True, eq=False)
 class RankSession:
     """One attached rank."""
@@ -80,6 +91,8 @@ class RankSession:
     attached_at: float
     tasks: TaskSet
     """Its flushes. Unexpected errors of its jobs are reported as theirs."""
+    of_user: Work = field(default_factory=Work)
+    """Counts its jobs with those of the user's other ranks."""
     jobs: dict[int, Job] = field(default_factory=dict)
     """Jobs that are not over, by the numbers that the client chose."""
     num_events: int = 0
@@ -101,10 +114,14 @@ class RankSession:
     def add(self, job: Job) -> None:
         self.jobs[job.number] = job
         self.outstanding_blocks += job.num_blocks or 1
+        self.of_user.jobs += 1
+        self.of_user.blocks += job.num_blocks or 1
 
     def remove(self, job: Job) -> None:
         del self.jobs[job.number]
         self.outstanding_blocks -= job.num_blocks or 1
+        self.of_user.jobs -= 1
+        self.of_user.blocks -= job.num_blocks or 1
 
     async def drain(self) -> None:
         """Wait until its jobs and flushes are over. DMA cannot be cancelled, whether or not its client has gone."""
@@ -376,6 +393,7 @@ class Instances:
             },
             attached_at=self._clock(),
             tasks=TaskSet(self._on_task_error),
+            of_user=next((each.of_user for each in self._sessions.values() if each.peer.uid == peer.uid), Work()),
             num_events=opened.num_events,
             device_order_refused=opened.events_refused,
         )

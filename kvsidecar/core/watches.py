@@ -33,6 +33,8 @@ TAKEN_BYTES = 4 * MAX_UPDATE_BYTES
 """Changes that are joined at a time: to join all that may wait takes milliseconds."""
 SNAPSHOT_ROWS = 1024
 """Rows of a table that one piece of a snapshot covers."""
+MAX_LOGS_BYTES = 32 * 1024 * 1024
+"""Changes of all namespaces that wait to be sent."""
 PIECES = 4
 """Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
 LISTING_TURNS = int(30 / INTERVAL) * PIECES * 32
@@ -56,18 +58,24 @@ class Receiver(Protocol):
 class _Feed:
     """What has changed in one namespace since the last `take`."""
 
-    def __init__(self, on_change: Callable[[], object]) -> None:
+    def __init__(self, on_change: Callable[[], object], count: Callable[[int], object]) -> None:
         self.watches: list[Watch] = []
         self.on_disk: dict[int, _OnDisk] = {}
         """By group."""
-        self._on_change = on_change
+        self._on_change, self._count = on_change, count
         self.log = ChangeLog[Change]()
 
     def add(self, kind: Residency, group: int, hashes: bytes, notes: bytes = b"") -> None:
         """An `Outlet` of the cache."""
         self._on_change()
-        change = Change(kind, group, hashes, notes)
+        change, before = Change(kind, group, hashes, notes), self.log.nbytes
         self.log.add(change, change.nbytes)
+        self._count(self.log.nbytes - before)
+
+    def give_up(self) -> None:
+        """All watchers get a snapshot."""
+        self._count(-self.log.nbytes)
+        self.log.give_up()
 
     def take(self, width: int) -> list[tuple[Change, ...]]:
         """The first changes so far, of about `TAKEN_BYTES`, in pieces for one update each.
@@ -76,8 +84,10 @@ class _Feed:
             width: of a hash.
         """
         pieces: list[list[Change]] = []
-        room = 0
-        for whole in joined(self.log.take(TAKEN_BYTES), width):
+        room, before = 0, self.log.nbytes
+        taken = self.log.take(TAKEN_BYTES)
+        self._count(self.log.nbytes - before)
+        for whole in joined(taken, width):
             for change in split(whole, width):
                 if room < change.nbytes or not pieces:
                     pieces.append([])
@@ -150,6 +160,8 @@ class Watches:
         self._slower = slower
         self._feeds: dict[Namespace, _Feed] = {}
         self.notes = Notes()
+        self._log_bytes = 0
+        """Of all feeds."""
         self._armed = False
         self._sending: Iterator[None] | None = None
         """What is left of what `flush` has begun to send."""
@@ -162,7 +174,7 @@ class Watches:
         watch = Watch(namespace, receiver)
         feed = self._feeds.get(namespace)
         if feed is None:
-            feed = self._feeds[namespace] = _Feed(self._arm)
+            feed = self._feeds[namespace] = _Feed(self._arm, self._count)
             self._cache.watch(namespace, feed.add)
         feed.watches.append(watch)
         self._arm()
@@ -176,10 +188,17 @@ class Watches:
             feed.watches.remove(watch)
             if not feed.watches:
                 del self._feeds[watch.namespace]
+                feed.give_up()
                 self._cache.watch(watch.namespace, None)
                 for each in feed.on_disk.values():
                     if each.watched is not None and self._slower is not None:
                         self._slower.unwatch(each.watched)
+
+    def _count(self, nbytes: int) -> None:
+        """The feeds have so many more bytes: of too many, who has the most begins anew."""
+        self._log_bytes += nbytes
+        while self._log_bytes > MAX_LOGS_BYTES:
+            max(self._feeds.values(), key=lambda feed: feed.log.nbytes).give_up()
 
     def note(self, namespace: Namespace, group: int, hashes: bytes, notes: bytes, *, user: int) -> None:
         """Keep what a client notes about blocks that it stores, for the watchers.

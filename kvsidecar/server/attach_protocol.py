@@ -21,8 +21,10 @@ from typing import Any, Final, Literal
 from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import KVSidecarError, LimitExceeded
 
-MAX_EARLY_BYTES = 1024 * 1024
-"""Limit of messages that are kept while the driver imports the rank's memory."""
+MAX_EARLY_BYTES = 64 * 1024
+"""Limit of messages that are kept while the driver imports the rank's memory, of each connection."""
+EARLY_MESSAGE_BYTES = 1024
+"""What each of them takes besides: one of a few bytes on the wire is some objects."""
 
 State = Enum("State", "NEW REGISTERING LEAVING ORPHANED OPEN ENDING OVER")
 S = State
@@ -66,7 +68,7 @@ class AttachProtocol:
                 return [("register", message)]
             case State.REGISTERING:
                 self._early.append(message)
-                self._early_bytes += nbytes
+                self._early_bytes += nbytes + EARLY_MESSAGE_BYTES
                 if self._early_bytes > MAX_EARLY_BYTES:
                     raise LimitExceeded(f"{self._early_bytes} bytes arrived before the reply to the registration")
             case State.OPEN:

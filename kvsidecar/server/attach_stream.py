@@ -26,6 +26,12 @@ MAX_OUTSTANDING_BLOCKS = 1 << 21
 
 NO_LEASE = -1
 """An id that no lease has. Another user's lease is treated like it, whatever else is wrong with the load."""
+MAX_JOBS_OF_USER = 1 << 15
+"""Limit of outstanding jobs of all ranks of a user. Each takes some 4 KiB."""
+MAX_BLOCKS_OF_USER = 1 << 23
+"""Limit of blocks in these."""
+MAX_WAITS_OF_USER = 1 << 17
+"""Limit of jobs that waiting flushes of a user's ranks name, counted for each flush: each takes some 300 bytes."""
 MAX_FLUSHES = 1024
 """Limit of waiting flushes per rank. One more is answered at once, with the jobs that are still pending."""
 
@@ -95,7 +101,9 @@ class AttachStream:
         except InvalidRequest as error:
             self._done(message.job, runner.decline(direction, Refusal.INVALID_REQUEST, str(error)))
             return
-        if session.outstanding_blocks + max(1, job.num_blocks) > MAX_OUTSTANDING_BLOCKS:
+        blocks = max(1, job.num_blocks)
+        too_many = session.outstanding_blocks + blocks > MAX_OUTSTANDING_BLOCKS
+        if too_many or session.of_user.blocks + blocks > MAX_BLOCKS_OF_USER:
             self._done(message.job, runner.decline(direction, Refusal.LIMIT))
             return
         runner.start(session, job, deadline=message.deadline_ms / 1000 if message.deadline_ms else None)
@@ -106,7 +114,8 @@ class AttachStream:
             return Refusal.DRAINING
         if self.session.denied:
             return Refusal.DENIED
-        return Refusal.LIMIT if len(self.session.jobs) >= MAX_JOBS else None
+        too_many = len(self.session.jobs) >= MAX_JOBS or self.session.of_user.jobs >= MAX_JOBS_OF_USER
+        return Refusal.LIMIT if too_many else None
 
     def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
         parts = convert.blocks_from(message.blocks, self.session.registration.namespace.hash_bytes)
@@ -161,13 +170,16 @@ class AttachStream:
         """Reply when these jobs have ended, or at the client's timeout with those that have not."""
         if wanted:
             seconds = message.timeout_ms / 1000
-            if self._flushes >= MAX_FLUSHES:
+            of_user = self.session.of_user
+            if self._flushes >= MAX_FLUSHES or of_user.waits + len(wanted) > MAX_WAITS_OF_USER:
                 self.runner.refuse(Refusal.LIMIT)
                 seconds = 0.0
             self._flushes += 1
+            of_user.waits += len(wanted)
             try:
                 await asyncio.wait([each.over() for each in wanted.values()], timeout=seconds)
             finally:
                 self._flushes -= 1
+                of_user.waits -= len(wanted)
         pending = [job for job, each in wanted.items() if each.result is None]
         self.send(pb.AttachReply(flushed=pb.Flushed(flush=message.flush, pending=pending)))

@@ -8,7 +8,7 @@ import pytest
 
 from kvsidecar.core import namespace_options
 from kvsidecar.core.namespace_options import MAX_NAMED, MAX_OPTIONS, NamespaceOptions, taken
-from kvsidecar.types import Namespace
+from kvsidecar.types import MAX_TEXT_BYTES, Namespace
 
 ONE = Namespace("m", "bf16", "L", 16, 1, 1, "sha256", extra="1")
 TWO = replace(ONE, extra="2")
@@ -54,12 +54,13 @@ def test_a_text_names_a_few_options() -> None:
 
 
 def test_the_oldest_of_a_user_and_then_of_all_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = namespace_options.OPTION_BYTES + 2
+    texts = len("m" + "bf16" + "L" + "sha256" + "0")
+    each = namespace_options.SAID_BYTES + texts + namespace_options.OPTION_BYTES + 2
     monkeypatch.setattr(namespace_options, "MAX_BYTES_OF_USER", 2 * each)
     monkeypatch.setattr(namespace_options, "MAX_BYTES", 3 * each)
     options = NamespaceOptions()
     mine = [replace(ONE, extra=str(number)) for number in range(5)]
-    others = [replace(ONE, extra=f"other {number}") for number in range(2)]
+    others = [replace(ONE, extra="xy"[number]) for number in range(2)]
     options.add(others[0], {"a": "0"}, 2)
     for namespace in mine:
         options.add(namespace, {"a": namespace.extra}, 1)
@@ -73,3 +74,12 @@ def test_the_oldest_of_a_user_and_then_of_all_are_forgotten(monkeypatch: pytest.
     for namespace in (*mine, *others):
         options.add(namespace, {"a": "1"}, 3)
     assert options.nbytes <= 3 * each
+
+
+def test_namespaces_count_with_their_names_however_little_is_said_of_them() -> None:
+    """One option of two letters each, and 32,000 names of 5 KiB were kept for a user."""
+    options = NamespaceOptions()
+    for number in range(2000):
+        texts = {name: f"{number}".rjust(MAX_TEXT_BYTES, name[0]) for name in ("dtype", "kv_layout", "extra")}
+        options.add(replace(ONE, **texts), {"a": "1"}, 1)  # type: ignore[arg-type]
+    assert len(options._said) * 3 * MAX_TEXT_BYTES < namespace_options.MAX_BYTES_OF_USER == 4 << 20

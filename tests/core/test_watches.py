@@ -98,6 +98,33 @@ def test_a_flood_is_given_up_and_becomes_a_snapshot(monkeypatch: pytest.MonkeyPa
     assert daemon.resets("flood") == 1
 
 
+def test_of_too_many_changes_in_all_namespaces_the_one_with_the_most_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A user may watch 256 namespaces, of 4 MiB each."""
+    monkeypatch.setattr(watches, "MAX_LOGS_BYTES", 7000)
+    daemon, readers = Daemon(64), [Reader(), Reader(), Reader()]
+    spaces = [open_space(daemon.cache, f"{number}") for number in range(3)]
+    begun = [daemon.watches.begin(space.namespace, reader) for space, reader in zip(spaces, readers, strict=True)]
+    daemon.settle()
+    for number, count in enumerate((2, 8, 12)):
+        for name in range(count):
+            store(daemon.cache, spaces[number], name)
+    for name in range(8, 12):
+        store(daemon.cache, spaces[1], name)
+    feeds = list(daemon.watches._feeds.values())
+    assert [feed.log.flooded for feed in feeds] == [False, False, True]
+    assert daemon.watches._log_bytes == sum(feed.log.nbytes for feed in feeds) <= 7000
+    daemon.settle()
+    assert [len(reader.readable[0]) for reader in readers] == [2, 12, 12]
+    assert (daemon.resets("flood"), daemon.watches._log_bytes) == (1, 0)
+    store(daemon.cache, spaces[0], "more")
+    for watch in begun:
+        daemon.watches.end(watch)
+    daemon.settle()
+    assert daemon.watches._log_bytes == 0
+
+
 def test_a_snapshot_is_sent_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watches, "SNAPSHOT_ROWS", 2)
     monkeypatch.setattr(watches, "MAX_UPDATE_BYTES", 2 * WIDTH)

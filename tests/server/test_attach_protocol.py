@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.errors import InvalidRequest, LimitExceeded, UnknownPeer
-from kvsidecar.server.attach_protocol import _NEXT, MAX_EARLY_BYTES, AttachProtocol, Do, State
+from kvsidecar.server.attach_protocol import _NEXT, EARLY_MESSAGE_BYTES, MAX_EARLY_BYTES, AttachProtocol, Do, State
 
 SESSION: Any = object()
 REFUSED, FIRST_ERROR, LATER_ERROR = InvalidRequest("refused"), LimitExceeded("first"), UnknownPeer("later")
@@ -51,9 +51,19 @@ def test_what_comes_early_is_taken_in_order_and_before_the_end() -> None:
 def test_what_comes_early_has_a_bound_in_bytes() -> None:
     stream = AttachProtocol()
     stream.receive("register", MAX_EARLY_BYTES)
-    stream.receive(1, MAX_EARLY_BYTES)
+    stream.receive(1, MAX_EARLY_BYTES - EARLY_MESSAGE_BYTES)
     with pytest.raises(LimitExceeded):
         stream.receive(2, 1)
+
+
+def test_small_messages_that_come_early_count_as_what_they_take() -> None:
+    """Of a few bytes each, 175,000 were kept for every connection of a user."""
+    stream = AttachProtocol()
+    stream.receive("register")
+    for number in range(63):
+        assert stream.receive(number, 6) == []
+    with pytest.raises(LimitExceeded):
+        stream.receive(63, 6)
 
 
 def test_a_client_that_ends_the_stream_before_it_says_anything_is_refused_as_one_that_does_not_register() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.core.job import Job, JobResult
-from kvsidecar.core.sessions import RankSession
+from kvsidecar.core.sessions import RankSession, Work
 from kvsidecar.errors import Refusal
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.server import attach_stream
@@ -104,6 +104,44 @@ async def test_blocks_of_jobs_that_are_not_over_are_limited(monkeypatch: pytest.
     await stream.handle(7, 3, blocks=33, kind=kind)
     assert stream.outcomes() == {"done": 4}
     await stream.finish()
+
+
+@pytest.mark.parametrize("limit", ["jobs", "blocks"])
+async def test_jobs_of_all_ranks_of_a_user_are_limited_together(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """256 ranks of 8,192 jobs each would take gigabytes of the daemon's own memory."""
+    monkeypatch.setattr(attach_stream, f"MAX_{limit.upper()}_OF_USER", 10)
+    one, other, another_users = Stream(), Stream(), Stream()
+    other.session.of_user = one.session.of_user
+    await one.handle(1, 6)
+    await other.handle(1, 6)
+    await another_users.handle(1, 6)
+    assert other.outcomes() == {"limit": 2}
+    assert not one.outcomes() + another_users.outcomes()
+    await one.finish()
+    await other.handle(7, 6)
+    assert not other.outcomes()
+    await other.finish()
+    assert one.session.of_user == Work()
+    await another_users.finish()
+
+
+async def test_what_flushes_of_a_user_wait_for_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 flushes of a rank, each for all of its 8,192 jobs, took 2 GB."""
+    monkeypatch.setattr(attach_stream, "MAX_WAITS_OF_USER", 10)
+    one, other = Stream(), Stream()
+    other.session.of_user = one.session.of_user
+    for stream, flushes in ((one, 2), (other, 2)):
+        await stream.handle(1, 4)
+        for number in range(flushes):
+            stream.stream.handle(pb.AttachRequest(flush=pb.Flush(flush=number, timeout_ms=60_000)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not one.replies
+    assert [list(each.flushed.pending) for each in other.replies] == [[1, 2, 3, 4]] * 2
+    assert other.runner.refused == {Refusal.LIMIT: 2}
+    await one.finish()
+    await other.finish()
+    assert one.session.of_user == Work()
 
 
 async def test_a_flush_takes_effect_before_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
