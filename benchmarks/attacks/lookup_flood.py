@@ -3,11 +3,14 @@ directory of ``kvs.sock``."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import select
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.attacks.support import become
 from kvsidecar.protocol.framing import frame
@@ -29,18 +32,28 @@ def flood(path: str) -> socket.socket:
     return sock
 
 
-def main(directory: str, seconds: float) -> dict[str, int]:
+def lookup(packed: bytes, **fields: Any) -> bytes:
+    """A request as it is sent."""
+    groups = [pb.LookupGroup(group=0, hashes=packed)]
+    wire = namespace_to_wire(NAMESPACE)
+    message = pb.LookupRequest(namespace=wire, mode=pb.LookupRequest.MODE_PREFIX, groups=groups, **fields)
+    return frame(pb.LocalRequest(call=1, lookup=message).SerializeToString())
+
+
+def main(directory: str, seconds: float, requests: Sequence[bytes] = ()) -> dict[str, int]:
+    """
+    Args:
+        requests: to send in turns; by default one lookup.
+    """
     become(UID)
     end = time.monotonic() + seconds
-    groups = [pb.LookupGroup(group=0, hashes=b"".join(hashes("a")) * HASHES)]
-    lookup = pb.LookupRequest(namespace=namespace_to_wire(NAMESPACE), mode=pb.LookupRequest.MODE_PREFIX, groups=groups)
-    request = frame(pb.LocalRequest(call=1, lookup=lookup).SerializeToString())
+    turns = itertools.cycle(requests or [lookup(b"".join(hashes("a")) * HASHES)])
     rest: dict[int, bytes] = {}
     socks: dict[int, socket.socket] = {}
     poll = select.poll()
     for _ in range(CONNECTIONS):
         sock = flood(f"{directory}/kvs.sock.attach")
-        socks[sock.fileno()], rest[sock.fileno()] = sock, request
+        socks[sock.fileno()], rest[sock.fileno()] = sock, next(turns)
         poll.register(sock, select.POLLIN | select.POLLOUT)
     sent = 0
     while time.monotonic() < end:
@@ -50,7 +63,7 @@ def main(directory: str, seconds: float) -> dict[str, int]:
             if events & select.POLLOUT:
                 unsent = rest[fd][socks[fd].send(rest[fd]) :]
                 sent += not unsent
-                rest[fd] = unsent or request
+                rest[fd] = unsent or next(turns)
     return {"lookups": sent}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks.fetch_flood import NAMES
 from benchmarks.attacks.lookup_flood import HASHES
 from benchmarks.attacks.lookup_times import Asked, Waits
 from benchmarks.attacks.support import attack
@@ -145,6 +146,34 @@ def test_another_users_flood_of_lookups_does_not_delay_lookups(short_dir: Path) 
         pytest.skip("the machine was too busy with other things: nothing was said about the times of lookups")
     print(f"idle: {idle * 1e3:.2f} ms in the middle; in a flood of lookups: {busy * 1e3:.2f} ms")
     assert busy < 30 * idle
+
+
+@needs_root
+@pytest.mark.alone
+def test_another_users_flood_of_fetches_does_not_delay_lookups(short_dir: Path) -> None:
+    disk = ("--disk-dir", str(short_dir / "disk"), "--disk-size", "64MiB")
+    with daemon_for_others(short_dir, "--pool-size", "4MiB", *disk) as daemon, ExitStack() as stack:
+        rank = Rank(daemon)
+        ids = list(range(rank.layout.num_blocks))
+        for start in range(0, len(NAMES), len(ids)):
+            names = NAMES[start : start + len(ids)]
+            done(rank.store(*names, at=ids[: len(names)]))
+            done(rank.load(*names, at=ids[: len(names)]))  # the tier keeps what is used again
+        eventually(lambda: daemon.get("/status")[1]["tiers"][0]["blocks"] > len(NAMES) // 2)
+        done(rank.store("a"))
+        asked, own = Asked(daemon, rank, Waits(daemon.process.pid)), Waits(os.getpid())
+        stack.callback(asked.waits.close)
+        stack.callback(own.close)
+        idle = middle(asked, own)
+        with attack("fetch_flood", short_dir, SECONDS):
+            eventually(lambda: daemon.get("/status")[1]["tiers"][0]["read_bytes"] > 0)
+            busy = middle(asked, own)
+        rank.close()
+        assert daemon.terminate() == 0
+    if idle is None or busy is None:
+        pytest.skip("the machine was too busy with other things: nothing was said about the times of lookups")
+    print(f"idle: {idle * 1e3:.2f} ms in the middle; in a flood of fetches: {busy * 1e3:.2f} ms")
+    assert busy < 10 * idle
 
 
 def middle(asked: Asked, own: Waits, lookups: int = 1000) -> float | None:
