@@ -139,6 +139,8 @@ class SocketFiles:
 
     def _make(self, directory: Path) -> None:
         if directory.is_dir():
+            if directory == self.grpc_path.parent:
+                self._open_to_group(directory)
             return
         if directory.parent != directory:
             self._make(directory.parent)
@@ -147,6 +149,16 @@ class SocketFiles:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700 if innermost and not self.mode & 0o077 else 0o755 if innermost else 0o777)
             self._made.append(directory)
+
+    def _open_to_group(self, directory: Path) -> None:
+        """An earlier daemon may have made it for its own user alone: a socket for a group is of no use in there."""
+        if not self.mode & 0o077:
+            return
+        if is_private_to_socket(self.grpc_path):
+            directory.chmod(0o755)
+            _log.info("opened the directory of the socket to its group", directory=str(directory), mode="0755")
+        elif closed := closed_to_group(self.grpc_path, os.getegid() if self.gid is None else self.gid):
+            _log.warning("the socket's group cannot reach it", directory=str(closed), fix=f"chmod g+x,o+x {closed}")
 
     async def _lock_within(self, lock: int, wait_seconds: float, stop: asyncio.Event) -> bool:
         def waits() -> None:
@@ -338,6 +350,30 @@ def _was_killed(lock: int) -> bool:
     """Whether the holder, if it is a process of this host, is ending."""
     found = re.fullmatch(r"pid (\d{1,9}) on (.*)", _holder(lock))
     return found is not None and found[2] == socket.gethostname() and is_ending(int(found[1]))
+
+
+def is_private_to_socket(path: Path) -> bool:
+    """Whether the directory of a socket is this user's alone, and has nothing in it but the files of this socket: so
+    nothing else is seen if it is opened to others."""
+    try:
+        found = path.parent.lstat()
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
+        return mine and all(each.startswith(path.name) for each in os.listdir(path.parent))
+    except OSError:
+        return False
+
+
+def closed_to_group(path: Path, gid: int) -> Path | None:
+    """The first directory on the way to a socket that this group may not search; None: it may search all that can be
+    looked at."""
+    for directory in reversed(path.parents):
+        try:
+            found = directory.stat()
+        except OSError:
+            return None
+        if not found.st_mode & (stat.S_IXGRP if found.st_gid == gid else stat.S_IXOTH):
+            return directory
+    return None
 
 
 def group_id(option: str, group: str | None) -> int | None:

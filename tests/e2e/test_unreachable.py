@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import subprocess
 import sys
@@ -48,8 +49,7 @@ def test_a_socket_of_another_group_names_path_mode_owner_and_remedy(short_dir: P
         told = other_user(*command, "--socket", daemon.socket)
     assert told.returncode == (69 if command[0] == "bench" else 77), told.stderr
     assert told.stderr.count("\n") == 1
-    attach = daemon.socket + ".attach"
-    assert f"{attach} has mode 0660 and belongs to root:games, but this process runs as uid {UID}" in told.stderr
+    assert f"{daemon.socket} has mode 0660 and belongs to root:games, but this process runs as uid {UID}" in told.stderr
     assert "run this in the group games (gpasswd -a USER games " in told.stderr
     assert "is the daemon running?" not in told.stderr
 
@@ -59,7 +59,23 @@ def test_a_directory_that_is_closed_is_named_and_not_the_socket_in_it(short_dir:
         told = other_user("status", "--socket", daemon.socket)
     assert told.returncode == 77
     assert f"{short_dir} has mode 0700 and belongs to root:root" in told.stderr
-    assert "socket_mode 0660" in told.stderr
+    assert "start the daemon with --socket-mode 0660 and a --socket-group that has this user" in told.stderr
+
+
+def test_what_a_user_is_told_lets_them_in_although_an_earlier_daemon_has_closed_the_directory(short_dir: Path) -> None:
+    short_dir.chmod(0o755)
+    socket = f"{short_dir}/kvsidecar/kvsidecar.sock"
+    with DaemonProcess(short_dir, "--socket", socket) as daemon:
+        told = other_user("status", "--socket", socket)
+        assert told.returncode == 77
+        assert f"{short_dir}/kvsidecar has mode 0700" in told.stderr
+        assert ".attach" not in told.stderr
+        assert daemon.terminate() == 0
+    flags = ("--socket", socket, "--socket-mode", "0660", "--socket-group", "games")
+    with DaemonProcess(short_dir, *flags) as daemon:
+        assert [each["event"] for each in daemon.log].count("opened the directory of the socket to its group") == 1
+        assert other_user("status", "--socket", socket, gids=[grp.getgrnam("games").gr_gid]).returncode == 0
+        assert other_user("status", "--socket", socket).returncode == 77
 
 
 def test_an_engine_learns_it_as_a_daemon_that_may_be_there_later(short_dir: Path) -> None:
@@ -86,13 +102,13 @@ def test_a_user_without_a_daemon_is_told_of_the_machines_own(short_dir: Path, ma
             os.chown(f"{root_of(daemon.process.pid)}{SYSTEM}{suffix}", -1, gid)
         told = other_user("status", gids=[gid] if may_open else [], inside=daemon)
         assert told.returncode == 69
-        assert f"no kvsidecar answers at /tmp/kvsidecar-{UID}/kvsidecar.sock.attach (No such file" in told.stderr
+        assert f"no kvsidecar answers at /tmp/kvsidecar-{UID}/kvsidecar.sock (No such file" in told.stderr
         assert told.stderr.count("\n") == 1
         if may_open:
             assert f"there is one at {SYSTEM}: name it with --socket or KVSIDECAR_SOCKET" in told.stderr
             assert other_user("status", "--socket", SYSTEM, gids=[gid], inside=daemon).returncode == 0
         else:
-            assert f"there is one at {SYSTEM}, but {SYSTEM}.attach has mode 0660 and belongs to root:gid" in told.stderr
+            assert f"there is one at {SYSTEM}, but {SYSTEM} has mode 0660 and belongs to root:gid" in told.stderr
         os.chmod(root_of(daemon.process.pid) / "run" / "kvsidecar", 0o750)
         told = other_user("status", inside=daemon)
         assert f"there may be one at {SYSTEM}, but /run/kvsidecar has mode 0750" in told.stderr

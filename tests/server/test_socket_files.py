@@ -73,6 +73,26 @@ def test_a_directory_that_cannot_be_used_is_named_with_the_user_and_the_option(s
         acquire(files_at(short_dir / "file" / "run"))
 
 
+def test_a_directory_with_only_the_files_of_this_socket_is_opened_to_its_group(short_dir: Path) -> None:
+    directory = short_dir / "kvsidecar"
+    acquire(files_at(directory)).release()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    acquire(files_at(directory, mode=0o660)).release()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o755
+
+
+def test_a_directory_with_anything_else_stays_closed_and_the_log_says_so(
+    short_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = short_dir / "kvsidecar"
+    directory.mkdir(mode=0o700)
+    (directory / "a secret").write_text("")
+    short_dir.chmod(0o755)
+    acquire(files_at(directory, mode=0o660)).release()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert f"chmod g+x,o+x {directory}" in "".join(capfd.readouterr())
+
+
 def test_a_lock_that_is_no_file_is_named(short_dir: Path) -> None:
     os.mkfifo(short_dir / "kvs.sock.lock")
     with pytest.raises(SocketInUse, match=r"kvs\.sock\.lock is not a file"):

@@ -311,10 +311,13 @@ def _shm(facts: Facts) -> Iterable[Result]:
 def _socket(facts: Facts) -> Iterable[Result]:
     socket, config = facts.socket, facts.config
     directory = config.socket.rpartition("/")[0]
-    if socket.exists:
+    mode = socket.mode if socket.exists else config.socket_mode
+    if socket.closed and mode & 0o070 and (socket.exists or socket.directory_usable):
+        fix = f"chmod o+x {socket.closed}, or set --socket to a path in another directory."
+        yield _PROBLEM, f"{config.socket} is for a group, which may not search {socket.closed}", fix
+    elif socket.exists:
         yield _OK, f"{config.socket}: {_who(socket.mode, socket.owner, socket.group, socket.group_members)}"
-        return
-    if directory.startswith("/tmp/") and socket.directory_owner not in (None, facts.uid):
+    elif directory.startswith("/tmp/") and socket.directory_owner not in (None, facts.uid):
         fix = "Set --socket to a path in a directory that you own."
         yield _PROBLEM, f"{directory} belongs to uid {socket.directory_owner}, who could impersonate the daemon", fix
     elif not socket.directory_usable:

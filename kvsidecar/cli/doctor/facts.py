@@ -179,6 +179,8 @@ class SocketFacts:
     owner: str = ""
     group: str = ""
     group_members: tuple[str, ...] = ()
+    closed: str = ""
+    """A directory on the way that the socket's group may not search, so that the daemon's start does not change it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from kvsidecar.errors import ClientError, ConfigError, PoolRefused
 from kvsidecar.pool.host_pool import HostPool
 from kvsidecar.pool.kept_files import FILES, PoolDirectory
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
+from kvsidecar.server.socket_files import closed_to_group, is_private_to_socket
 from kvsidecar.support import kernel_calls, memory_limits, peer
 
 PROBE_SECONDS = 20.0
@@ -94,7 +95,7 @@ def gather(flags: Mapping[str, str | None], pid: int | None, *, disk_speed: bool
         disk=disk_tier(settings, speed=disk_speed),
         cluster=cluster(settings),
         shared=shared_tier(settings),
-        socket=_socket(config.socket),
+        socket=_socket(config.socket, config.socket_group),
         daemon=daemon,
         isolation=(_isolation(daemon.pid) if daemon.pid else None) or _isolation("self") or Isolation(None, None, None),
         engine=None if pid is None else _engine(pid),
@@ -215,7 +216,12 @@ def _kept_pool(settings: Settings | None) -> KeptPool:
     )
 
 
-def _socket(path: str) -> SocketFacts:
+def _closed(path: str, gid: int) -> str:
+    socket = Path(path)
+    return str(closed_to_group(socket, gid) or "") if not is_private_to_socket(socket) else ""
+
+
+def _socket(path: str, wanted_group: str | None) -> SocketFacts:
     directory = Path(path).parent
     owner: int | None = None
     usable = False
@@ -228,14 +234,18 @@ def _socket(path: str) -> SocketFacts:
     try:
         found = os.lstat(path)
     except OSError:
-        return SocketFacts(owner, usable)
+        gid = os.getegid()
+        with contextlib.suppress(KeyError):
+            gid = grp.getgrnam(wanted_group).gr_gid if wanted_group else gid
+        return SocketFacts(owner, usable, closed=_closed(path, gid))
     group, members = str(found.st_gid), tuple[str, ...]()
     with contextlib.suppress(KeyError):
         entry = grp.getgrgid(found.st_gid)
         primary = [user.pw_name for user in pwd.getpwall() if user.pw_gid == found.st_gid]
         group, members = entry.gr_name, tuple(dict.fromkeys([*primary, *entry.gr_mem]))
     mode = stat.S_IMODE(found.st_mode)
-    return SocketFacts(owner, usable, stat.S_ISSOCK(found.st_mode), mode, name_of(found.st_uid), group, members)
+    closed = str(closed_to_group(Path(path), found.st_gid) or "")
+    return SocketFacts(owner, usable, stat.S_ISSOCK(found.st_mode), mode, name_of(found.st_uid), group, members, closed)
 
 
 def _daemon(path: str) -> Daemon:

@@ -231,6 +231,21 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("/dev/shm", changed(isolation=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
     ("/dev/shm", changed(isolation=replace(HERE, shm_writable=False)), WARNING, "kv may not write", "tmpfs"),
     ("socket", GOOD, OK, "mode 0660, so kv and root, and the group llm (alice, bob) may connect", ""),
+    (
+        "socket",
+        changed(socket=SocketFacts(0, True, True, 0o660, "root", "llm", closed="/run/kvsidecar")),
+        PROBLEM,
+        f"{SOCKET} is for a group, which may not search /run/kvsidecar",
+        "chmod o+x /run/kvsidecar",
+    ),
+    (
+        "socket",
+        changed(socket=SocketFacts(0, True, closed="/root")),
+        PROBLEM,
+        "may not search /root",
+        "chmod o+x /root",
+    ),
+    ("socket", changed(socket=SocketFacts(0, True, True, 0o600, "root", "llm", closed="/root")), OK, "mode 0600", ""),
     ("socket", changed(socket=SocketFacts(0, False)), PROBLEM, f"kv cannot create {SOCKET}", "--socket"),
     ("socket", changed(socket=SocketFacts(None, True)), OK, "can be created: mode 0660", ""),
     (
