@@ -65,6 +65,8 @@ it. The ranks of an engine are on one node. Records have room for more, `SHARD_B
 PRIORITY_BITS = 30
 SIZE_MASK = (1 << PRIORITY_BITS) - 1
 SPACES = 1024
+UNITS_READ = 1 << 12
+"""So many units, or slabs, are looked at at a time: what is made of all of them takes 100 bytes each."""
 PAGE_WORDS = 512
 """A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere: to
 look for entries does not give all of them memory."""
@@ -320,7 +322,7 @@ class Records:
             return
         self.take_room(0, self._first_record)
         grid, (slabs, damaged) = self.grid, self._read_slabs()
-        for head, end, size in zip(*(column.tolist() for column in slabs), strict=True):
+        for head, end, size in _in_turn(*slabs):
             self._take_records(head, grid.nbytes(head, end) // size)
         for unit in damaged:
             self._take_records(unit, grid.records)
@@ -338,21 +340,35 @@ class Records:
 
     def _read_slabs(self) -> tuple[FoundSlabs, list[int]]:
         """The slabs that were cut, and the units of which it is not known."""
-        grid, slabs = self.grid, self._slabs
-        values, complements = slabs & np.uint64(0xFFFFFFFF), slabs >> np.uint64(32)
-        whole = (values == ~complements & np.uint64(0xFFFFFFFF)).all(axis=0)
-        heads, lengths, sizes = values.astype(np.int64)
-        units = np.arange(len(grid))
-        first = (whole & (heads == units) & (lengths > 0) & (heads + lengths <= len(grid)) & (sizes > 0)).nonzero()[0]
+        slabs, units = self._slabs, len(self.grid)
+        # By unit: how often it or one before it says other things than the one before that, and whether it says any.
+        changes, used = np.empty(units, np.int32), np.empty(units, np.bool_)
+        heads = []
+        last, changed = np.zeros((3, 1), np.uint64), 0
+        for at in range(0, units, UNITS_READ):
+            part = slabs[:, at : at + UNITS_READ]
+            mine = slice(at, at + part.shape[1])
+            differ = (part != np.concatenate((last, part[:, :-1]), axis=1)).any(axis=0)
+            changes[mine] = differ.cumsum() + changed
+            last, changed = part[:, -1:], int(changes[mine][-1])
+            used[mine] = part.any(axis=0)
+            values, complements = part & np.uint64(0xFFFFFFFF), part >> np.uint64(32)
+            whole = (values == ~complements & np.uint64(0xFFFFFFFF)).all(axis=0)
+            head, length, size = values
+            whole &= (head == np.arange(at, mine.stop, dtype=np.uint64)) & (length > 0) & (size > 0)
+            whole &= head + length <= units
+            heads.append(values[:, whole].astype(np.uint32))
+        found = np.concatenate(heads, axis=1)
         # A slab counts if all of its units say the same.
-        same = np.concatenate(([False], (slabs[:, 1:] == slabs[:, :-1]).all(axis=0)))
-        breaks = np.concatenate((np.cumsum(~same), [0]))
-        first = first[breaks[first + lengths[first] - 1] == breaks[first]]
-        covered = np.zeros(len(grid) + 1, np.int64)
-        np.add.at(covered, first, 1)
-        np.subtract.at(covered, first + lengths[first], 1)
-        damaged = (slabs.any(axis=0) & (covered.cumsum()[:-1] == 0)).nonzero()[0].tolist()
-        return FoundSlabs(first, first + lengths[first], sizes[first] * SLOT_ALIGN), damaged
+        found = found[:, changes[found[0]] == changes[found[0] + found[1] - 1]]
+        # From here on: how many slabs begin at a unit, less those that end before it.
+        changes[:] = 0
+        changes[found[0]] = 1
+        ends = found[0] + found[1]
+        changes[ends[ends < units]] -= 1
+        damaged = (used & (changes.cumsum(out=changes) == 0)).nonzero()[0].tolist()
+        head, length, size = (column.astype(np.int64) for column in found)
+        return FoundSlabs(head, head + length, size * SLOT_ALIGN), damaged
 
     def find_sealed(self, slabs: FoundSlabs, count: int) -> Iterator[tuple[Ints, Words]]:
         """The places and contents of all sealed records of these slabs, of which each time about as many are read as
@@ -362,7 +378,7 @@ class Records:
         firsts, capacities = slabs.head * grid.records, (ends - slabs.head * grid.unit) // slabs.size
         places: list[Ints] = []
         left, done, total = count, 0, int(capacities.sum())
-        for first, end in zip(*(each.tolist() for each in (firsts, firsts + capacities)), strict=True):
+        for first, end in _in_turn(firsts, firsts + capacities):
             while first < end:
                 places.append(np.arange(first, min(first + left, end)))
                 left -= len(places[-1])
@@ -408,6 +424,12 @@ def record_words(grid: Grid) -> int:
 
 def _pages(words: int) -> int:
     return -(-words // PAGE_WORDS) * PAGE_WORDS
+
+
+def _in_turn(*columns: Ints) -> Iterator[tuple[int, ...]]:
+    """The values of each row, of very many."""
+    for at in range(0, len(columns[0]), UNITS_READ):
+        yield from zip(*(column[at : at + UNITS_READ].tolist() for column in columns), strict=True)
 
 
 def _checked(value: int) -> int:

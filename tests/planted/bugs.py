@@ -55,6 +55,20 @@ _CACHE = (
         "cache/test_block_index.py",
     ),
     _bug(
+        "a slab that begins in one slice of the table and ends in another is lost",
+        "cache/records.py",
+        "last, changed = part[:, -1:], int(changes[mine][-1])",
+        "changed = int(changes[mine][-1])",
+        "cache/test_records.py",
+    ),
+    _bug(
+        "the slabs of a kept table are read at once",
+        "cache/records.py",
+        "UNITS_READ = 1 << 12",
+        "UNITS_READ = 1 << 30",
+        "cache/test_records.py",
+    ),
+    _bug(
         "every rank of a user may have as many jobs as one",
         "server/attach_stream.py",
         " or self.session.of_user.jobs >= MAX_JOBS_OF_USER",
