@@ -11,7 +11,7 @@ from kvsidecar.daemon.settings import Settings
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.handler import Handler
-from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.local_protocol import LocalConnection, unread_replies
 from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.socket_watch import SocketWatch
 
@@ -41,7 +41,11 @@ class Listeners:
             epoch=handler.epoch,
             instances=handler.instances,
             on_gone=handler.peer_gone,
-            local_connection=partial(LocalConnection, handler, PartialMessages()) if settings.local_protocol else None,
+            local_connection=(
+                partial(LocalConnection, handler, PartialMessages(), unread_replies())
+                if settings.local_protocol
+                else None
+            ),
             refuse=handler.metrics.refuse,
             tasks=handler.tasks,
             turns=life.turns,

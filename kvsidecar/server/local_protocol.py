@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvsidecar.core.peer import Peer
+from kvsidecar.core.quota import Quota
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unavailable
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.server.attach_protocol import State as Attach
@@ -27,6 +28,10 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_HELD_BYTES = 64 * 1024
 """Limit of what is read of one connection while its next message waits for its turn; a read may go over it once."""
+FREE_UNREAD_BYTES = 64 * 1024
+"""Replies of one connection that may wait for its client and are not counted."""
+MAX_UNREAD_OF_USER = 64 * 1024 * 1024
+"""Limit of the replies that wait on all connections of a user that have more."""
 LINGER_SECONDS = 5.0
 """Time for a refused client to read the reason."""
 
@@ -62,17 +67,26 @@ _AFTER = {  # besides REFUSED and CLOSED
 }
 
 
+def unread_replies() -> Quota:
+    """Bytes of replies that wait for their clients, by user; of connections that have many."""
+    return Quota(MAX_UNREAD_OF_USER, "bytes of replies that wait")
+
+
 class LocalConnection(asyncio.Protocol, Attachment):
     """One client's connection after its Welcome. Used from the event loop.
 
     Args:
         partial_messages: shared by all connections.
+        unread: the same. Bytes of replies that wait, by user.
         peer: the client. The owner of the connection drops its sessions when `closed` is done.
     """
 
-    def __init__(self, handler: Handler, partial_messages: PartialMessages, peer: Peer) -> None:
+    def __init__(self, handler: Handler, partial_messages: PartialMessages, unread: Quota, peer: Peer) -> None:
         super().__init__(handler, peer.token)
-        self._partial_messages = partial_messages
+        self._partial_messages, self._unread = partial_messages, unread
+        self._counts_unread = False
+        self._counted = 0
+        """Bytes of what waits for the client, as long as it is much."""
         self._peer = peer
         self._state = State.READING
         self._transport: asyncio.Transport
@@ -95,7 +109,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=MAX_UNREAD_BYTES)
+        self._transport.set_write_buffer_limits(high=FREE_UNREAD_BYTES)
 
     def eof_received(self) -> None:
         """A client that has closed its sending side counts as gone, even if it still reads."""
@@ -105,6 +119,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._enter(State.CLOSED)
         self.gone()
         self._forget_frames()
+        self.resume_writing()
         self._set_closed()
 
     def _set_closed(self) -> None:
@@ -112,9 +127,27 @@ class LocalConnection(asyncio.Protocol, Attachment):
             self.closed.set_result(None)
 
     def pause_writing(self) -> None:
-        self._refuse(
-            LimitExceeded(f"{MAX_UNREAD_BYTES} bytes of replies wait for this client: read replies while sending")
-        )
+        self._counts_unread = True
+        self._count_unread(self.unread_bytes())
+
+    def resume_writing(self) -> None:
+        self._counts_unread = False
+        self._count_unread(0)
+
+    def _count_unread(self, nbytes: int) -> None:
+        if nbytes > MAX_UNREAD_BYTES:
+            self._refuse(
+                LimitExceeded(f"{MAX_UNREAD_BYTES} bytes of replies wait for this client: read replies while sending")
+            )
+        elif nbytes < self._counted:
+            self._unread.give_back(self._peer.uid, self._counted - nbytes)
+            self._counted = nbytes
+        elif nbytes > self._counted:
+            try:
+                self._unread.take(self._peer.uid, nbytes - self._counted)
+                self._counted = nbytes
+            except LimitExceeded as error:
+                self._refuse(LimitExceeded(f"{error}: read replies while sending"))
 
     def data_received(self, data: bytes) -> None:
         if self._state in _LIVE:
@@ -233,6 +266,8 @@ class LocalConnection(asyncio.Protocol, Attachment):
     def _write(self, reply: pb.LocalReply) -> None:
         if not self._transport.is_closing():
             self._transport.write(frame(reply.SerializeToString()))
+            if self._counts_unread:
+                self._count_unread(self.unread_bytes())
 
     # -- Attachment ------------------------------------------------------------------------------------------------
 

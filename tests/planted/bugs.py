@@ -69,6 +69,13 @@ _CACHE = (
         "cache/test_records.py",
     ),
     _bug(
+        "every connection of a user may leave as much unread as one",
+        "server/local_protocol.py",
+        "self._unread.take(self._peer.uid, nbytes - self._counted)",
+        "pass",
+        "server/test_local_protocol.py",
+    ),
+    _bug(
         "every rank of a user may have as many jobs as one",
         "server/attach_stream.py",
         " or self.session.of_user.jobs >= MAX_JOBS_OF_USER",

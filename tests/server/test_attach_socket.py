@@ -19,7 +19,7 @@ from kvsidecar.protocol.framing import frame
 from kvsidecar.server import attach_socket
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.handler import Handler
-from kvsidecar.server.local_protocol import LocalConnection
+from kvsidecar.server.local_protocol import LocalConnection, unread_replies
 from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.server.socket_files import SocketFiles
 from kvsidecar.support.loop_time import SECONDS, LoopTime
@@ -47,7 +47,7 @@ class Peers:
 
 def local(peer: Peer) -> LocalConnection:
     """For clients that ask for nothing."""
-    return LocalConnection(cast(Handler, None), PartialMessages(), peer)
+    return LocalConnection(cast(Handler, None), PartialMessages(), unread_replies(), peer)
 
 
 class Bench:

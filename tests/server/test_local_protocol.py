@@ -12,11 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
+from kvsidecar.core.quota import Quota
 from kvsidecar.errors import Refusal, Unavailable
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES
+from kvsidecar.server.attachment import MAX_UNREAD_BYTES
 from kvsidecar.server.handler import INTERNAL
-from kvsidecar.server.local_protocol import MAX_HELD_BYTES, LocalConnection
+from kvsidecar.server.local_protocol import FREE_UNREAD_BYTES, MAX_HELD_BYTES, LocalConnection, unread_replies
 from kvsidecar.server.partial_messages import PartialMessages
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
@@ -36,6 +38,10 @@ class Transport:
         self.replies: list[pb.LocalReply] = []
         self.reading = True
         self.closing = False
+        self.unread = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
 
     def write(self, data: bytes) -> None:
         self.replies.append(pb.LocalReply.FromString(data[HEADER_BYTES:]))
@@ -94,11 +100,16 @@ class Handler:
         self.ended = True
 
 
-def made(partial_messages: PartialMessages | None = None, uid: int = 1) -> tuple[LocalConnection, Transport, Handler]:
+def made(
+    partial_messages: PartialMessages | None = None, uid: int = 1, unread: Quota | None = None
+) -> tuple[LocalConnection, Transport, Handler]:
     transport, handler = Transport(), Handler()
     connection = LocalConnection(
-        handler, partial_messages or PartialMessages(), SimpleNamespace(token=b"t", uid=uid, client="c", caller=None)
-    )  # type: ignore[arg-type]
+        handler,  # type: ignore[arg-type]
+        partial_messages or PartialMessages(),
+        unread or unread_replies(),
+        SimpleNamespace(token=b"t", uid=uid, client="c", caller=None),  # type: ignore[arg-type]
+    )
     connection.connection_made(transport)  # type: ignore[arg-type]
     return connection, transport, handler
 
@@ -260,6 +271,41 @@ async def test_what_is_read_while_a_job_waits_is_bounded() -> None:
     assert transport.reading
 
 
+def too_much(connection: LocalConnection, nbytes: int = MAX_UNREAD_BYTES + 1) -> None:
+    """The client has not read so much of what it was sent."""
+    connection._transport.unread = nbytes  # type: ignore[attr-defined]
+    connection.pause_writing()
+
+
+async def test_what_all_connections_of_a_user_do_not_read_has_a_limit() -> None:
+    """1,024 of them could have a megabyte each."""
+    unread = Quota(3 * MAX_UNREAD_BYTES, "bytes of replies that wait")
+    one, two, three, four = (made(unread=unread) for _ in range(4))
+    (others, its_transport, _) = made(unread=unread, uid=2)
+    for connection, transport, _ in (one, two, three):
+        too_much(connection, MAX_UNREAD_BYTES)
+        assert transport.reading
+    too_much(others, MAX_UNREAD_BYTES)
+    assert its_transport.reading
+    too_much(four[0], FREE_UNREAD_BYTES + 1)
+    assert not four[1].reading
+    await asyncio.sleep(0)
+    assert four[1].replies[-1].error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    one[0].resume_writing()
+    two[0].connection_lost(None)
+    five = made(unread=unread)
+    too_much(five[0], FREE_UNREAD_BYTES + 1)
+    five[1].unread = MAX_UNREAD_BYTES
+    five[0].send(pb.AttachReply())
+    assert five[1].reading
+    five[1].unread += 1
+    five[0].send(pb.AttachReply())
+    assert not five[1].reading
+    for connection, _, _ in (three, four, five):
+        connection.connection_lost(None)
+    assert unread.held == MAX_UNREAD_BYTES, "what is counted is given back"
+
+
 async def test_a_client_that_is_refused_at_a_job_that_has_waited_is_told_and_gone() -> None:
     """Whether or not its user has time left in that iteration of the loop."""
     for left in True, False:
@@ -268,7 +314,7 @@ async def test_a_client_that_is_refused_at_a_job_that_has_waited_is_told_and_gon
 
         def answer(connection: LocalConnection, handler: Handler, left: bool, message: pb.AttachRequest) -> None:
             handler.taken.append(message.store.job)
-            connection.pause_writing()  # as the transport does, when there is too much that the client has not read
+            too_much(connection)
             if not left:
                 handler.user_time.spend(1, REQUESTS)
 
