@@ -16,6 +16,7 @@ from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched
 from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import BackendStats, ShardSpace, TierShare
 from kvsidecar.tiers.messages import MAX_FRAME, TELLS, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
+from kvsidecar.tiers.space_numbers import SpaceNumbers
 from kvsidecar.types import Residency
 
 OnEnd = Callable[[Reply | TierFailed], object]
@@ -47,8 +48,7 @@ class TierLink(Child, asyncio.Protocol):
         self._frames = FrameReader(MAX_FRAME)
         self._waiting: dict[int, tuple[OnEnd, float]] = {}
         self._numbers = iter(range(1, 1 << 62))
-        self._spaces: dict[ShardSpace, int] = {}
-        self._told_spaces: dict[int, ShardSpace] = {}
+        self._spaces = SpaceNumbers()
         self.on_told: Callable[[ShardSpace, Residency, bytes], object] = lambda *_: None
         """Called with what a watched space has: block hashes, joined. It must not raise."""
 
@@ -72,11 +72,9 @@ class TierLink(Child, asyncio.Protocol):
         return super().stuck(seconds)
 
     def space(self, space: ShardSpace) -> int:
-        """The number by which requests name a space."""
-        number = self._spaces.get(space)
-        if number is None:
-            number = self._spaces[space] = len(self._spaces) + 1
-            self._told_spaces[number] = space
+        """The number by which the next request names a space."""
+        number, is_new = self._spaces.of(space)
+        if is_new:
             self._write(pack_space(number, space))
         return number
 
@@ -86,7 +84,15 @@ class TierLink(Child, asyncio.Protocol):
 
     def watch(self, space: ShardSpace, *, wanted: bool = True) -> None:
         """Be told what is there of a space, from the beginning, and what changes; or no more."""
-        self._write(Request(Do.WATCH if wanted else Do.UNWATCH, space=self.space(space)).pack())
+        if not wanted:
+            before = self._spaces.unwatch(space)
+        else:
+            number = self.space(space)
+            before = self._spaces.watch(space, number)
+        if before is not None:
+            self._write(Request(Do.UNWATCH, space=before).pack())
+        if wanted:
+            self._write(Request(Do.WATCH, space=number).pack())
 
     def call(self, request: Request, on_end: OnEnd) -> None:
         """Send a request to the backend. It is given a number. Raises TierFailed: the process has ended."""
@@ -117,8 +123,8 @@ class TierLink(Child, asyncio.Protocol):
 
     def _answered(self, reply: Reply) -> None:
         if reply.number & TOLD:
-            space = self._told_spaces[reply.number ^ TOLD]
-            self.on_told(space, TELLS[reply.body[0]], reply.body[1:])
+            if (space := self._spaces.watched(reply.number ^ TOLD)) is not None:
+                self.on_told(space, TELLS[reply.body[0]], reply.body[1:])
             return
         on_end, _ = self._waiting.pop(reply.number)
         on_end(TierFailed(reply.text) if reply.failed else reply)

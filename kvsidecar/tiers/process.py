@@ -37,6 +37,7 @@ from kvsidecar.tiers.messages import (
     split,
 )
 from kvsidecar.tiers.residency_report import Teller
+from kvsidecar.tiers.space_numbers import KnownSpaces
 from kvsidecar.types import Residency
 
 READS: Final = 8
@@ -55,7 +56,7 @@ class TierProcess:
         self._connection, self._pool, self._backend, self._filter = connection, pool, backend, key_filter
         self._filtered_evicted = 0
         """Blocks that had been evicted when the filter was last made."""
-        self._spaces: dict[int, ShardSpace] = {}
+        self._spaces = KnownSpaces()
         self._sending = threading.Lock()
         self._teller = Teller(backend, self._tell)
         others = ThreadPoolExecutor(2, "other")
@@ -79,13 +80,15 @@ class TierProcess:
 
     def _take(self, request: Request) -> None:
         if request.do is Do.SPACE:
-            self._spaces[request.space] = space_of(request)
+            self._spaces.add(request.space, space_of(request))
             return
         if request.do is Do.SHARES:
             self._backend.set_shares(shares_of(request))
             return
         if request.do is Do.WATCH:
-            self._teller.watch(request.space, self._spaces[request.space])
+            watched = self._spaces.get(request.space)
+            assert watched is not None
+            self._teller.watch(request.space, watched)
             return
         if request.do is Do.UNWATCH:
             self._teller.unwatch(request.space)

@@ -69,6 +69,13 @@ _CACHE = (
         "cache/test_records.py",
     ),
     _bug(
+        "the process of a tier knows every space there has been",
+        "tiers/space_numbers.py",
+        "        if len(self._spaces) == MAX_SPACES:\n            del self._spaces[next(iter(self._spaces))]\n",
+        "",
+        "tiers/test_space_numbers.py",
+    ),
+    _bug(
         "every connection of a user may leave as much unread as one",
         "server/local_protocol.py",
         "self._unread.take(self._peer.uid, nbytes - self._counted)",
