@@ -1,7 +1,7 @@
 """The latest notes of each namespace, for the snapshots of watchers to come. Bounded in bytes: clients fill it.
 
-When all notes together are too many, the user who has most gives up the oldest of its namespace that has most: no user
-loses notes to one who has fewer.
+When all notes together are too many, the user who has most gives up the oldest of its namespace that has most, as many
+as are to go for what has come: no user loses notes to one who has fewer.
 """
 
 from __future__ import annotations
@@ -123,11 +123,15 @@ class Notes:
         kept.end += 1
         self._count(user, kept, _bytes_of(change))
         given_up = []
+        largest: dict[
+            int, Namespace
+        ] = {}  # of each user; found once: one may have hundreds, and give up hundreds of notes
         while self.total_bytes > MAX_NOTES_BYTES:
             most = max(self._bytes, key=self._bytes.__getitem__)
             of_user = self._by_user[most]
-            largest = max(of_user, key=lambda each: of_user[each].nbytes)
-            given_up.append((largest, self._give_up(largest, most, of_user[largest])))
+            if largest.get(most) not in of_user:
+                largest[most] = max(of_user, key=lambda each: of_user[each].nbytes)
+            given_up.append((largest[most], self._give_up(largest[most], most, of_user[largest[most]])))
         return given_up
 
     def _give_up(self, namespace: Namespace, user: int, kept: _Kept, number: int | None = None) -> Change:

@@ -134,6 +134,20 @@ def test_notes_of_every_user_go_and_do_not_count_against_them_any_more(monkeypat
     assert kept(held) == set(keys("stays")), "user 1 has one note, not 21"
 
 
+def test_what_goes_for_one_note_is_looked_for_once_in_however_many_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note by note, 450 that went for half a megabyte of others took 135 ms in 700 namespaces."""
+    held = Notes()
+    for number in range(20):
+        for name in range(10):
+            held.add(namespace(f"{number}"), 1, note(name))
+    held.add(namespace("theirs"), 2, note("stays"))
+    monkeypatch.setattr(block_notes, "MAX_NOTES_BYTES", held.total_bytes)
+    lost = held.add(namespace("theirs"), 2, note("large", 15 * held.total_bytes // 201))
+    assert len(lost) > 12
+    assert len({each for each, _ in lost}) == -(-len(lost) // 10)
+    assert kept(held, "theirs") == set(keys("stays", "large"))
+
+
 def test_notes_that_come_while_others_are_looked_at_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their numbers are those of the notes that were there when the look began."""
     monkeypatch.setattr(block_notes, "LOOKS", 1)

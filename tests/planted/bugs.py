@@ -69,6 +69,13 @@ _CACHE = (
         "cache/test_records.py",
     ),
     _bug(
+        "for each note that goes, all namespaces of its user are looked at",
+        "core/block_notes.py",
+        "if largest.get(most) not in of_user:",
+        "if True:",
+        "core/test_block_notes.py",
+    ),
+    _bug(
         "the process of a tier knows every space there has been",
         "tiers/space_numbers.py",
         "        if len(self._spaces) == MAX_SPACES:\n            del self._spaces[next(iter(self._spaces))]\n",
