@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
+EXIT_FAILED = 1
+"""The daemon answers, and has failed."""
 EXIT_UNAVAILABLE = 69
 """sysexits.h EX_UNAVAILABLE: no usable driver, or no daemon answers."""
 EXIT_SOCKET = 73

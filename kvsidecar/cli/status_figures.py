@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvsidecar.support.units import format_duration, format_size
+from kvsidecar.support.units import count, format_duration, format_size
 from kvsidecar.types import Eviction
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -94,7 +94,7 @@ def has_pool(readiness: pb.Readiness) -> bool:
 
 def pool_details(pool: pb.PoolStatus) -> list[str]:
     """Lines below the bar of the pool."""
-    details = [f"{pool.blocks} blocks", f"{format_size(pool.leased_bytes)} under {pool.leases} leases"]
+    details = [count(pool.blocks, "block"), f"{format_size(pool.leased_bytes)} under {count(pool.leases, 'lease')}"]
     details += [f"{format_size(pool.reserved_bytes)} reserved"] if pool.reserved_bytes else []
     details += [f"{format_size(pool.quarantined_bytes)} quarantined"] if pool.quarantined_bytes else []
     details += [f"{format_size(pool.rounding_bytes)} lost to rounding"] if pool.rounding_bytes else []

@@ -6,8 +6,9 @@ the unit runs it before a reload. What depends on the moment (ports, memory, GPU
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
@@ -40,7 +41,22 @@ def check(flags: Mapping[str, str | None]) -> str:
     if settings.tcp_listen is not None:
         host = settings.tcp_listen.rpartition(":")[0].strip("[]")
         _check_address("gRPC", host, settings.tcp_listen, "--tcp-listen")
-    return f"ok: a pool of {format_size(geometry.pool_bytes)}, served at {settings.socket}"
+    remarks = [f"; without {option}: {problem}" for option, problem in _tiers_that_stay_off(settings)]
+    return f"ok: a pool of {format_size(geometry.pool_bytes)}, served at {settings.socket}{''.join(remarks)}"
+
+
+def _tiers_that_stay_off(settings: Settings) -> Iterator[tuple[str, str]]:
+    """What a start goes on without, until it can be made."""
+    for option, named in (("--disk-dir", settings.disk_dir), ("--shared-dir", settings.shared_dir)):
+        if named is None or Path(named).is_dir():
+            continue
+        above = Path(named).parent
+        if Path(named).exists():
+            yield option, f"{named} is not a directory"
+        elif not above.is_dir():
+            yield option, f"{above} is not a directory, so {named} cannot be made"
+        elif not os.access(above, os.W_OK | os.X_OK, effective_ids=True):
+            yield option, f"{named} cannot be made: {above} may not be written to"
 
 
 def _check_what_is_imported_late(settings: Settings, geometry: PoolGeometry) -> None:

@@ -146,6 +146,10 @@ class AttachStream:
         )
 
     def _done(self, job: int, result: JobResult) -> None:
+        if result.reason is Refusal.INVALID_REQUEST:
+            _caused.warning(
+                "a job was refused as invalid", instance=self.session.registration.instance, error=result.error
+            )
         self.send(pb.AttachReply(done=convert.job_done_to(job, result)))
 
     def _order(self, event: int) -> StoreOrder:

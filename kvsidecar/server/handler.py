@@ -97,6 +97,8 @@ class Handler:
         """Count a refusal. The transport calls this when it is going to answer with an error, or ends a stream."""
         if (reason := REASONS.get(type(error))) is not None:
             self.metrics.refuse(reason)
+        if isinstance(error, InvalidRequest):
+            _caused.warning("a request was refused as invalid", error=str(error))
 
     # -- attach ----------------------------------------------------------------------------------------------------
 

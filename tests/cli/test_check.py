@@ -103,3 +103,16 @@ def test_it_can_be_asked_beside_the_daemon_that_it_is_for(short_dir: Path, pool_
         daemon.wait_log("settings reloaded")
         assert os.path.exists(daemon.socket)
         assert daemon.terminate() == 0
+
+
+def test_a_tier_that_a_start_goes_on_without_is_named_and_nothing_is_made(short_dir: Path) -> None:
+    wanted = ("--disk-dir", str(short_dir / "none" / "disk"), "--disk-size", "1MiB")
+    told = check(short_dir, *wanted)
+    assert told.returncode == 0
+    assert (
+        f"without --disk-dir: {short_dir}/none is not a directory, so {short_dir}/none/disk cannot be made"
+        in told.stdout
+    )
+    assert everything_in(short_dir) == []
+    (short_dir / "none").mkdir()
+    assert "without" not in check(short_dir, *wanted).stdout

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvsidecar.cli.main import NO_TEXTS
+from kvsidecar.client import Blocks, ClientError
 from kvsidecar.daemon.setting_sources import SECTIONS, flag_of, variable_of
 from kvsidecar.daemon.settings import Settings
 from tests.cli.command import run
-from tests.harness import SECONDS, DaemonProcess, Rank, done, environment
+from tests.harness import SECONDS, DaemonProcess, Rank, done, environment, eventually, hashes
 from tests.marks import processes
 
 pytestmark = processes
@@ -170,6 +171,38 @@ def test_status_shows_state_pool_namespaces_engines_and_refusals(daemon: DaemonP
     assert body["refusals"] == {"not_found": 1}
     assert body == {**daemon.get("/status")[1], "uptime_seconds": body["uptime_seconds"], "ranks": body["ranks"]}
     rank.close()
+
+
+@processes
+def test_status_of_a_daemon_that_has_failed_says_so_and_exits_with_1(short_dir: Path) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="pool.pin_chunk=raise(no memory to lock)") as daemon:
+        eventually(lambda: daemon.get("/status")[1]["readiness"]["state"] == "failed", "it has failed")
+        for more in ((), ("--json",)):
+            shown = run("status", "--socket", daemon.socket, *more)
+            assert (shown.returncode, "no memory to lock" in shown.stdout) == (1, True)
+
+
+@processes
+def test_what_is_refused_as_invalid_is_in_the_daemons_log(short_dir: Path) -> None:
+    """With a daemon of its own: such lines are limited in time."""
+    with DaemonProcess(short_dir) as daemon:
+        rank = Rank(daemon.wait_ready())
+        job = rank.client.store([Blocks(0, hashes("a"), [10**6])])
+        assert rank.finish(job).reason == "invalid_request"
+        daemon.wait_log("a job was refused as invalid")
+        with pytest.raises(ClientError):
+            rank.client.lookup(rank.namespace, {0: b"not a whole hash"})
+        daemon.wait_log("a request was refused as invalid")
+        rank.close()
+
+
+def test_an_installation_without_the_commands_says_which_one_has_them() -> None:
+    script = (
+        "import runpy, sys; sys.modules['kvsidecar.cli'] = None; runpy.run_module('kvsidecar', run_name='__main__')"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
+    assert (told.returncode, told.stderr.count("\n")) == (1, 1)
+    assert "install kvsidecar for them" in told.stderr
 
 
 def test_the_demo_verifies_every_byte() -> None:

@@ -35,7 +35,8 @@ def _settings(facts: Facts) -> Iterable[Result]:
     if config.problem:
         yield _PROBLEM, config.problem, "Correct the setting: the daemon does not start with it."
         return
-    yield _OK, f"kvsidecar {facts.version}: pool {format_size(config.pool_bytes)}, device {config.device}"
+    whose = " of the running daemon" if config.running else ""
+    yield _OK, f"kvsidecar {facts.version}: pool {format_size(config.pool_bytes)}{whose}, device {config.device}"
 
 
 def _kernel(facts: Facts) -> Iterable[Result]:

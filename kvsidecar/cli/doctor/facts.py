@@ -77,6 +77,8 @@ class DaemonConfig:
     """The error with which the daemon would not start; the other fields are then unknown."""
     device: str = "auto"
     pool_bytes: int = 0
+    running: bool = False
+    """The pool is that of the daemon that runs: none of these sources gives a size."""
     huge_pages: str = "auto"
     memory_check: bool = True
     socket: str = ""
@@ -200,6 +202,7 @@ class Daemon:
     """Who holds its pool when it ends: ``systemd``, ``directory``, or nobody."""
     tiers: Mapping[str, str] = field(default_factory=dict)
     """By name, why a slower tier is off; empty while it is used. Only those that this user may see."""
+    pool_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def gather(flags: Mapping[str, str | None], pid: int | None, *, disk_speed: bool
         config = DaemonConfig(problem=str(error), socket=flags.get("socket") or Settings.model_construct().socket)
     driver = _driver()
     daemon = _daemon(config.socket)
+    if settings is not None and daemon.pool_bytes and "pool_size" not in settings.model_fields_set:
+        config = replace(config, pool_bytes=daemon.pool_bytes, running=True)
     nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*") if not path.is_dir()))
     return Facts(
         user=name_of(os.geteuid()),
@@ -268,8 +271,10 @@ def _daemon(path: str) -> Daemon:
         return Daemon(reason=str(error), pid=pid)
     state = STATE_FROM_WIRE[reply.readiness.state]
     tiers = {tier.name: tier.off for tier in reply.tiers}
-    ranks, carrier = reply.totals.ranks, reply.pool.carrier
-    return Daemon(state, reply.readiness.reason, False, reply.version, pid, ranks, carrier, tiers)
+    ranks, pool = reply.totals.ranks, reply.pool
+    return Daemon(
+        state, reply.readiness.reason, False, reply.version, pid, ranks, pool.carrier, tiers, pool.total_bytes
+    )
 
 
 def _isolation(process: int | str) -> Isolation | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvsidecar.cli.common import ANSWER_SECONDS, connected, daemon_options, fail
+from kvsidecar.cli.common import ANSWER_SECONDS, EXIT_FAILED, connected, daemon_options, fail
 
 _Found = TypeVar("_Found")
 
@@ -22,6 +22,8 @@ def status(as_json: bool, **where: str | None) -> None:
     """Show the state, pool, namespaces, engines and jobs of the running daemon.
 
     Lists the largest namespaces only; --json lists all of them.
+
+    Exit codes: 0, 1 the daemon has failed, 69 no daemon answers, and 77 this user may not connect.
     """
     import json
 
@@ -29,6 +31,8 @@ def status(as_json: bool, **where: str | None) -> None:
 
     from kvsidecar.cli.status_view import render
     from kvsidecar.protocol.as_json import message_json
+    from kvsidecar.protocol.wire import STATE_FROM_WIRE
+    from kvsidecar.types import State
 
     with connected(where, "kvsidecar status") as client:
         reply = client.status(everything=as_json)
@@ -36,6 +40,8 @@ def status(as_json: bool, **where: str | None) -> None:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
         Console().print(render(reply))
+    if STATE_FROM_WIRE[reply.readiness.state] is State.FAILED:
+        sys.exit(EXIT_FAILED)
 
 
 @click.command()

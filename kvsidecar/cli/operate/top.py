@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.live import Live
 
-from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.cli.operate.top_view import PRINTED_HEIGHT, Screen, render
 from kvsidecar.cli.status_figures import Sample, Worth, rates_between
 from kvsidecar.errors import ClientError
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -77,7 +77,7 @@ def once(client: Client | RemoteClient, interval: float, console: Console, worth
     watch = Watch(client, worth)
     watch.poll()
     time.sleep(interval)
-    console.print(render(watch.poll(), console.width, 10_000))
+    console.print(render(watch.poll(), console.width, PRINTED_HEIGHT))
 
 
 def live(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ TIERS_HEIGHT = 20
 """And for the lines of the tiers."""
 SHARES_HEIGHT = 24
 """And for those of the shares."""
+PRINTED_HEIGHT = 10_000
+"""Of a screen that is printed, and not kept in a terminal: everything has room."""
 SHARES_SHOWN = 4
 
 
@@ -59,7 +62,7 @@ def render(screen: Screen, width: int, height: int) -> RenderableType:
     if reply is None:
         return Group(*map(_cut, lines))
     bar = max(8, min(BAR_WIDTH, width - 40))
-    lines.append(_head(screen, reply))
+    lines += _head(screen, reply, width, height)
     if STATE_FROM_WIRE[reply.readiness.state] is State.PINNING:
         lines.append(_pin_bar(reply.readiness, bar))
     lines += pool_bar(reply, bar).split("\n")
@@ -95,13 +98,17 @@ def _lost(screen: Screen) -> list[Text]:
     return [Text(since, style="bold red"), Text(f"  {screen.lost_reason}", style="red")]
 
 
-def _head(screen: Screen, reply: pb.StatusReply) -> Text:
+def _head(screen: Screen, reply: pb.StatusReply, width: int, height: int) -> list[Text]:
     restarted = f"  restarted {screen.restarts}x since top started" if screen.restarts else ""
     text = head(reply, note=restarted).split("\n")[0]
     reason = reply.readiness.reason
-    if reason and STATE_FROM_WIRE[reply.readiness.state] is not State.PINNING:
-        text.append(f"  {reason}", style="yellow")
-    return text
+    if not reason or STATE_FROM_WIRE[reply.readiness.state] is State.PINNING:
+        return [text]
+    if height < SAVED_HEIGHT:
+        return [text.append(f"  {reason}", style="yellow")]
+    most = 3 if height < PRINTED_HEIGHT else None
+    lines = textwrap.wrap(reason, max(8, width - 4), max_lines=most, placeholder=" …", break_on_hyphens=False)
+    return [text, *(Text(f"  {line}", style="yellow") for line in lines)]
 
 
 def _pin_bar(readiness: pb.Readiness, width: int) -> Text:

@@ -32,4 +32,5 @@ def __getattr__(name: str) -> Any:
         from kvsidecar.integrations.vllm.connector import KVSidecarConnector
 
         return KVSidecarConnector
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = "" if name.startswith("_") else f"; the connector is named {CONNECTOR}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

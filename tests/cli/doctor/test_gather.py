@@ -188,3 +188,10 @@ def test_odd_machines_are_known_by_their_files(files: dict[str, str], seen: Host
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert gathering.host(tmp_path) == seen
+
+
+def test_the_pool_that_is_judged_is_the_running_ones_unless_a_size_is_given(daemon: DaemonProcess) -> None:
+    facts = gather({"socket": daemon.socket}, None)
+    assert (facts.config.pool_bytes, facts.config.running) == (1 << 20, True)
+    facts = gather({"socket": daemon.socket, "pool_size": "2MiB"}, None)
+    assert (facts.config.pool_bytes, facts.config.running) == (2 << 20, False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvsidecar.cli.operate.top_view import Screen, render
+from kvsidecar.cli.operate.top_view import PRINTED_HEIGHT, Screen, render
 from kvsidecar.cli.status_figures import Sample, Worth, hit_rate, rates_between, short_device
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -189,3 +189,19 @@ def test_a_name_cannot_steer_the_terminal() -> None:
 def test_a_gpu_is_told_by_the_start_of_its_uuid() -> None:
     assert short_device("GPU-1a2b3c4d-0000-1111-2222-333344445555") == "GPU-1a2b3c4d"
     assert short_device("host") == "host"
+
+
+def test_the_reason_of_a_failure_is_wrapped_and_whole_where_there_is_room() -> None:
+    now = reply()
+    now.readiness.state = pb.Readiness.STATE_FAILED
+    now.readiness.reason = " ".join(f"word{number}" for number in range(60)) + " is the remedy"
+    printed = text(screen(now), height=PRINTED_HEIGHT)
+    assert " ".join(" ".join(printed).split()).count(now.readiness.reason) == 1
+    assert max(map(len, printed)) <= 80
+    assert "is the remedy" not in "\n".join(text(screen(now), height=24)), "the rest of the screen has room, too"
+
+
+def test_one_lease_and_one_block_are_not_several() -> None:
+    now = reply()
+    now.pool.blocks = now.pool.leases = 1
+    assert "1 block, 0 B under 1 lease," in "\n".join(text(screen(now)))
