@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from kvsidecar.cache import left_spaces
 from kvsidecar.copier import PROGRAM
 from kvsidecar.daemon import daemon as module
 from kvsidecar.daemon.daemon import EXIT_COPIERS_LEFT, Daemon
@@ -27,6 +28,7 @@ from kvsidecar.daemon.systemd import Notifier, NotifySocket
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support import failpoints
 from kvsidecar.support.supervised_child import launch
+from tests.cache.support import PAGE, namespace, store
 from tests.harness import SECONDS, eventually_in_loop
 from tests.marks import processes
 
@@ -182,3 +184,20 @@ async def test_an_error_that_nobody_expects_is_in_the_log_and_counted_and_the_re
         assert (failed["task"], failed["log_level"]) == ("expire", "error")
         assert (unexpected["error"], "fail" in unexpected["where"]) == ("planned", True)
         assert isinstance(failed["exc_info"], ZeroDivisionError)
+
+
+async def test_a_namespace_that_is_cleared_as_its_user_has_left_too_many_is_in_the_log_and_counted(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_spaces, "MOST_LEFT", 1)
+    async with running(short_dir) as (daemon, _):
+        cache = daemon._cache
+        with capture_logs() as lines:
+            for name in ("a", "b"):
+                space = cache.open_space(namespace(name), 0, 1, 0, PAGE, 1000)
+                store(cache, space, "block")
+                cache.close_space(space)
+            await eventually_in_loop(lambda: len(cache.spaces) == 1)
+        (line,) = [line for line in lines if line["event"].startswith("a namespace without engines was cleared")]
+        assert (line["model"], line["uid"], line["share"]) == ("a", 1000, "unassigned")
+        assert daemon._metrics.value("kvsidecar_spaces_cleared_total") == 1

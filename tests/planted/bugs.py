@@ -125,6 +125,13 @@ _CACHE = (
         "core/test_namespace_options.py",
     ),
     _bug(
+        "nobody hears of a namespace that is cleared as its user has left too many",
+        "daemon/daemon.py",
+        "        self._cache.left.on_cleared = self._left_cleared\n",
+        "",
+        "daemon/test_daemon.py",
+    ),
+    _bug(
         "who leaves very many namespaces loses none",
         "cache/left_spaces.py",
         "if len(mine) > MOST_LEFT:",
