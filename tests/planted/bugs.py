@@ -1375,8 +1375,8 @@ _CLIENT = (
     _bug(
         "the time in which an engine computes counts as the daemon's silence",
         "integrations/vllm/lookups.py",
-        "(offer.looks < LEAST_LOOKS or self._clock() - since < patience)",
-        "self._clock() - since < patience",
+        "        silent = offer.looks >= LEAST_LOOKS and self._clock()",
+        "        silent = self._clock()",
         "integrations/test_long_prompts.py",
     ),
     _bug(

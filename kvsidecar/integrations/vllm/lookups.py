@@ -53,6 +53,8 @@ class Offer:
     """Since when its lookup cannot be sent, while that is so."""
     looks: int = 0
     """Steps that have looked for an answer since the last one."""
+    looked: float = 0.0
+    """Seconds for which they have waited."""
     fetched_since: float | None = None
     """Since when the request waits for blocks that the daemon fetches."""
     coming: bool = False
@@ -165,9 +167,10 @@ class Lookups:
                 offer.tokens, offer.answered = 0, now
                 return 0
             self._questions.keep(request.request_id, question)
+        before = self._waited
         self._ask(question, offer, local, most)
         if question.reason == NO_ANSWER:
-            offer.looks += 1
+            offer.looks, offer.looked = offer.looks + 1, offer.looked + self._waited - before
             if question.pending is None and offer.waiting_since is None:
                 offer.waiting_since = now
             if self._may_wait(offer, question):
@@ -179,7 +182,8 @@ class Lookups:
             self._questions.remove(request.request_id)
         self._count(question)
         self._release_lease(request.request_id)  # after the lookup, whose lease protects the same blocks
-        offer.tokens, offer.answered, offer.waiting_since, offer.looks = 0, self._clock(), None, 0
+        offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
+        offer.looks, offer.looked = 0, 0.0
         same_run = self._client.epoch == epoch  # else the answer is of a daemon that may have none of it now
         if not question.reason and question.ready and same_run:
             offer.tokens = self._longest(question, local, most)
@@ -243,7 +247,8 @@ class Lookups:
         since = question.sent if question.pending is not None else offer.waiting_since
         assert since is not None
         patience = in_proportion(self._options.lookup_patience, question.hashes_asked)
-        return not self._client.hangs and (offer.looks < LEAST_LOOKS or self._clock() - since < patience)
+        silent = offer.looks >= LEAST_LOOKS and self._clock() - since >= patience
+        return not (silent or offer.looked >= patience or self._client.hangs)
 
     def _count(self, question: Question) -> None:
         self._counters.lookups += 1
