@@ -74,7 +74,7 @@ class _Adoption:
         self.report = AdoptReport()
         self._entries = {entry.number: entry for entry in records.find_spaces()}
         self._blocks: dict[int, SpaceBlocks] = {}
-        """By number of the table, those of which a record was found."""
+        """Tables of which a record was found, by their number."""
         self._slabs, lost = records.find_slabs()
         self._count("damaged", lost)
         # Those of a slab that lies on two NUMA nodes, as of now, are dropped.

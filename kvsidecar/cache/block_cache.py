@@ -77,7 +77,7 @@ class BlockCache:
         self._room = Room(self._table, self._expiry)
         self._leases = LeaseTable(next_id)
         self._ended: deque[list[Chain]] = deque()
-        """Of leases and loads that have ended: the blocks whose references are to be dropped."""
+        """The blocks whose references are to be dropped, because their lease or load has ended."""
         self._chores: deque[Callable[[int], bool]] = deque(
             (
                 self._drop_ended,
@@ -125,13 +125,13 @@ class BlockCache:
         return list(self.each_space())
 
     def each_space(self) -> Iterator[Space]:
-        """The same one by one, between which any may come and go."""
+        """The spaces with ranks or blocks, one by one; between two of them any space may come and go."""
         for groups in list(self._table.groups.values()):
             yield from list(groups.values())
 
     @property
     def namespaces(self) -> KeysView[Namespace]:
-        """Those with ranks or blocks, as they are when it is looked at."""
+        """The namespaces with ranks or blocks, as a live view."""
         return self._table.groups.keys()
 
     def namespaces_of(self, share: str) -> list[Namespace]:
@@ -583,7 +583,7 @@ class BlockCache:
         return True
 
     def _may_reference(self, chains: Sequence[Chain]) -> bool:
-        """As `Room.may_reference`, when some of what has ended was let go."""
+        """`Room.may_reference`, asked again after some references of ended leases and loads were dropped."""
         if self._room.may_reference(chains):
             return True
         return any(self._drop_ended() and self._room.may_reference(chains) for _ in range(TRIES))

@@ -69,7 +69,7 @@ class BlockTable:
         self._sparse: dict[int, SpaceBlocks] = {}
         """Tables with many more rows than blocks."""
         self._dropped: list[object] = []
-        """Of tables: `free_dropped` frees them."""
+        """Columns of dropped tables, whose memory `free_dropped` frees."""
         self.num_blocks = 0
         self.readable_blocks = 0
         self.cleared_bytes = 0

@@ -17,7 +17,7 @@ from kvsidecar.cache.arrays import FEW, Ints, extended, unique_counts, zeros
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
 FIRST_ENTRIES = 8
-"""Of the first segment of a queue, which grows: most tables of a client that makes very many have a block or two."""
+"""Entries that a queue's first segment begins with. It grows; tables of a client that makes very many stay small."""
 WINDOW = 32
 """Entries of the log to read first; then twice as many, and so on."""
 
