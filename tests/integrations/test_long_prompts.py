@@ -367,11 +367,16 @@ def test_a_round_that_cannot_be_sent_before_the_requests_step_is_asked_for_again
         made.leaves_no_lease()
 
 
+@contextmanager
+def engine_whose_first_answer_is_held(directory: Path, gate: Gate) -> Iterator[Engine]:
+    held = f"lookup.before_answer@1={gate}"
+    with engine(directory, full_groups(1), 64, breaker=patient(), KVSIDECAR_FAILPOINTS=held) as made:
+        yield made
+
+
 def test_a_daemon_that_a_step_has_waited_for_in_vain_is_not_waited_for_again(short_dir: Path, gate: Gate) -> None:
     """As with a budget that is larger than the patience."""
-    with engine(
-        short_dir, full_groups(1), 64, breaker=patient(), KVSIDECAR_FAILPOINTS=f"lookup.before_answer@1={gate}"
-    ) as made:
+    with engine_whose_first_answer_is_held(short_dir, gate) as made:
         request = prompt("r", 64)
         made.side.on_new_request(request)
         pending = made.side._lookups._questions._questions["r"].pending
@@ -389,9 +394,7 @@ def test_a_daemon_that_a_step_has_waited_for_in_vain_is_not_waited_for_again(sho
 
 
 def test_a_step_that_computes_for_long_is_no_daemon_that_is_silent(short_dir: Path, gate: Gate) -> None:
-    with engine(
-        short_dir, full_groups(1), 64, breaker=patient(), KVSIDECAR_FAILPOINTS=f"lookup.before_answer@1={gate}"
-    ) as made:
+    with engine_whose_first_answer_is_held(short_dir, gate) as made:
         request = prompt("r", 64)
         assert made.answers(request) == [None]
         assert made.clock is not None

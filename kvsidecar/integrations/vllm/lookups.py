@@ -220,14 +220,12 @@ class Lookups:
         self.used = True
         began = self._clock()
         try:
-            question.pending = self._client.begin_lookup(packed, **arguments)
+            return self._questions.send(question, packed, arguments)
         except ClientError as error:
             self._refuse(question, error)
             return True
         finally:
-            question.sent = self._clock()
-            self._sending += question.sent - began
-        return question.pending is not None
+            self._sending += self._clock() - began
 
     def _take(self, question: Question, lookup: Callable[..., LookupResult]) -> None:
         try:

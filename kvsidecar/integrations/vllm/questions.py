@@ -248,14 +248,11 @@ class Questions:
         question = Question(self._groups, request, 0, most, prefix=False)
         if not most or not question:
             return
-        packed = question.next_round(0)
         try:
-            question.pending = self._client.begin_lookup(packed, **self.arguments(question))
+            if self.send(question, question.next_round(0), self.arguments(question)):
+                self.keep(request.request_id, question)
         except ClientError:
             return  # the request's step asks again, and logs the error
-        if question.pending is not None:
-            question.sent = self._clock()
-            self.keep(request.request_id, question)
 
     def advance(self, deadline: float) -> None:
         """Take answers that have come, and send the next rounds, so that a step which asks finds all of it. Never
@@ -273,14 +270,18 @@ class Questions:
                 return
             try:
                 question.take(question.pending.result(0.0))
-                if not (packed := question.next_round(question.local)):
-                    continue
-                question.pending = self._client.begin_lookup(packed, **self.arguments(question))
-                question.sent = self._clock()
+                packed = question.next_round(question.local)
+                goes_on = not packed or self.send(question, packed, self.arguments(question))
             except ClientError:
-                pass
-            if question.pending is None:
+                goes_on = False
+            if not goes_on:
                 self.cancel(request_id)  # the step that asks begins again, and logs the error
+
+    def send(self, question: Question, packed: Mapping[int, bytes], arguments: Mapping[str, Any]) -> bool:
+        """Send a round without waiting. False: it cannot be sent. Raises ClientError: the daemon would refuse it."""
+        question.pending = self._client.begin_lookup(packed, **arguments)
+        question.sent = self._clock()
+        return question.pending is not None
 
     def new(self, request: Any, local: int, most: int) -> Question:
         """A question about a request of which the GPU has ``local`` tokens."""
