@@ -111,16 +111,21 @@ def test_an_idle_copier_is_replaced_and_ready_names_its_device_meanwhile(short_d
         rank.close()
 
 
+def kill_and_let_pass(daemon: DaemonProcess, gate: Gate) -> None:
+    """Kill the copier that the gate holds, and let its successor pass when it comes there."""
+    kill(daemon)
+    daemon.wait_log("failpoint")
+    gate.let_pass()
+    daemon.wait_ready()
+
+
 def test_a_copier_killed_while_it_pins_is_replaced_by_one_that_pins_all(
     short_dir: Path, gate: Gate, local: bool
 ) -> None:
     flags = ("--pool-size", "1MiB", "--chunk-size", "256KiB", "--slab-size", "256KiB", "--huge-pages", "none")
     with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"copier.pin@2={gate}", local=local) as daemon:
         daemon.wait_log("failpoint")
-        kill(daemon)
-        daemon.wait_log("failpoint")  # of its successor
-        gate.let_pass()
-        daemon.wait_ready()
+        kill_and_let_pass(daemon, gate)
         assert deaths(daemon) == 1
         assert daemon.locked_kib() == 1024
         nothing_is_left_of(daemon)
@@ -131,10 +136,7 @@ def test_the_first_copier_killed_before_it_says_which_devices_there_are_is_follo
 ) -> None:
     failpoints = f"copier.hello={gate}"
     with DaemonProcess(short_dir, until="failpoint", KVSIDECAR_FAILPOINTS=failpoints, local=local) as daemon:
-        kill(daemon)
-        daemon.wait_log("failpoint")  # of its successor
-        gate.let_pass()
-        daemon.wait_ready()
+        kill_and_let_pass(daemon, gate)
         assert daemon.terminate() == 0
 
 
@@ -143,10 +145,7 @@ def test_a_copier_killed_during_the_self_test_is_tested_in_the_next_process(
 ) -> None:
     with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@0={gate}", local=local) as daemon:
         daemon.wait_log("failpoint")
-        kill(daemon)
-        daemon.wait_log("failpoint")  # of its successor
-        gate.let_pass()
-        daemon.wait_ready()
+        kill_and_let_pass(daemon, gate)
         assert deaths(daemon) == 1
         nothing_is_left_of(daemon)
 
