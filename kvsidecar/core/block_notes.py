@@ -123,9 +123,8 @@ class Notes:
         kept.end += 1
         self._count(user, kept, _bytes_of(change))
         given_up = []
-        largest: dict[
-            int, Namespace
-        ] = {}  # of each user; found once: one may have hundreds, and give up hundreds of notes
+        # Found once for each user: one may have hundreds of namespaces, and give up hundreds of notes.
+        largest: dict[int, Namespace] = {}
         while self.total_bytes > MAX_NOTES_BYTES:
             most = max(self._bytes, key=self._bytes.__getitem__)
             of_user = self._by_user[most]

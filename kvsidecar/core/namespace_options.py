@@ -100,7 +100,8 @@ class NamespaceOptions:
 
 
 def _bytes_of(namespace: Namespace, options: Mapping[str, str]) -> int:
-    texts = [getattr(namespace, each.name) for each in fields(namespace) if each.type == "str"]
+    values = [getattr(namespace, each.name) for each in fields(namespace)]
+    texts = [each for each in values if isinstance(each, str)]
     said = sum(len(name.encode()) + len(value.encode()) + OPTION_BYTES for name, value in options.items())
     return SAID_BYTES + sum(len(text.encode()) for text in texts) + said
 
