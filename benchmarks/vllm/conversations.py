@@ -52,6 +52,9 @@ def counted(timings: Sequence[Timing]) -> dict[str, Any]:
     }
 
 
+_SUMS = {"prompt_tokens": "prompt", "cached_tokens": "cached", "output_tokens": "tokens"}
+
+
 class Conversations:
     """A closed loop: every conversation asks its next turn, with all that was said before, when its turn comes round;
     in between all others have theirs, so a prefix is used again only after the whole working set was touched.
@@ -147,11 +150,20 @@ class Conversations:
             self._waiting.append(number)
 
     def result(self) -> dict[str, Any]:
-        """Times in milliseconds, one of each request; ``later`` are those after the first turn."""
+        """Times in milliseconds, one of each request; ``later`` are those after the first turn. A round's ``seconds``
+        are those from the end of the last answer of the round before to the end of its own."""
         timings = list(self._timings.values())
         later = [each for each in timings if each.turn]
+        rounds, began = [], min((each.sent for each in timings), default=0.0)
+        for turn in range(self._turns):
+            of_turn = [each for each in timings if each.turn == turn]
+            ended = max((each.last for each in of_turn), default=began)
+            sums = {name: sum(getattr(each, short) for each in of_turn) for name, short in _SUMS.items()}
+            rounds.append({**sums, "seconds": ended - began})
+            began = ended
         return {
             **counted(timings),
+            "rounds": rounds,
             "working_set_tokens": self.tokens,
             "later_ttft_ms": [(each.first - each.sent) * 1e3 for each in later],
         }

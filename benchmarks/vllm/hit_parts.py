@@ -1,6 +1,7 @@
 """Where the time to the first token goes if a prompt is a hit in the daemon, and what part of it is the link's.
 
 python -m benchmarks.vllm.hit_parts --json parts.json      # on a GPU
+python -m benchmarks.vllm.hit_parts --shape windows        # a model of `benchmarks.vllm.shapes`
 python -m benchmarks.vllm.hit_parts --tiny                 # on the CPU: shows that everything works
 
 One prompt at a time, one token each, in an engine with one rank: each is a hit in the daemon, and at once asked again,
@@ -18,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers.cuda import opened_gpu
-from benchmarks.vllm import runs
-from benchmarks.vllm.engine import Engine, kv_bytes_per_token, model_config, transfer_config
+from benchmarks.vllm import runs, shapes, throughput
+from benchmarks.vllm.engine import Engine, kv_bytes_per_token, loop_microseconds, model_config, transfer_config
 from benchmarks.vllm.runs import console
 from kvsidecar.client import JobDone
 from kvsidecar.integrations.vllm.step_loads import StepLoads
@@ -102,10 +103,11 @@ def measure(engine: Engine, options: Any) -> dict[str, Any]:
     engine.phase(options.prompts, 2, options.tokens)  # they compile
     engine.phase(0, options.prompts, options.tokens)
     clock = Clock(engine.scheduler_connector, get_kv_transfer_group())
-    hits, parts, on_gpu = [], [], []
+    hits, parts, on_gpu, loop_us = [], [], [], []
     for name in range(options.prompts):
         if not engine.reset()["reset"]:
             raise SystemExit("the engine's prefix cache could not be reset: it still holds blocks")
+        loop_us.append(loop_microseconds())
         clock.marks.clear()
         clock.done.clear()
         (milliseconds,) = engine.phase(name, 1, options.tokens)["ms"]  # without what makes the prompt
@@ -115,7 +117,8 @@ def measure(engine: Engine, options: Any) -> dict[str, Any]:
         hits.append(milliseconds)
         parts.append(clock.parts(ended - milliseconds / 1e3, ended))
         on_gpu += engine.phase(name, 1, options.tokens)["ms"]
-    return {"facts": engine.facts(), "gpu_hit_ms": on_gpu, "daemon_hit_ms": hits, "parts_ms": parts}
+    found = {"gpu_hit_ms": on_gpu, "daemon_hit_ms": hits, "parts_ms": parts, "loop_us": loop_us}
+    return {"facts": engine.facts(), **found}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -125,6 +128,7 @@ def show(found: dict[str, Any]) -> None:
     )
     hits, on_gpu = found["daemon_hit_ms"], found["gpu_hit_ms"]
     hit, local = statistics.median(hits), statistics.median(on_gpu)
+    console.print(f"2,000 additions before a hit: {statistics.median(found['loop_us']):.0f} us (median)")
     console.print(f"first token: {hit:.1f} ms from the daemon, {local:.1f} ms from the GPU's cache (medians)")
     if link := found["link_ms"]:
         times = statistics.median(hit / (link + local) for hit, local in zip(hits, on_gpu, strict=True))
@@ -134,21 +138,28 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = runs.arguments(__doc__, ["kvsidecar"])
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
+    parser.add_argument("--shape", default="", help=f"another model than a dense one: {', '.join(shapes.SHAPES)}")
     options = runs.parsed(parser, SHAPE)
     options.gpu_tokens = (options.prompts + MORE_PROMPTS) * options.tokens
     options.max_tokens = 2 * options.tokens
-    pool = runs.pool_bytes(options, options.gpu_tokens * kv_bytes_per_token(options.tiny))
+    options.config, default = model_config(options.tiny), options.gpu_tokens * kv_bytes_per_token(options.tiny)
+    if options.shape:
+        options.graphs, options.fits, options.resident_times = False, True, 4
+        shapes.set_shape(options, options.shape)
+        default = options.resident_bytes
+    pool = runs.pool_bytes(options, default)
     with runs.folder(options) as directory, runs.daemon(options, directory, pool) as server:
-        model = runs.model_folder(directory, model_config(options.tiny))
+        model = runs.model_folder(directory, options.config)
         transfer = transfer_config("kvsidecar", pool, server.socket, json.loads(options.extra))
         llm = {**runs.llm_options(options, max_model_len=options.max_tokens), **json.loads(options.llm)}
-        engine = Engine(str(model), transfer, options.tiny, llm, time_hooks=False)
-        found = measure(engine, options)
+        engine = Engine(str(model), transfer, llm, time_hooks=False)
+        with throughput.loads(server) as loaded:
+            found = measure(engine, options)
         engine.end()
     found["link_ms"] = None
     if not options.tiny:
         with opened_gpu() as gpu:
-            found["link_ms"] = options.tokens * kv_bytes_per_token(False) / gpu.bulk_gbps("load") / 1e6
+            found["link_ms"] = loaded["bytes"] / options.prompts / gpu.bulk_gbps("load") / 1e6
     runs.save(options, found)
     show(found)
 

@@ -76,10 +76,10 @@ def parsed(parser: argparse.ArgumentParser, *shapes: Shape) -> argparse.Namespac
 
 
 @contextmanager
-def folder(options: argparse.Namespace) -> Iterator[Path]:
-    """That of ``--logs``, or one that is removed again."""
+def folder(options: argparse.Namespace, name: str = "") -> Iterator[Path]:
+    """That of ``--logs``, or one that is removed again; of this name in it."""
     with tempfile.TemporaryDirectory(prefix="kvs-") as temporary:
-        found: Path = options.logs or Path(temporary)
+        found: Path = (options.logs or Path(temporary)) / name
         found.mkdir(parents=True, exist_ok=True)
         yield found
 
@@ -100,6 +100,11 @@ def llm_options(options: argparse.Namespace, *, max_model_len: int, resident: bo
         "enforce_eager": options.tiny,
     }
     several = getattr(options, "at_once", 1) > 1
+    if getattr(options, "gpu_bytes", 0):  # of a shape whose tokens have no bytes of their own
+        held = options.resident_bytes if resident else options.gpu_bytes
+        share = {} if options.tiny else {"gpu_memory_utilization": SHARED_MEMORY}
+        del found["block_size"]
+        return {**found, **share, "kv_cache_memory_bytes": held, **options.llm_of_shape}
     tokens = options.gpu_tokens
     if resident:
         tokens = getattr(options, "resident_tokens", 0) or (tokens * RESIDENT_TINY if options.tiny else 0)
@@ -174,9 +179,8 @@ def engine(
     """An engine that starts; its `started` waits."""
     extra = extra_of(mode, json.loads(options.extra))
     config = {
-        "model": str(model_folder(directory, model_config(options.tiny))),
+        "model": str(model_folder(directory, getattr(options, "config", None) or model_config(options.tiny))),
         "transfer": transfer_config(mode, pool_bytes, running.socket if running else None, extra),
-        "tiny": options.tiny,
         "options": {**llm, **json.loads(options.llm)},
         "time_hooks": time_hooks,
     }

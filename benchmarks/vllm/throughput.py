@@ -58,6 +58,10 @@ ALONE = "alone"
 """What follows the last conversations, one prompt at a time."""
 
 
+LOST = ("given_up_blocks", "held_back_stores", "failed_stores", "refused_jobs", "unanswered_lookups", "gone_loads")
+"""Of the connector's counters, what costs hits."""
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """An engine of a mode that starts, and what it offloads to, which is ready."""
@@ -110,7 +114,7 @@ def started(mode: str, options: argparse.Namespace, directory: Path, pool: int) 
 
 def measured(system: System, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """After ``ready``, what one engine measured: with the pool ``empty``, ``full`` as often as wanted, ``alone``."""
-    shape = {name: getattr(options, name) for name in SHAPE}
+    shape = {name: getattr(options, name) for name in SHAPE}  # that of the conversations
     facts = ask(system.engine, "facts")
     # The engine's first steps compile and allocate; these conversations are others than those counted.
     warm = {**shape, "count": 4, "turns": 2}
@@ -128,7 +132,7 @@ def measured(system: System, options: argparse.Namespace) -> Iterator[tuple[str,
     if system.mode != "resident":
         ask(system.engine, "reset")
     with loads(system.server) as loaded:
-        found = ask(system.engine, "ask_again")
+        found = ask(system.engine, "ask_again", computed=getattr(options, "checked", 0))
     yield ALONE, {"facts": facts, **found, "loads": loaded}
 
 
@@ -199,11 +203,10 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
     show_alone({name: found for name, found in results.items() if name.endswith(ALONE)})
     results = {name: found for name, found in results.items() if not name.endswith(ALONE)}
     rows = [_row(mode, each) for mode, found in results.items() for each in found]
-    lost = ("given_up_blocks", "held_back_stores", "failed_stores", "refused_jobs", "unanswered_lookups", "gone_loads")
     for mode, found in results.items():
         counters = found[-1].get("counters")
         if counters:
-            console.print(f"{mode}, counted: " + ", ".join(f"{name} {counters[name]}" for name in lost))
+            console.print(f"{mode}, counted: " + ", ".join(f"{name} {counters[name]}" for name in LOST))
         refused = [each["refusals"] for each in found if each.get("refusals")]
         if refused:
             console.print(f"{mode}: the daemon refused, by reason: {refused[-1]}")

@@ -194,7 +194,7 @@ class Engine:
     def step(self) -> list[Any]:
         return list(self.engine.step())
 
-    def step_until(self, condition: Callable[[], object], what: str) -> None:
+    def step_until(self, condition: Callable[[], object], what: str | Callable[[], object]) -> None:
         eventually(lambda: condition() or (self.step() and False), what, pause=0.0)
 
     def run(self) -> dict[str, Answer]:
@@ -348,7 +348,21 @@ class Engine:
     def drain(self) -> None:
         """Step until the engine has nothing to do any more: all it stores is stored, all it holds given back."""
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-            self.step_until(lambda: not self.scheduler.has_requests(), "an idle engine")
+            self.step_until(lambda: not self.scheduler.has_requests(), lambda: f"an idle engine: {self._busy_with()}")
+
+    def _busy_with(self) -> str:
+        """Why vLLM steps on."""
+        scheduler, found = self.scheduler, {}
+        found["requests"] = [(each.request_id, each.status.name) for each in scheduler.requests.values()]
+        found["ended"] = sorted(scheduler.finished_req_ids)
+        if (side := getattr(self.connector, "_scheduler", None)) is not None:
+            stores, loads = side._stores, side._loads
+            found["stores"] = [(each.begun, each.unreported, each.failed, each.retry) for each in stores.running]
+            found["planned"], found["backlog"] = stores._num_planned, stores._backlog.count
+            found["retry in"] = stores.backlog_waits(side._clock())
+            found["loads"], found["planned loads"] = list(loads.running), len(loads.planned)
+            found["unwritten"] = sorted(side._written.unwritten)
+        return repr(found)
 
     def reset(self, connector: bool = False) -> bool:
         """Forget the engine's own cache (and the daemon's)."""
@@ -685,7 +699,9 @@ def serve(new: Callable[..., Any]) -> None:
     """Commands to what ``new`` makes on stdin, one JSON line each; replies on stdout."""
 
     def reply(value: Any) -> None:
-        print(_REPLY + json.dumps(value), flush=True)
+        # In one write: vLLM's threads log to stdout, too, and print() would let them in before the end of the line.
+        sys.stdout.write(_REPLY + json.dumps(value) + "\n")
+        sys.stdout.flush()
 
     model, transfer, options = json.loads(sys.argv[1])
     engine = new(model, transfer, **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import DEVICE, DaemonProcess
+from tests.harness import DEVICE, DaemonProcess, eventually
 from tests.marks import promise
 from tests.vllm.conftest import Truth
 from tests.vllm.engine import LONG, WHOLE, Prompt, answer_of, joined, kvsidecar, prompt
@@ -149,5 +149,28 @@ def test_a_step_that_is_lost_leaves_nothing_behind(model: str, daemon: DaemonPro
         assert engine.free_blocks == free
         assert engine.reset(connector=True)
     with joined(daemon, model) as engine:
+        (answer,) = engine.generate(LONG)
+        assert [answer.tokens] == truth(LONG)
+
+
+def test_requests_whose_loads_end_in_a_step_that_is_lost_give_their_blocks_back(
+    model: str, daemon: DaemonProcess, truth: Truth
+) -> None:
+    """vLLM frees the blocks of a request that is aborted in the midst of a load when it hears of the load's end."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    # Loads before the step: one within a step has ended when vLLM can lose it.
+    with joined(daemon, model, kvsidecar(daemon.socket, load_chunks=0), async_scheduling=False) as engine:
+        engine.generate(LONG)
+        engine.drain()
+        assert engine.reset()
+        free = engine.free_blocks
+        engine.add(LONG, tokens=8)
+        engine.step_until(lambda: engine.connector._scheduler._loads.running, "a load runs")
+        side = get_kv_transfer_group()._worker
+        eventually(lambda: side.poll() or side._results.finished, "the rank knows of its end")
+        assert engine.lose_step(got=True)
+        engine.drain()
+        assert engine.free_blocks == free
         (answer,) = engine.generate(LONG)
         assert [answer.tokens] == truth(LONG)

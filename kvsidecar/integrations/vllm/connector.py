@@ -103,6 +103,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._unhook: Callable[[], None] = lambda: None
+        self._vllm_requests: Callable[[], Mapping[str, Any]] = dict
+        """Of vLLM's scheduler, by id."""
         self._export: Callable[[], RankMemory] | None = None
         self._weights: Weights | None = None
         """Of an engine that may sleep."""
@@ -170,6 +172,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         client = self._client(f"{self._instance} scheduler")
         side = SchedulerSide(self._options, engine, client, events=events, watch=watch, wake=waker())
         self._unhook = scheduler_hooks.tell(scheduler, side)
+        self._vllm_requests = lambda: scheduler.requests
         return side
 
     def _adapters(self) -> Adapters | None:
@@ -428,6 +431,19 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Mostly None; isinstance() of an abstract class takes microseconds.
         if reports is not None and isinstance(reports, WorkerReport):
             self._take(reports)
+            if reports.report.loaded:
+                self._tell_unheard_loads(connector_output)
+
+    def _tell_unheard_loads(self, connector_output: Any) -> None:
+        """Let vLLM hear, with the output of this step, of loads whose ends it has lost with an earlier one."""
+        if self._scheduler is None:
+            return
+        heard, requests = connector_output.finished_recving or set(), self._vllm_requests()
+        for name, failed in self._scheduler.loads_unheard(heard).items():
+            request = requests.get(name)
+            # It is too late to say that a load has failed: only a request that goes no further may be told.
+            if request is not None and (request.is_finished() or not failed):
+                connector_output.finished_recving = heard = {*heard, name}
 
     def _take(self, reports: WorkerReport) -> None:
         if self._scheduler is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class Loads:
         """Jobs that were not sent to the ranks yet."""
         self.running: dict[int, _Load] = {}
         """By job: those that some rank has not reported."""
+        self._unheard: dict[str, bool] = {}
+        """Requests whose loads all ranks have reported since the last `take_unheard`, and whether these failed."""
 
     @property
     def outstanding(self) -> bool:
@@ -167,7 +169,7 @@ class Loads:
         return tuple(planned)
 
     def take_report(self, report: RankReport) -> tuple[list[str], list[int]]:
-        """Record which loads have ended.
+        """Record which loads have ended. Call `take_unheard` afterwards.
 
         Returns:
             The requests whose loads failed, and the GPU blocks that were computed on what they did not load.
@@ -183,6 +185,8 @@ class Loads:
             if load.unreported:
                 continue
             del self.running[number]
+            if load.tables is None:
+                self._unheard[load.request_id] = load.failed
             if load.lease is not None:
                 load.lease.release()
                 # The answer to the renewal arrived before the end of the load.
@@ -203,3 +207,16 @@ class Loads:
                 else:
                     self._stored_filter.add(tags, begun=load.begun)
         return failed, wrong
+
+    def take_unheard(self, heard: Collection[str]) -> dict[str, bool]:
+        """Requests of which the last report has told the end of their loads, but not vLLM itself, and whether these
+        failed.
+
+        A rank tells both at the same time. If vLLM loses that step, only the report is repeated, and a request that is
+        aborted meanwhile would hold its blocks for ever.
+
+        Args:
+            heard: requests of which vLLM hears with this report.
+        """
+        unheard, self._unheard = self._unheard, {}
+        return {request_id: failed for request_id, failed in unheard.items() if request_id not in heard}

@@ -287,6 +287,10 @@ class SchedulerSide:
         if self._client.namespace is not None:
             self._client.connect(timeout)
 
+    def loads_unheard(self, heard: Collection[str]) -> dict[str, bool]:
+        """`Loads.take_unheard`: call it after each report."""
+        return self._loads.take_unheard(heard)
+
     def take_report(self, report: RankReport) -> None:
         """Handle the ranks' reports since the last call."""
         self._counts = True
