@@ -61,6 +61,7 @@ OF_OTHERS = {
     "--logs": "benchmarks.peers",
     "--parts": "benchmarks.vllm.step_cost",
     "--plot": "benchmarks.daemon.show",
+    "--shapes": "benchmarks.vllm.shapes",
     "--shutdown-timeout": "vLLM",
     "--targets": "benchmarks.daemon.show",
     "--tiny": "benchmarks.vllm",

@@ -268,6 +268,25 @@ def test_a_request_whose_load_failed_is_computed() -> None:
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_vllm_is_told_the_end_of_a_load_that_it_has_not_heard_of(failed: bool) -> None:
+    made, _, request = with_stored(9)
+    made.get_num_new_matched_tokens(request, 0)
+    load = planned_load(made, request, Allocated([1, 2, 3]), 8)
+    assert made.loads_unheard(()) == {}
+    made.take_report(RankReport(loaded={load.number: 1}, not_loaded=frozenset([load.number] * failed)))
+    assert made.loads_unheard(()) == {"r": failed}
+    assert made.loads_unheard(()) == {}
+
+
+def test_vllm_is_not_told_the_end_of_a_load_again() -> None:
+    made, _, request = with_stored(9)
+    made.get_num_new_matched_tokens(request, 0)
+    load = planned_load(made, request, Allocated([1, 2, 3]), 8)
+    made.take_report(RankReport(loaded={load.number: 1}))
+    assert made.loads_unheard({"r"}) == {}
+
+
 def test_blocks_that_are_gone_at_allocation_are_asked_for_all_the_same() -> None:
     made, daemon, request = with_stored(9)
     made.get_num_new_matched_tokens(request, 0)

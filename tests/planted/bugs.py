@@ -1597,6 +1597,13 @@ _INTEGRATIONS = (
         "integrations/test_written.py",
     ),
     _bug(
+        "vLLM never hears that a load has ended if it lost the step that said so",
+        "integrations/vllm/loads.py",
+        "                self._unheard[load.request_id] = load.failed",
+        "                pass",
+        "integrations/test_scheduler.py",
+    ),
+    _bug(
         "what a lost step was to write stays in the GPU's cache",
         "integrations/vllm/written.py",
         "        for step in (*self._steps, self._scheduled):\n            self._forget(step)",

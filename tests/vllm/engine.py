@@ -352,7 +352,7 @@ class Engine:
 
     def _busy_with(self) -> str:
         """Why vLLM steps on."""
-        scheduler, found = self.scheduler, {}
+        scheduler, found = self.scheduler, dict[str, Any]()
         found["requests"] = [(each.request_id, each.status.name) for each in scheduler.requests.values()]
         found["ended"] = sorted(scheduler.finished_req_ids)
         if (side := getattr(self.connector, "_scheduler", None)) is not None:
