@@ -52,9 +52,6 @@ def counted(timings: Sequence[Timing]) -> dict[str, Any]:
     }
 
 
-_SUMS = {"prompt_tokens": "prompt", "cached_tokens": "cached", "output_tokens": "tokens"}
-
-
 class Conversations:
     """A closed loop: every conversation asks its next turn, with all that was said before, when its turn comes round;
     in between all others have theirs, so a prefix is used again only after the whole working set was touched.
@@ -158,8 +155,7 @@ class Conversations:
         for turn in range(self._turns):
             of_turn = [each for each in timings if each.turn == turn]
             ended = max((each.last for each in of_turn), default=began)
-            sums = {name: sum(getattr(each, short) for each in of_turn) for name, short in _SUMS.items()}
-            rounds.append({**sums, "seconds": ended - began})
+            rounds.append({**counted(of_turn), "seconds": ended - began})
             began = ended
         return {
             **counted(timings),

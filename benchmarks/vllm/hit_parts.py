@@ -20,7 +20,14 @@ from typing import Any
 
 from benchmarks.peers.cuda import opened_gpu
 from benchmarks.vllm import runs, shapes, throughput
-from benchmarks.vllm.engine import Engine, kv_bytes_per_token, loop_microseconds, model_config, transfer_config
+from benchmarks.vllm.engine import (
+    ADDITIONS,
+    Engine,
+    kv_bytes_per_token,
+    loop_microseconds,
+    model_config,
+    transfer_config,
+)
 from benchmarks.vllm.runs import console
 from kvsidecar.client import JobDone
 from kvsidecar.integrations.vllm.step_loads import StepLoads
@@ -128,7 +135,7 @@ def show(found: dict[str, Any]) -> None:
     )
     hits, on_gpu = found["daemon_hit_ms"], found["gpu_hit_ms"]
     hit, local = statistics.median(hits), statistics.median(on_gpu)
-    console.print(f"2,000 additions before a hit: {statistics.median(found['loop_us']):.0f} us (median)")
+    console.print(f"{ADDITIONS:,} additions before a hit: {statistics.median(found['loop_us']):.0f} us (median)")
     console.print(f"first token: {hit:.1f} ms from the daemon, {local:.1f} ms from the GPU's cache (medians)")
     if link := found["link_ms"]:
         times = statistics.median(hit / (link + local) for hit, local in zip(hits, on_gpu, strict=True))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.vllm import runs, throughput
-from benchmarks.vllm.engine import LLAMA_8B
+from benchmarks.vllm.engine import ADDITIONS, LLAMA_8B
 from benchmarks.vllm.runs import console, p50
 
 CHATS = {
@@ -36,7 +36,7 @@ CHATS = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A kind of model.
 
     Args:
@@ -62,9 +62,9 @@ SMALL_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
 
 SHAPES = {
-    "dense": Shape(LLAMA_8B, 12_288, {**SMALL, **SMALL_HEADS, "num_hidden_layers": 2}),
+    "dense": ModelShape(LLAMA_8B, 12_288, {**SMALL, **SMALL_HEADS, "num_hidden_layers": 2}),
     # Gemma 3 4B: five of six layers with a window of 1,024.
-    "windows": Shape(
+    "windows": ModelShape(
         {
             **_TOKENS,
             "architectures": ["Gemma3ForCausalLM"],
@@ -83,7 +83,7 @@ SHAPES = {
         {**SMALL, **SMALL_HEADS, "num_hidden_layers": 6, "sliding_window": 64},
     ),
     # gpt-oss 20B: a window of 128 in every other layer; experts fewer, and not quantized.
-    "alternating": Shape(
+    "alternating": ModelShape(
         {
             **_TOKENS,
             "architectures": ["GptOssForCausalLM"],
@@ -103,7 +103,7 @@ SHAPES = {
         2_400,
     ),
     # Llama 4 Scout: three of four layers attend within chunks of 8,192 tokens; experts fewer.
-    "chunked": Shape(
+    "chunked": ModelShape(
         {
             **_TOKENS,
             "architectures": ["Llama4ForCausalLM"],
@@ -125,7 +125,7 @@ SHAPES = {
         6_144,
     ),
     # Qwen3-Next: three of four layers are gated delta networks; half of the layers, the last one alone with experts.
-    "gdn": Shape(
+    "gdn": ModelShape(
         {
             **_TOKENS,
             "architectures": ["Qwen3NextForCausalLM"],
@@ -146,7 +146,7 @@ SHAPES = {
         llm={"additional_config": {"gdn_prefill_backend": "triton"}},
     ),
     # Kimi-Linear: three of four layers are Kimi delta attention, the others MLA; the last one alone has experts.
-    "kda": Shape(
+    "kda": ModelShape(
         {
             **_TOKENS,
             "architectures": ["KimiLinearForCausalLM"],
@@ -181,7 +181,7 @@ SHAPES = {
         3_072,
     ),
     # Falcon-H1 7B: every layer has attention and a Mamba-2 state; half of the layers.
-    "mamba2": Shape(
+    "mamba2": ModelShape(
         {
             **_TOKENS,
             "architectures": ["FalconH1ForCausalLM"],
@@ -203,7 +203,7 @@ SHAPES = {
         3_072,
     ),
     # LFM2 2.6B: three of four layers are short convolutions.
-    "convolution": Shape(
+    "convolution": ModelShape(
         {
             **_TOKENS,
             "architectures": ["Lfm2ForCausalLM"],
@@ -233,7 +233,7 @@ SHAPES = {
         dropped=("conv_dim", "block_dim"),
     ),
     # DeepSeek V2 Lite, without experts.
-    "mla": Shape(
+    "mla": ModelShape(
         {
             **_TOKENS,
             "architectures": ["DeepseekV2ForCausalLM"],
@@ -285,25 +285,20 @@ def set_shape(options: argparse.Namespace, name: str) -> None:
     options.llm_of_shape = {"enforce_eager": not options.graphs, "hf_overrides": overrides, **shape.llm}
 
 
-def round_rows(name: str, found: Mapping[str, Any]) -> list[list[object]]:
-    """One row a system: by round, tokens per second and what was cached."""
+def _row(name: str, found: Mapping[str, Any]) -> list[object]:
     rounds = found["rounds"]
     speeds = ", ".join(f"{each['output_tokens'] / each['seconds']:.1f}" for each in rounds)
     cached = ", ".join(f"{100 * each['cached_tokens'] / each['prompt_tokens']:.1f}" for each in rounds)
     loop = ", ".join(f"{each:.0f}" for each in found["loop_us"])
-    return [[name, f"{found['output_tokens'] / found['seconds']:.1f}", speeds, cached, p50(found["ttft_ms"]), loop]]
+    return [name, found["output_tokens"] / found["seconds"], speeds, cached, p50(found["ttft_ms"]), loop]
 
 
 def show(shape: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     alone = {name: found for name, found in results.items() if name.endswith(throughput.ALONE)}
-    rows = [
-        row for name, found in results.items() if name not in alone for each in found for row in round_rows(name, each)
-    ]
-    columns = ["system, pool", "tok/s", "by round", "cached %, by round", "TTFT p50 ms", "2,000 additions, us"]
+    rows = [_row(name, each) for name, found in results.items() if name not in alone for each in found]
+    columns = ["system, pool", "tok/s", "by round", "cached %, by round", "TTFT p50 ms", f"{ADDITIONS:,} additions, us"]
     runs.table(f"{shape}: conversations", columns, rows)
-    for name, found in results.items():
-        if counters := found[-1].get("counters"):
-            console.print(f"{name}: " + ", ".join(f"{what} {counters[what]}" for what in throughput.LOST))
+    throughput.show_lost(results)
     rows = [
         [name, p50(each["ttft_ms"]), min(each["ttft_ms"]), max(each["ttft_ms"]), _cached(each), _right(each)]
         for name, found in alone.items()

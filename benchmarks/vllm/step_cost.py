@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
 
+from benchmarks.vllm.engine import ADDITIONS, add_up
 from benchmarks.vllm.step_parts import Parts
 from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region, pack_ids
 from kvsidecar.integrations.namespace_facts import Identity
@@ -41,8 +42,7 @@ from kvsidecar.integrations.vllm.worker import WorkerSide
 
 NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TOKENS, ROW_BYTES = 16, 4096
-LOOPS = 2000
-PYTHON = f"{LOOPS:,} additions in Python"
+PYTHON = f"{ADDITIONS:,} additions in Python"
 GROUP = Group(0, Kind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
 
 _numbers = itertools.count()
@@ -131,13 +131,6 @@ class Rank:
         return found.merged(self.step(StepPlan()) or RankReport())
 
 
-def python_alone() -> int:
-    total = 0
-    for each in range(LOOPS):
-        total += each
-    return total
-
-
 def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts | None = None) -> Times:
     times, hit = Times(), Request("hit", blocks)
     rank = Rank(socket, 4 * blocks)
@@ -178,7 +171,7 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     ):
         both(idle)
         for _ in range(rounds):
-            times.take(PYTHON, python_alone)
+            times.take(PYTHON, add_up)
             for _ in range(20):
                 times.take(label, both, idle)
 
@@ -191,7 +184,7 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
             pool.cached_block_hash_to_block.insert(key, block)
         side.update_state_after_alloc(new, allocated(held), 0)
         new.num_computed_tokens = blocks * TOKENS
-        times.take(PYTHON, python_alone)
+        times.take(PYTHON, add_up)
         both(step())  # the budget for questions is full again
         tokens, _ = times.take(f"lookup of {blocks} blocks", side.get_num_new_matched_tokens, hit, 0)
         if tokens != blocks * TOKENS:

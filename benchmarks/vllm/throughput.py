@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,15 +198,20 @@ def _rate(loaded: dict[str, float]) -> float:
     return loaded["bytes"] / loaded["seconds"] / 1e9 if loaded["seconds"] else 0.0
 
 
+def show_lost(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """What each engine with this project's connector has counted that costs hits."""
+    for mode, found in results.items():
+        if counters := found[-1].get("counters"):
+            console.print(f"{mode}, counted: " + ", ".join(f"{name} {counters[name]}" for name in LOST))
+
+
 def show(results: dict[str, list[dict[str, Any]]]) -> None:
     show_loads(results)
     show_alone({name: found for name, found in results.items() if name.endswith(ALONE)})
     results = {name: found for name, found in results.items() if not name.endswith(ALONE)}
     rows = [_row(mode, each) for mode, found in results.items() for each in found]
+    show_lost(results)
     for mode, found in results.items():
-        counters = found[-1].get("counters")
-        if counters:
-            console.print(f"{mode}, counted: " + ", ".join(f"{name} {counters[name]}" for name in LOST))
         refused = [each["refusals"] for each in found if each.get("refusals")]
         if refused:
             console.print(f"{mode}: the daemon refused, by reason: {refused[-1]}")

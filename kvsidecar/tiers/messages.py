@@ -1,8 +1,7 @@
 """What the daemon and a tier's process say to each other, in frames over a socket pair.
 
-Every request has a number and is answered once, in any order. A space is told and named by its number
-afterwards, until very many others were told.
-Arrays travel as they lie in memory.
+Every request has a number and is answered once, in any order. A space is told and named by its number afterwards, until
+very many others were told. Arrays travel as they lie in memory.
 """
 
 from __future__ import annotations

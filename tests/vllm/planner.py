@@ -149,9 +149,13 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Planner:
-    """vLLM's, for one rank after the other."""
+    """vLLM's planner, in an engine of one rank.
 
-    def __init__(self) -> None:
+    Args:
+        directory: for what vLLM's process group writes.
+    """
+
+    def __init__(self, directory: str) -> None:
         import torch
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.distributed import parallel_state
@@ -159,7 +163,7 @@ class Planner:
 
         self._torch = torch
         with set_current_vllm_config(VllmConfig()):
-            address = f"file://{tempfile.mkdtemp()}/store"
+            address = f"file://{directory}/store"
             parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
             parallel_state.ensure_model_parallel_initialized(1, 1)
         # Of experts, which vLLM makes only if the first model has some.
@@ -223,9 +227,7 @@ class Planner:
                 missing[asked[1]].add(asked[2])
 
     def _with(self, config: dict[str, Any], missing: dict[str, set[str]]) -> tuple[Any, Any]:
-        """Args:
-        missing: by class of a configuration: names of `MISSING` that it gets.
-        """
+        """What vLLM makes of a configuration, whose parts get what is ``missing``: by class, names of `MISSING`."""
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
 
@@ -299,9 +301,10 @@ class Planner:
 
 def plans(wanted: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     types_of = configurations()
-    planner = Planner()
-    for each in wanted or types_of:
-        yield {"architecture": each, **planner.plan(each, types_of[each])}
+    with tempfile.TemporaryDirectory() as directory:
+        planner = Planner(directory)
+        for each in wanted or types_of:
+            yield {"architecture": each, **planner.plan(each, types_of[each])}
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ TIERS_HEIGHT = 20
 SHARES_HEIGHT = 24
 """And for those of the shares."""
 PRINTED_HEIGHT = 10_000
-"""Of a screen that is printed, and not kept in a terminal: everything has room."""
+"""The height in lines of a screen that is printed rather than kept in a terminal: everything has room."""
 SHARES_SHOWN = 4
 
 

@@ -104,7 +104,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._unhook: Callable[[], None] = lambda: None
         self._vllm_requests: Callable[[], Mapping[str, Any]] = dict
-        """Of vLLM's scheduler, by id."""
+        """The requests that vLLM's scheduler has, by id."""
         self._export: Callable[[], RankMemory] | None = None
         self._weights: Weights | None = None
         """Of an engine that may sleep."""
@@ -439,11 +439,15 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return
         heard, requests = connector_output.finished_recving or set(), self._vllm_requests()
-        for name, failed in self._scheduler.loads_unheard(heard).items():
-            request = requests.get(name)
-            # It is too late to say that a load has failed: only a request that goes no further may be told.
-            if request is not None and (request.is_finished() or not failed):
-                connector_output.finished_recving = heard = {*heard, name}
+        unheard = self._scheduler.loads_unheard(heard)
+        # It is too late to say that a load has failed: only a request that goes no further may be told.
+        told = {
+            name
+            for name, failed in unheard.items()
+            if (request := requests.get(name)) is not None and (request.is_finished() or not failed)
+        }
+        if told:
+            connector_output.finished_recving = heard | told
 
     def _take(self, reports: WorkerReport) -> None:
         if self._scheduler is None:
