@@ -17,6 +17,7 @@ from kvsidecar.integrations.vllm.lookups import AGAIN_SECONDS, FRESH_SECONDS, UN
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.running_stores import GIVE_UP_SECONDS, HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.scheduler_hooks import tell_of_sleep
 from tests.integrations.engine import (
     ATTACHED,
     EPOCH,
@@ -842,6 +843,26 @@ def test_waking_with_other_weights_is_a_reset_where_vllm_told_of_none() -> None:
     assert (found, made.counters.unnamed_resets) == (0, 1)
     made.take_report(RankReport(woken={0: True, 1: True}))  # the next time
     assert made.get_num_new_matched_tokens(Request("t", list(range(9))), 0) == (8, True)
+
+
+@pytest.mark.parametrize(("level", "includes", "resets"), [(0, False, 0), (1, False, 1), (2, False, 1), (2, True, 1)])
+def test_falling_asleep_is_one_reset_whether_or_not_vllm_includes_the_connector(
+    level: int, includes: bool, resets: int
+) -> None:
+    made = attached(pool=TinyPool(16))
+
+    class EngineCore:
+        def sleep(self, level: int = 1) -> None:
+            if level and includes:
+                made.reset_cache()
+
+    core = EngineCore()
+    end = tell_of_sleep(core, made)
+    core.sleep(level=level)
+    assert made.counters.resets == resets
+    end()
+    core.sleep()
+    assert made.counters.resets == resets + includes
 
 
 def test_a_request_from_before_the_engine_woke_with_other_weights_is_not_stored() -> None:

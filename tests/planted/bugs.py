@@ -1756,6 +1756,13 @@ _INTEGRATIONS = (
         "integrations/test_scheduler.py",
     ),
     _bug(
+        "an engine that wakes with other weights hits those of before where vLLM reset without the connector",
+        "integrations/vllm/scheduler_hooks.py",
+        "if level > 0 and result is None and side",
+        "if level > 3 and result is None and side",
+        "integrations/test_scheduler.py",
+    ),
+    _bug(
         "blocks that an earlier daemon run had count as stored",
         "integrations/vllm/scheduler.py",
         "        self._stored_filter.clear()\n        self._lookups.forget_all()\n        self._stores.new_run()",

@@ -156,3 +156,24 @@ def test_a_copy_in_which_an_adapter_was_merged_into_one_tensor_hits_nothing(
         engine.drain()
     with joined(daemon, str(merged)) as engine:
         assert engine.generate(LONG)[0].cached == 0
+
+
+def test_an_engine_that_sleeps_as_older_versions_do_is_not_offered_kv_of_before_when_it_wakes(
+    model: str, daemon: DaemonProcess, truth: Truth, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They reset the prefix cache without the connector. What sleeps is not the memory, which a CPU has no way to."""
+    with joined(daemon, model) as engine:
+        core = engine.engine.engine_core.engine_core
+        for call in ("sleep", "wake_up"):
+            monkeypatch.setattr(core.model_executor, call, lambda *_: None)
+        monkeypatch.setattr(core, "_reset_caches", lambda *_, **__: core.reset_prefix_cache(True))
+        ask_again(engine)
+        core.sleep(0)
+        core.wake_up(["scheduling"])
+        hits(engine, truth)  # it was paused only
+        engine.drain()
+        core.sleep(2)
+        engine.update(models.save("other", tmp_path))
+        core.wake_up()
+        (cold,) = engine.generate(LONG)
+        assert (cold.cached, cold.tokens) == (0, computed(engine, LONG, "cold"))

@@ -102,7 +102,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._unhook: Callable[[], None] = lambda: None
+        self._unhook = contextlib.ExitStack()
         self._vllm_requests: Callable[[], Mapping[str, Any]] = dict
         """The requests that vLLM's scheduler has, by id."""
         self._export: Callable[[], RankMemory] | None = None
@@ -171,7 +171,9 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         client = self._client(f"{self._instance} scheduler")
         side = SchedulerSide(self._options, engine, client, events=events, watch=watch, wake=waker())
-        self._unhook = scheduler_hooks.tell(scheduler, side)
+        self._unhook.callback(scheduler_hooks.tell(scheduler, side))
+        if (engine_core := scheduler_hooks.engine_core_of_caller()) is not None:
+            self._unhook.callback(scheduler_hooks.tell_of_sleep(engine_core, side))
         self._vllm_requests = lambda: scheduler.requests
         return side
 
@@ -384,7 +386,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.unregister()
         if self._scheduler is not None:
-            self._unhook()
+            self._unhook.close()
             self._scheduler.shutdown()
 
     # -- metrics, on both sides and in the process that serves them ----------------------------------------------

@@ -1,6 +1,6 @@
 """Hears from vLLM's scheduler what it does not tell its connector: that the output of a step is processed, that all
-requests are aborted, and that a reset begins, which fails, before the connector is asked, while anything holds a GPU
-block.
+requests are aborted, that the engine sleeps, and that a reset begins, which fails, before the connector is asked, while
+anything holds a GPU block.
 """
 
 from __future__ import annotations
@@ -26,6 +26,26 @@ def of_caller() -> Any:
     if not hasattr(scheduler, "reset_prefix_cache"):
         raise ValueError("this vLLM's scheduler is unknown, so nobody says which blocks of the GPU are written")
     return scheduler
+
+
+def engine_core_of_caller() -> Any:
+    """The engine core that is being constructed by a caller of this function; None: there is none that can sleep."""
+    return caller_with("sleep", callable)
+
+
+def tell_of_sleep(engine_core: Any, side: SchedulerSide) -> End:
+    """From now on, tell ``side`` when this engine core has fallen asleep, after which its weights may be others: some
+    versions of vLLM reset the prefix cache then without the connector."""
+
+    def sleep(original: Callable[..., Any], level: int = 1, *args: Any, **named: Any) -> Any:
+        resets = side.counters.resets
+        result = original(level, *args, **named)
+        # At level 0, the GPU's memory stays. A future is of versions that include the connector when they reset.
+        if level > 0 and result is None and side.counters.resets == resets:
+            side.reset_cache()
+        return result
+
+    return wrap(engine_core, "sleep", sleep)
 
 
 def tell(scheduler: Any, side: SchedulerSide) -> End:
