@@ -164,7 +164,10 @@ class World:
             self.cache, self.copiers, loop.time, self._task_failed, Access(None, owner=0, private=True), loop_time
         )
         checksums = Checksums(Verify.ALWAYS, self.cache) if rng.random() < 0.5 else None
-        self.runner = JobRunner(self.cache, self.copiers, self.readiness, _metrics(), loop.time, checksums=checksums)
+        steps = Steps(loop_time)
+        self.runner = JobRunner(
+            self.cache, self.copiers, self.readiness, _metrics(), loop.time, later=steps.later, checksums=checksums
+        )
         self.lookups = LookupService(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
         self.handler = Handler(
             epoch=1,
@@ -176,7 +179,7 @@ class World:
             tasks=self.tasks,
             make_status=lambda _: pb.StatusReply(),
             watches=Watches(self.cache, _metrics(), lambda *_: None, lambda: True),
-            steps=Steps(loop_time),
+            steps=steps,
         )
         self.service = Service(self.handler)
         self.wire: deque[tuple[Call, Any]] | None = deque() if rng.random() < 0.5 else None

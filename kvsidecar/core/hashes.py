@@ -29,6 +29,10 @@ class PackedHashes(Sequence[bytes]):
     def first(self, count: int) -> PackedHashes:
         return PackedHashes(self.packed[: count * self._width], self._width)
 
+    def cut(self, first: int, end: int) -> bytes:
+        """Those from ``first`` to before ``end``, joined."""
+        return self.packed[first * self._width : end * self._width]
+
     def pieces(self, count: int) -> Iterator[bytes]:
         """So many at a time, joined."""
         for start in range(0, len(self.packed), count * self._width):

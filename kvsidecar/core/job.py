@@ -89,8 +89,8 @@ class Job:
     """Monotonic seconds."""
     ended: float = field(default=0.0, init=False)
     """A store's blocks can be looked up from then on."""
-    grant: StoreGrant | LoadGrant | None = field(default=None, init=False)
-    """Slots or references that the job has."""
+    grants: list[StoreGrant | LoadGrant] = field(default_factory=list, init=False)
+    """Slots or references that the job has: one, or of very many blocks several, in the order of the blocks."""
     timer: asyncio.TimerHandle | None = field(default=None, init=False)
     """Cancels it at its deadline."""
     stopped: Refusal | None = field(default=None, init=False)

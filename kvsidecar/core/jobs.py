@@ -7,16 +7,19 @@ still ends, and only then are its slots, references and mappings given back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.copier.copiers import Copiers
 from kvsidecar.copier.messages import Checks, Done, Ended, Part
 from kvsidecar.core.checksums import BlocksInSlots, Checksums
-from kvsidecar.core.hashes import as_keys
+from kvsidecar.core.hashes import PackedHashes, as_keys
 from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.layout_checks import check_block_ids
 from kvsidecar.core.metrics import Metrics
@@ -29,6 +32,10 @@ from kvsidecar.support import failpoints
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome
 
+STORE_BLOCKS = 2048
+"""Blocks of a store that one step reserves or seals at most: some 4 milliseconds where each evicts another."""
+LOAD_BLOCKS = 8192
+"""Blocks of a load that one step references at most."""
 MANY_JOBS = 6
 """With this many jobs outstanding, threads are woken often enough to stay awake."""
 UNEXPECTED = JobResult(Outcome.FAILED, error="internal error; see the daemon's log")
@@ -37,10 +44,12 @@ UNEXPECTED = JobResult(Outcome.FAILED, error="internal error; see the daemon's l
 
 @dataclass(eq=False)
 class JobRunner:
-    """Runs jobs. Used from the event loop; every decision is made in one step of it, without an await in between.
+    """Runs jobs. Used from the event loop; every decision about up to `STORE_BLOCKS` or `LOAD_BLOCKS` blocks is made in
+    one step of it, without an await in between.
 
     Args:
         clock: seconds, the clock of leases.
+        later: takes the next step of a larger job in one of the next iterations of the loop.
         checksums: of the slots; None for no checksums.
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.
@@ -53,6 +62,7 @@ class JobRunner:
     metrics: Metrics
     clock: Callable[[], float]
     _: KW_ONLY
+    later: Callable[[Callable[[], None]], None]
     checksums: Checksums | None = None
     guard: SleepGuard = NO_GUARD
     on_ended: Callable[[RankSession, Job], None] | None = None
@@ -84,7 +94,8 @@ class JobRunner:
         """Decide about the job, and hand its copy over; or answer it at once. Never raises.
 
         When this returns, the slots of a store are reserved, and the blocks of a load are referenced. So a message
-        behind the load, such as the release of its lease, cannot take the blocks away.
+        behind the load, such as the release of its lease, cannot take the blocks away. Of a job with very many blocks
+        that holds only when `RankSession.beginning` is None again: until then, handle no other message of the rank.
 
         Args:
             deadline: seconds from now after which its copy must not start any more.
@@ -95,8 +106,9 @@ class JobRunner:
         self._running[job.direction][job] = None
         if deadline is not None:
             job.timer = asyncio.get_running_loop().call_later(deadline, job.cancel, Refusal.DEADLINE)
+        session.beginning = job
         begin = self._begin_store if job.direction is Direction.STORE else self._begin_load
-        self._step(session, job, lambda: begin(session, job))
+        self._begin(session, job, begin(session, job))
 
     def decline(self, direction: Direction, reason: Refusal, error: str = "") -> JobResult:
         """Count and answer a job that is never started."""
@@ -110,9 +122,30 @@ class JobRunner:
 
     # -- the way through -------------------------------------------------------------------------------------------
 
+    def _begin(self, session: RankSession, job: Job, steps: Generator[None, None, JobResult | None]) -> None:
+        """Take the next step of a job's beginning, whose last one hands the copy over."""
+        begun = True
+
+        def step() -> JobResult | None:
+            nonlocal begun
+            if job.stopped is not None:
+                return _declined(job.stopped)
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: JobResult | None = end.value
+                return result
+            begun = False
+            return None
+
+        self._step(session, job, step)
+        if begun:
+            session.beginning = None
+        else:
+            self.later(partial(self._begin, session, job, steps))
+
     def _step(self, session: RankSession, job: Job, step: Callable[[], JobResult | None]) -> None:
-        """Take one step of a job, and end the job if it has a result then. The first step hands the copy over, the
-        second one follows its end. An error is this job's alone."""
+        """Take one step of a job, and end the job if it has a result then. An error is this job's alone."""
         result: JobResult | None = UNEXPECTED
         try:
             result = step()
@@ -124,14 +157,10 @@ class JobRunner:
             result = JobResult(Outcome.FAILED, Refusal.COPY_FAILED, str(error))
         except Exception as error:  # noqa: BLE001 - reported; the loop and the other jobs go on
             session.tasks.report(f"{job.direction}-job", error)
-        if result is None:
-            return
-        try:
-            self._finish(session, job, result)
-        except Exception as error:  # noqa: BLE001 - as above
-            session.tasks.report(f"{job.direction}-job", error)
+        if result is not None:
+            self._end(session, job, result)
 
-    def _begin_store(self, session: RankSession, job: Job) -> JobResult | None:
+    def _begin_store(self, session: RankSession, job: Job) -> Generator[None, None, JobResult | None]:
         if (refusal := self.readiness.refusal) is not None:
             return _declined(refusal)
         groups = _groups(session, job.parts)
@@ -139,72 +168,98 @@ class JobRunner:
             raise InvalidRequest("a store names a slice of a group, but a store always copies whole blocks")
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
-        parts_of = _shard_parts(groups, job.parts)
-        grant = self.cache.begin_store(parts_of, session.copier.numa_node, job.ttl, job.priority, job.idle_ttl)
-        if isinstance(grant, Refusal):
-            return _declined(grant)
-        job.grant = grant
-        reserved, skipped = grant.reserved, grant.present + grant.in_flight
-        if not reserved:
-            return JobResult(Outcome.DONE, skipped_blocks=skipped)
-        failpoints.hit("store.after_reserve")
-        # Blocks that are present, or that another store fills, are left out.
-        parts = [
-            Part(part.group, part.block_ids[granted.index], granted.slots)
-            for part, granted in zip(job.parts, grant.parts, strict=True)
-        ]
-        checksums, checks = self.checksums, None
-        if checksums is not None:
-            checks = checksums.to_take(_stored(grant, groups, job.parts))
-        failpoints.hit("store.before_copy")
-
-        def copied(done: Done) -> JobResult:
-            failpoints.hit("store.before_seal")
-            if checksums is not None and checks is not None:
-                checksums.keep(grant, checks, done.values)
-            return _done(reserved, skipped, done)
+        granted: list[_Granted] = []
+        zeroing = 1  # besides the grants, this job's own beginning
 
         def go_on() -> JobResult | None:
+            nonlocal zeroing
+            zeroing -= 1
+            if zeroing:
+                return None
             if job.stopped is not None:
                 return _declined(job.stopped)
-            self._copy(session, job, parts, checks, copied)
+            self._copy(session, job, _joined(granted), checks, copied)
             return None
 
         later = partial(self._step, session, job, go_on)
-        return go_on() if self.zeroing is None or self.zeroing.may_write(grant, later) else None
+        reserved = skipped = 0
+        for piece in _pieces(groups, job.parts, STORE_BLOCKS):
+            if job.num_blocks > STORE_BLOCKS:
+                yield
+            grant = self.cache.begin_store(
+                [_shard_part(each) for each in piece], session.copier.numa_node, job.ttl, job.priority, job.idle_ttl
+            )
+            if isinstance(grant, Refusal):
+                return _declined(grant)
+            job.grants.append(grant)
+            reserved += grant.reserved
+            skipped += grant.present + grant.in_flight
+            if not grant.reserved:
+                continue
+            failpoints.hit("store.after_reserve")
+            # Blocks that are present, or that another store fills, are left out.
+            parts = [
+                Part(each.part.group, each.block_ids[part.index], part.slots)
+                for each, part in zip(piece, grant.parts, strict=True)
+            ]
+            checks_of = None if self.checksums is None else self.checksums.to_take(_stored(grant, piece))
+            granted.append(_Granted(parts, checks_of, grant))
+            if self.zeroing is not None and not self.zeroing.may_write(grant, later):
+                zeroing += 1
+        if not reserved:
+            return JobResult(Outcome.DONE, skipped_blocks=skipped)
+        failpoints.hit("store.before_copy")
+        checks = _joined_checks(granted)
 
-    def _begin_load(self, session: RankSession, job: Job) -> JobResult | None:
+        def copied(done: Done) -> JobResult:
+            failpoints.hit("store.before_seal")
+            if self.checksums is not None:
+                first = 0
+                for each in granted:
+                    if each.checks is not None and isinstance(each.grant, StoreGrant):
+                        end = first + len(each.checks)
+                        self.checksums.keep(each.grant, each.checks, done.values[first:end])
+                        first = end
+            return _done(reserved, skipped, done)
+
+        return go_on()
+
+    def _begin_load(self, session: RankSession, job: Job) -> Generator[None, None, JobResult | None]:
         if (refusal := self.readiness.read_refusal) is not None:
             return _declined(refusal)
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         groups = _groups(session, job.parts)
-        grant = self.cache.begin_load(_shard_parts(groups, job.parts), job.lease, self.clock())
-        if isinstance(grant, Refusal):
-            return _declined(grant)
-        job.grant = grant
+        granted: list[_Granted] = []
+        places: list[tuple[LoadGrant, int, int]] = []
+        for piece in _pieces(groups, job.parts, LOAD_BLOCKS):
+            if job.num_blocks > LOAD_BLOCKS:  # also before the first, since to look at all ids takes its time
+                yield
+            grant = self.cache.begin_load([_shard_part(each) for each in piece], job.lease, self.clock())
+            if isinstance(grant, Refusal):
+                return _declined(grant)
+            job.grants.append(grant)
+            parts = [
+                Part(each.part.group, each.block_ids, slots, each.part.slice)
+                for each, slots in zip(piece, grant.slots, strict=True)
+            ]
+            checks = None
+            if self.checksums is not None:
+                checks, places_of = self.checksums.to_compare(_loaded(grant, piece))
+                places += [(grant, *place) for place in places_of]
+            granted.append(_Granted(parts, checks, grant))
         if not job.num_blocks:
             return JobResult(Outcome.DONE)
-        parts = [
-            Part(part.group, part.block_ids, slots, part.slice)
-            for part, slots in zip(job.parts, grant.slots, strict=True)
-        ]
-        checks = None
-        places: list[tuple[int, int]] = []
-        if self.checksums is not None:
-            checks, places = self.checksums.to_compare(_loaded(grant, groups, job.parts))
         failpoints.hit("load.before_copy")
 
         def copied(done: Done) -> JobResult:
             if done.ended is Ended.CORRUPT:
                 for index in done.values:
-                    self.cache.mark_corrupt(grant, *places[index])
+                    self.cache.mark_corrupt(*places[index])
                 return _declined(Refusal.CHECKSUM)
-            if self.tiering is not None:
-                self.tiering.used(grant)
             return _done(job.num_blocks, 0, done)
 
-        self._copy(session, job, parts, checks, copied)
+        self._copy(session, job, _joined(granted), _joined_checks(granted), copied)
         return None
 
     def _copy(
@@ -238,48 +293,60 @@ class JobRunner:
 
     # -- the way out -----------------------------------------------------------------------------------------------
 
-    def _finish(self, session: RankSession, job: Job, result: JobResult) -> None:
+    def _end(self, session: RankSession, job: Job, result: JobResult) -> None:
         """End a job, whatever its outcome: give back all that is held for it, and answer its client. Its copy is over:
-        a copier settles every copy, if not alive then by its death."""
+        a copier settles every copy, if not alive then by its death. Of a large job, one grant in each step."""
+        if job.grants:
+            # The last blocks of a prompt first: they count as used before the others.
+            grant = job.grants.pop()
+            try:
+                self._end_grant(grant, done=result.outcome is Outcome.DONE)
+            except Exception as error:  # noqa: BLE001 - reported; the loop and the other jobs go on
+                session.tasks.report(f"{job.direction}-job", error)
+                result = UNEXPECTED
+            if job.grants:
+                self.later(partial(self._end, session, job, result))
+                return
         try:
-            self._end_grant(job, stored=result.outcome is Outcome.DONE)
-        except BaseException:
-            result = UNEXPECTED
-            raise
-        finally:
-            if job.timer is not None:
-                job.timer.cancel()
-                job.timer = None
-            del self._running[job.direction][job]
-            session.remove(job)
-            self._keep_awake_for(session, job)
-            self._count(job.direction, result)
-            if result.nbytes:
-                session.copied_bytes[job.direction] += result.nbytes
-                self.metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
-                self.metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)
-                if job.direction is Direction.LOAD and session.registration.rank == 0:
-                    self.metrics.loaded_tokens.inc(_tokens(job.parts, session.registration.namespace.block_size))
-            job.end(result, self.clock())
-            if self.on_ended is not None:
-                # The client is answered in this iteration of the loop, and need not wait for the record.
-                asyncio.get_running_loop().call_soon(self.on_ended, session, job)
+            self._answer(session, job, result)
+        except Exception as error:  # noqa: BLE001 - as above
+            session.tasks.report(f"{job.direction}-job", error)
 
-    def _end_grant(self, job: Job, *, stored: bool) -> None:
-        """End the job's grant.
+    def _answer(self, session: RankSession, job: Job, result: JobResult) -> None:
+        if job.timer is not None:
+            job.timer.cancel()
+            job.timer = None
+        del self._running[job.direction][job]
+        session.remove(job)
+        self._keep_awake_for(session, job)
+        self._count(job.direction, result)
+        if result.nbytes:
+            session.copied_bytes[job.direction] += result.nbytes
+            self.metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
+            self.metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)
+            if job.direction is Direction.LOAD and session.registration.rank == 0:
+                self.metrics.loaded_tokens.inc(_tokens(job.parts, session.registration.namespace.block_size))
+        job.end(result, self.clock())
+        if self.on_ended is not None:
+            # The client is answered in this iteration of the loop, and need not wait for the record.
+            asyncio.get_running_loop().call_soon(self.on_ended, session, job)
+
+    def _end_grant(self, grant: StoreGrant | LoadGrant, *, done: bool) -> None:
+        """End a grant.
 
         Args:
-            stored: the bytes of a store are there.
+            done: the bytes of its blocks were copied.
         """
-        grant, job.grant = job.grant, None
         if isinstance(grant, StoreGrant):
-            if stored:
+            if done:
                 self.cache.seal_all(grant)
                 if self.tiering is not None:
                     self.tiering.stored(grant)
             else:
                 self.cache.abort_all(grant)
-        elif grant is not None:
+        else:
+            if done and self.tiering is not None:
+                self.tiering.used(grant)
             self.cache.end_load(grant)
 
     def _keep_awake_for(self, session: RankSession, job: Job) -> None:
@@ -340,20 +407,98 @@ def _group(session: RankSession, part: JobBlocks) -> SessionGroup:
     return group
 
 
-def _stored(grant: StoreGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> Iterator[BlocksInSlots]:
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Adjacent blocks of one part of a job, as many as one step takes."""
+
+    group: SessionGroup
+    part: JobBlocks
+    first: int
+    end: int
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.int64]:
+        return self.part.block_ids[self.first : self.end]
+
+    @property
+    def hashes(self) -> Sequence[bytes] | bytes:
+        """In the form that the cache takes fastest."""
+        hashes = self.part.hashes
+        if len(self) == len(hashes):
+            return as_keys(hashes)
+        return hashes.cut(self.first, self.end) if isinstance(hashes, PackedHashes) else hashes[self.first : self.end]
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+_Piece = list[_Span]
+"""What one step takes of a job."""
+
+
+def _pieces(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks], most: int) -> Iterator[_Piece]:
+    """The job's blocks in order, so many at a time; one piece at least."""
+    piece, left = _Piece(), most
+    for group, part in zip(groups, parts, strict=True):
+        first, count = 0, len(part.block_ids)
+        while True:
+            end = min(count, first + left)
+            piece.append(_Span(group, part, first, end))
+            left -= end - first
+            if end == count:
+                break
+            yield piece
+            piece, left, first = _Piece(), most, end
+    yield piece
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    """What is to be copied of one piece of a job."""
+
+    parts: Sequence[Part]
+    checks: Checks | None
+    grant: StoreGrant | LoadGrant
+
+
+def _joined(granted: Sequence[_Granted]) -> Sequence[Part]:
+    """One part for each group and slice."""
+    if len(granted) == 1:
+        return granted[0].parts
+    found: dict[tuple[int, int], list[Part]] = {}
+    for each in granted:
+        for part in each.parts:
+            found.setdefault((part.group, part.slice), []).append(part)
+    return [
+        Part(
+            group,
+            np.concatenate([each.block_ids for each in parts]),
+            np.concatenate([each.slots for each in parts]),
+            at,
+        )
+        for (group, at), parts in found.items()
+    ]
+
+
+def _joined_checks(granted: Sequence[_Granted]) -> Checks | None:
+    checks = [each.checks for each in granted if each.checks is not None]
+    return np.concatenate(checks) if len(checks) > 1 else checks[0] if checks else None
+
+
+def _stored(grant: StoreGrant, piece: _Piece) -> Iterator[BlocksInSlots]:
     """The blocks that a store was granted."""
-    for group, part, granted in zip(groups, parts, grant.parts, strict=True):
-        hashes = [part.hashes[index] for index in granted.index.tolist()]
-        yield hashes, granted.slots.tolist(), group.layout.shard_bytes
+    for each, granted in zip(piece, grant.parts, strict=True):
+        hashes = [each.part.hashes[each.first + index] for index in granted.index.tolist()]
+        yield hashes, granted.slots.tolist(), each.group.layout.shard_bytes
 
 
-def _loaded(grant: LoadGrant, groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> Iterator[BlocksInSlots]:
-    for group, part, slots in zip(groups, parts, grant.slots, strict=True):
-        yield part.hashes, slots.tolist(), group.layout.shard_bytes
+def _loaded(grant: LoadGrant, piece: _Piece) -> Iterator[BlocksInSlots]:
+    for each, slots in zip(piece, grant.slots, strict=True):
+        yield each.part.hashes[each.first : each.end], slots.tolist(), each.group.layout.shard_bytes
 
 
-def _shard_parts(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks]) -> list[ShardPart]:
-    return [(group.space, group.layout.shard, as_keys(part.hashes)) for group, part in zip(groups, parts, strict=True)]
+def _shard_part(span: _Span) -> ShardPart:
+    return span.group.space, span.group.layout.shard, span.hashes
 
 
 def _declined(reason: Refusal, error: str = "") -> JobResult:

@@ -155,6 +155,7 @@ class Daemon:
             self.readiness,
             self._metrics,
             clock,
+            later=copiers.steps.later,
             checksums=checksums,
             guard=self._guard,
             on_ended=None if self._tracing is None else self._tracing.record,

@@ -52,6 +52,12 @@ class Attachment(ABC):
     def takes_jobs(self) -> bool:
         return self._stream is not None and self._protocol.session is not None
 
+    @property
+    def begins_job(self) -> bool:
+        """Whether a job of very many blocks still begins: no other message may be taken. (None that came early is so
+        large.)"""
+        return isinstance(self._stream, AttachStream) and self._stream.session.beginning is not None
+
     def receive(self, message: pb.AttachRequest | InvalidRequest, nbytes: int = 0) -> None:
         """Take a message, or the error that it does not parse. Raises LimitExceeded: there are too many too early."""
         self._do(self._protocol.receive(message, nbytes))

@@ -41,14 +41,14 @@ _caused = log.limited("local")
 class State(Enum):
     """::
 
-    READING --no turn--> WAITING --over MAX_HELD_BYTES--> HELD
-       ^ '--------no time, no room----------> PAUSED        |
-       '-----turn, next time, room-------------'-----------'     each of these --refused--> REFUSED --> CLOSED
+    READING --no turn, large job--> WAITING --over MAX_HELD_BYTES--> HELD
+       ^ '--------no time, no room---------------------> PAUSED        |
+       '-----turn, begun, next time, room----------------'-----------'     each of these --refused--> REFUSED --> CLOSED
     """
 
     READING = "reading"
     WAITING = "waiting"
-    """The next message waits for its turn; what follows it stays in the frames."""
+    """The next message waits for its turn, or the last one is a job that still begins; the rest stays in the frames."""
     HELD = "held"
     PAUSED = "paused"
     """The rest is taken when its user has time again, or when there is room for the rest of a message."""
@@ -255,12 +255,29 @@ class LocalConnection(asyncio.Protocol, Attachment):
             self.receive(message, nbytes)
         except LimitExceeded as error:
             self._refuse(error)
+        self._wait_for_job()
 
     def _step(self, message: pb.AttachRequest) -> None:
         """The turn of the message that waits, and of what follows it."""
         if self._state in (State.WAITING, State.HELD):
             self._enter(State.READING)
             self.receive(message)
+            self._wait_for_job()
+            self._go_on()
+
+    def _wait_for_job(self) -> None:
+        """If a job needs several steps to begin, what follows waits for them."""
+        if self.begins_job and self._state is State.READING:
+            self._enter(State.WAITING)
+            self._handler.steps.later(self._look_at_job)
+
+    def _look_at_job(self) -> None:
+        if self._state not in (State.WAITING, State.HELD):
+            return
+        if self.begins_job:
+            self._handler.steps.later(self._look_at_job)
+        else:
+            self._enter(State.READING)
             self._go_on()
 
     def _write(self, reply: pb.LocalReply) -> None:

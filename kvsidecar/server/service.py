@@ -175,6 +175,8 @@ class _Attached(Attachment):
             self.receive(message)
             if self._registering is not None:
                 await asyncio.wait([self._registering])
+            while self.begins_job:
+                await self._handler.steps.loop_time.turn()
             message = await self._context.read()
         self.finish()
 

@@ -16,6 +16,7 @@ from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.link import Copying, Imported
 from kvsidecar.copier.messages import Done, Ended
+from kvsidecar.core import jobs
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.checksums import SAMPLE, Checksums
 from kvsidecar.core.job import Job, JobBlocks, JobResult
@@ -28,6 +29,8 @@ from kvsidecar.core.sessions import RankSession, SessionGroup
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.errors import Refusal
 from kvsidecar.support.cpu_sleep import SleepGuard
+from kvsidecar.support.loop_time import LoopTime
+from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, Eviction, GroupLayout, LookupMode, Namespace, Outcome, Region, Verify
 from tests.cache.integrity import check_integrity
@@ -72,7 +75,8 @@ class World:
         self.answers: list[JobResult] = []
         self.runner = JobRunner(
             self.cache, self.copiers, self.readiness, self.metrics, lambda: 0.0,
-            checksums=Checksums(verify, self.cache), guard=self.guard, zeroing=cast("Zeroing | None", zeroing),
+            later=Steps(LoopTime(seconds=0.0)).later, checksums=Checksums(verify, self.cache), guard=self.guard,
+            zeroing=cast("Zeroing | None", zeroing),
         )  # fmt: skip
         self.space = self.cache.open_space(NAMESPACE, 0, 1, 0, SLOT)
         layout = GroupLayout(0, 8, 0, 1, (Region(0, 0, SLOT, SLOT, SLOT, 1),))
@@ -428,7 +432,7 @@ async def test_however_a_job_ends_it_is_answered_once_and_gives_back_all_it_held
     assert [(each.outcome, each.reason, each.error) for each in world.answers] == [
         (expected.outcome, expected.reason, expected.error)
     ]
-    assert job.grant is None
+    assert job.grants == []
     stats = world.cache.stats()
     assert (stats.reserved_bytes, stats.quarantined_bytes, stats.loads) == (0, 0, 0)
     assert world.readable("a", "b") == [True, direction is Direction.STORE and how == "done"]
@@ -547,3 +551,118 @@ async def test_a_store_that_is_stopped_before_its_slots_are_zeroed_is_never_copi
     assert [(answer.outcome, answer.reason) for answer in world.answers] == [(Outcome.DECLINED, Refusal.DEADLINE)]
     stats = world.cache.stats()
     assert (stats.free_bytes, stats.reserved_bytes) == (SLOTS * SLOT, 0)
+
+
+@pytest.fixture
+def two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of three blocks and more take several steps."""
+    monkeypatch.setattr(jobs, "STORE_BLOCKS", 2)
+    monkeypatch.setattr(jobs, "LOAD_BLOCKS", 2)
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+async def test_a_large_job_takes_some_of_its_blocks_in_each_step_and_copies_all_at_once(world: World) -> None:
+    await world.stored("b")
+    job = world.start(Direction.STORE, *"abcd")
+    assert (world.session.beginning, job.grants, world.copier.held[Direction.STORE].copies[1:]) == (job, [], [])
+    await eventually_in_loop(lambda: world.session.beginning is None)
+    (copy,) = world.copier.held[Direction.STORE].copies[1:]
+    (part,) = copy.parts
+    assert part.block_ids.tolist() == [0, 2, 3]
+    assert copy.checks is not None
+    assert copy.checks["slot"].tolist() == part.slots.tolist()
+    assert world.readable(*"abcd") == [False, True, False, False]
+    await world.ends(Direction.STORE, 2)
+    await job.over()
+    assert job.result is not None
+    assert (job.result.outcome, job.result.copied_blocks, job.result.skipped_blocks) == (Outcome.DONE, 3, 1)
+    load = world.start(Direction.LOAD, *"dcba", at=[4, 5, 6, 7])
+    await world.ends(Direction.LOAD)
+    await load.over()
+    assert load.result is not None
+    assert (load.result.outcome, load.result.copied_blocks) == (Outcome.DONE, 4)
+    (loaded,) = world.copier.held[Direction.LOAD].copies
+    assert loaded.parts[0].block_ids.tolist() == [4, 5, 6, 7]
+    assert sorted(loaded.parts[0].slots.tolist()) == [0, SLOT, 2 * SLOT, 3 * SLOT]
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+async def test_of_a_large_load_the_shard_that_is_wrong_is_withdrawn_in_whatever_step_it_was_found(world: World) -> None:
+    await world.stored("a")
+    await world.stored("b", "c")
+    (slot,) = world.copier.held[Direction.STORE].copies[0].parts[0].slots
+    world.pool[int(slot)] ^= 1
+    load = world.start(Direction.LOAD, *"cba")
+    (await world.started(Direction.LOAD)).refuse()
+    await load.over()
+    assert load.result is not None
+    assert load.result.reason is Refusal.CHECKSUM
+    assert world.readable(*"abc") == [False, True, True]
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+@pytest.mark.parametrize(
+    "why", ["no space", "not found", "cancelled", "a cancelled load", "a bug", "its copier has died"]
+)
+async def test_a_large_job_that_fails_in_a_later_step_gives_back_what_it_had(world: World, why: str) -> None:
+    await world.stored("a", "b")
+    world.answers.clear()
+    match why:
+        case "no space":
+            job = world.start(Direction.STORE, *"cdefg")
+        case "not found":
+            job = world.start(Direction.LOAD, *"abc")
+        case "a cancelled load":
+            job = world.start(Direction.LOAD, *"abab")
+        case _:
+            job = world.start(Direction.STORE, *"cdef")
+    while not job.grants:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    match why:
+        case "cancelled" | "a cancelled load":
+            job.cancel(Refusal.CANCELLED)
+        case "a bug":
+            world.cache.begin_store = None  # type: ignore[assignment, method-assign]
+        case "its copier has died":
+            world.copier.die()
+    await job.over()
+    assert job.result is not None
+    assert job.result.outcome is not Outcome.DONE
+    assert job.grants == []
+    assert world.session.beginning is None
+    assert len(world.answers) == 1
+    stats = world.cache.stats()
+    assert (stats.reserved_bytes, stats.loads) == (0, 0)
+    assert world.readable(*"cdefg") == [False] * 5
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+async def test_the_blocks_of_a_large_store_are_used_in_their_order_however_many_steps_seal_them(world: World) -> None:
+    """The first of a prompt are evicted last."""
+    job = world.start(Direction.STORE, *"abcd")
+    await world.ends(Direction.STORE)
+    await job.over()
+    await world.stored("e")
+    await world.stored("f")
+    assert world.readable(*"abcd") == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+async def test_a_large_store_waits_until_none_of_its_slots_is_being_zeroed() -> None:
+    waiting: list[Callable[[], object]] = []
+
+    class Zeroes:
+        def may_write(self, _grant: StoreGrant, later: Callable[[], object]) -> bool:
+            waiting.append(later)
+            return False
+
+    world = World(zeroing=Zeroes())
+    job = world.start(Direction.STORE, *"abcd")
+    await eventually_in_loop(lambda: world.session.beginning is None)
+    assert len(waiting) == 2
+    waiting[0]()
+    assert world.copier.held[Direction.STORE].copies == []
+    waiting[1]()
+    await world.ends(Direction.STORE)
+    await job.over()
+    assert all(world.readable(*"abcd"))

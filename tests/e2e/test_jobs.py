@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvsidecar.client import Blocks, Outcome
+from kvsidecar.client import Blocks, GroupLayout, HostBuffer, Outcome, Region
+from kvsidecar.core.jobs import LOAD_BLOCKS
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.endings import until_declined
 from tests.e2e.wire import MINUTES, raw_rank
-from tests.harness import SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
+from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
 from tests.marks import both_protocols, lent_daemon, promise
 
 pytestmark = [both_protocols, lent_daemon]
@@ -47,6 +49,37 @@ def test_a_copy_that_has_not_started_at_its_deadline_never_does(held_daemon: Dae
         other = Rank(held_daemon)
         assert [other.hits(job) for job in (1, 2, 3)] == [1, 0, 1]
         other.close()
+
+
+def test_what_is_sent_behind_a_job_of_very_many_blocks_does_not_overtake_it(short_dir: Path, local: bool) -> None:
+    """It begins in several steps: neither the release of its lease, nor a store that needs all of the pool, takes
+    blocks away from a load meanwhile."""
+    blocks, nbytes = 3 * LOAD_BLOCKS + 1, 4096
+    layout = GroupLayout(0, blocks, 0, 1, (Region(0, 0, nbytes, nbytes, nbytes, 1),))
+    names, others = hashes(*range(blocks)), hashes(*range(blocks, 2 * blocks))
+    buffer = HostBuffer(blocks * nbytes)
+    with DaemonProcess(short_dir, "--pool-size", "104MiB", "--slab-size", "1MiB", local=local) as daemon:
+        client = daemon.wait_ready().client()
+        memory = np.frombuffer(buffer.memory, np.uint8)
+        memory[:] = np.random.default_rng(5).integers(0, 256, len(memory), np.uint8)
+        wanted = memory.copy()
+        client.attach(instance="many", namespace=NAMESPACE, buffers=buffer.kv_buffers(), groups=[layout])
+        everywhere = list(range(blocks))
+        store = client.store([Blocks(0, names, everywhere)])
+        done(client.wait([store], SECONDS)[store])
+        found = client.lookup(NAMESPACE, {0: names}, lease_seconds=SECONDS)
+        assert found.lease is not None
+        memory[:] = 0
+        load = client.load([Blocks(0, names, everywhere)], lease=found.lease)
+        client.release(found.lease)
+        store = client.store([Blocks(0, others, everywhere)])
+        assert done(client.wait([load], SECONDS)[load]).copied_blocks == blocks
+        assert np.array_equal(memory, wanted)
+        client.wait([store], SECONDS)
+        assert daemon.metric("kvsidecar_pool_reserved_bytes") == 0
+        client.close()
+        del memory
+        buffer.close()
 
 
 def test_a_copy_that_runs_at_its_deadline_is_finished(short_dir: Path, gate: Gate, local: bool) -> None:

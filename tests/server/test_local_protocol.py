@@ -16,6 +16,7 @@ from kvsidecar.core.quota import Quota
 from kvsidecar.errors import Refusal, Unavailable
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.server.attach_protocol import MAX_EARLY_BYTES
+from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.server.attachment import MAX_UNREAD_BYTES
 from kvsidecar.server.handler import INTERNAL
 from kvsidecar.server.local_protocol import FREE_UNREAD_BYTES, MAX_HELD_BYTES, LocalConnection, unread_replies
@@ -144,6 +145,33 @@ async def test_what_comes_before_the_answer_to_the_registration_is_kept_within_a
             assert (handler.ended, transport.closing) == (True, True), "the session that came to be was not ended"
         else:
             assert handler.taken == [1, 2]
+
+
+async def test_what_follows_a_large_job_waits_until_it_has_begun_as_a_whole() -> None:
+    connection, transport, handler = made()
+    session = SimpleNamespace(beginning=None)
+
+    class Stream(AttachStream):
+        def __post_init__(self) -> None: ...
+
+        def close(self) -> None: ...
+
+        def handle(self, message: pb.AttachRequest) -> None:
+            handler.taken.append(message.store.job)
+            session.beginning = message if message.store.job % 2 else None
+
+    handler.open = lambda *_: Stream(session, *[None] * 5)  # type: ignore[arg-type, method-assign, assignment]
+    handler.registered.set_result(session)
+    connection.data_received(framed(register()))
+    await settled(handler)
+    connection.data_received(framed(store(1), store(2), store(3)))
+    connection.data_received(framed(lookup(1), store(4)))
+    for taken in ([1], [1, 2, 3], [1, 2, 3, 4]):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert handler.taken == taken
+        session.beginning = None
+    assert [each.lookup.ready for each in transport.replies if each.HasField("lookup")] == [True]
 
 
 async def test_a_stream_that_is_lost_while_it_opens_is_closed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
