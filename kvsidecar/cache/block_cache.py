@@ -51,7 +51,7 @@ class BlockCache:
 
     Args:
         allocator: for the pool; no slot is in use.
-        next_id: source of lease ids. Default: 0, 1, 2, ...; with a random source clients cannot guess others' leases.
+        next_id: source of lease ids. Default: 1, 2, 3, ...; with a random source clients cannot guess others' leases.
         seed: a secret; without it clients cannot choose hashes that make the index slow.
         records: where sealed slots are recorded, so that the next run finds them. What an earlier run has left there is
             taken over: see `adopted`. Default: nothing is recorded.

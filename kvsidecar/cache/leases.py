@@ -19,11 +19,11 @@ class LeaseTable:
     """Live leases. Times are seconds on the caller's clock.
 
     Args:
-        next_id: source of lease ids; ids in use are skipped. Default: 0, 1, 2, ...
+        next_id: source of lease ids; ids in use are skipped. Default: 1, 2, 3, ...
     """
 
     def __init__(self, next_id: Callable[[], int] | None = None) -> None:
-        self._next_id = next_id or itertools.count().__next__
+        self._next_id = next_id or itertools.count(1).__next__
         self._leases: dict[int, Lease] = {}
         self._by_owner: dict[Hashable, dict[int, Lease]] = {}
         self._room_of: Counter[Hashable] = Counter()

@@ -110,8 +110,10 @@ class Notes:
         """Namespace, user and what was kept, with its end, when the last round began."""
         self.total_bytes = 0
 
-    def add(self, namespace: Namespace, user: int, change: Change) -> list[tuple[Namespace, Change]]:
-        """Keep notes. Returns those that are given up for them.
+    def add(
+        self, namespace: Namespace, user: int, change: Change, most: int = STEP_NOTES
+    ) -> list[tuple[Namespace, Change]]:
+        """Keep notes. Returns those that are given up for them: themselves, if more others than ``most`` had to go.
 
         Args:
             user: uid of the client.
@@ -122,15 +124,19 @@ class Notes:
         kept.changes[kept.end] = change
         kept.end += 1
         self._count(user, kept, _bytes_of(change))
-        given_up = []
+        given_up: list[tuple[Namespace, Change]] = []
         # Found once for each user: one may have hundreds of namespaces, and give up hundreds of notes.
         largest: dict[int, Namespace] = {}
         while self.total_bytes > MAX_NOTES_BYTES:
-            most = max(self._bytes, key=self._bytes.__getitem__)
-            of_user = self._by_user[most]
-            if largest.get(most) not in of_user:
-                largest[most] = max(of_user, key=lambda each: of_user[each].nbytes)
-            given_up.append((largest[most], self._give_up(largest[most], most, of_user[largest[most]])))
+            if len(given_up) >= most:
+                given_up.append((namespace, self._give_up(namespace, user, kept, kept.end - 1)))
+                break
+            has_most = max(self._bytes, key=self._bytes.__getitem__)
+            of_user = self._by_user[has_most]
+            if largest.get(has_most) not in of_user:
+                largest[has_most] = max(of_user, key=lambda each: of_user[each].nbytes)
+            space = largest[has_most]
+            given_up.append((space, self._give_up(space, has_most, of_user[space])))
         return given_up
 
     def _give_up(self, namespace: Namespace, user: int, kept: _Kept, number: int | None = None) -> Change:

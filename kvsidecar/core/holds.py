@@ -7,12 +7,14 @@ expiry, and all holds together have a limit. Where the cache outlives the daemon
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvsidecar.cache.block_cache import BlockCache, Part
 from kvsidecar.cache.grants import Lease
+from kvsidecar.cache.space_blocks import Space
+from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.errors import InvalidRequest, LimitExceeded
 from kvsidecar.pool.kept_holds import MAX_HOLDS, KeptHold, KeptHolds
 from kvsidecar.support import log
@@ -20,6 +22,8 @@ from kvsidecar.support.units import format_size
 from kvsidecar.types import LookupMode, Namespace
 
 MAX_SECONDS: Final = 366 * 86400
+HOLD_STEP: Final = 8192
+"""Blocks that one step of a hold looks for at most: about two milliseconds."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _log = log.get("holds")
 
@@ -40,6 +44,10 @@ class Hold:
     nbytes: int
     expires_at: float
     lease: int
+
+
+Holding = Generator[None, None, Hold]
+"""The steps of a hold, which return it."""
 
 
 class Holds:
@@ -71,8 +79,10 @@ class Holds:
     def nbytes(self) -> int:
         return sum([hold.nbytes for hold in self._holds.values()])
 
-    def hold(self, name: str, owner: str, namespace: Namespace, parts: Sequence[Part], seconds: float) -> Hold:
-        """Keep those of these blocks that are readable. A hold of the same name is replaced.
+    def hold(
+        self, name: str, owner: str, namespace: Namespace, parts: Sequence[tuple[Space, PackedHashes]], seconds: float
+    ) -> Holding:
+        """Keep those of these blocks that are readable, in steps. A hold of the same name is replaced in the last one.
 
         Raises:
             InvalidRequest: the name or the time is invalid, or none of the blocks is readable.
@@ -85,27 +95,53 @@ class Holds:
             )
         if not 0 < seconds <= MAX_SECONDS:
             raise InvalidRequest(f"a pin must last more than 0 and at most {MAX_SECONDS} seconds")
-        return self._take(name, owner, namespace, parts, seconds)
+        return (yield from self._take(name, owner, namespace, parts, seconds))
 
     def _take(
-        self, name: str, owner: str, namespace: Namespace, parts: Sequence[Part], seconds: float, kept_blocks: int = 0
-    ) -> Hold:
+        self,
+        name: str,
+        owner: str,
+        namespace: Namespace,
+        parts: Sequence[tuple[Space, PackedHashes]],
+        seconds: float,
+        kept_blocks: int = 0,
+    ) -> Holding:
         """`hold`, of which so many blocks are kept already."""
+        lease: Lease | None = None
+        try:
+            pieces = [(space, piece) for space, hashes in parts for piece in hashes.pieces(HOLD_STEP)]
+            for index, each in enumerate(pieces):
+                if index:
+                    yield
+                lease = self._lease(name, each, seconds, lease)
+            if lease is None:
+                raise InvalidRequest("none of these blocks is readable")
+            hold = self._keep(name, owner, namespace, lease, kept_blocks)
+        except BaseException:  # also if nobody waits for the next step any more
+            if lease is not None:
+                self._cache.release(lease.id)
+            raise
+        return hold
+
+    def _lease(self, name: str, part: Part, seconds: float, lease: Lease | None) -> Lease | None:
+        """Add the readable ones of these blocks to the lease."""
+        blocks, lease_id = (0, 0) if lease is None else (lease.num_blocks, lease.id)
+        now = self._clock()
+        added, (hits,) = self._cache.lookup_and_lease(
+            [part], LookupMode.BITMAP, now, seconds, HoldOwner(name), lease_id
+        )
+        if any(hits) and (added is None or added.num_blocks == blocks):
+            raise InvalidRequest("the pin would take what is guaranteed to other shares")
+        return added
+
+    def _keep(self, name: str, owner: str, namespace: Namespace, lease: Lease, kept_blocks: int) -> Hold:
         before = self._holds.get(name)
         if before is None and len(self._holds) >= MAX_HOLDS:
             raise LimitExceeded(f"there are {MAX_HOLDS} pins: remove one")
-        now = self._clock()
-        # The old lease first: it holds its blocks until the new one does.
-        lease, _ = self._cache.lookup_and_lease(parts, LookupMode.BITMAP, now, seconds, HoldOwner(name))
-        if lease is None:
-            raise InvalidRequest(
-                "none of these blocks is readable, or the pin would take what is guaranteed to other shares"
-            )
         nbytes = sum([len(chain.rows) * chain.blocks.space.block_bytes for chain in lease.chains])
         others = self.nbytes - (before.nbytes if before is not None else 0)
-        hold = Hold(name, owner, namespace, lease.num_blocks, nbytes, now + seconds, lease.id)
+        hold = Hold(name, owner, namespace, lease.num_blocks, nbytes, lease.expires_at, lease.id)
         if others + nbytes > self.most_bytes:
-            self._cache.release(lease.id)
             raise LimitExceeded(
                 f"{format_size(nbytes)} more would be pinned; other pins have {format_size(others)} of the "
                 f"{format_size(self.most_bytes)} that --pin-max allows"
@@ -113,9 +149,8 @@ class Holds:
         if self._kept is not None and hold.blocks != kept_blocks:
             groups = [(chain.blocks.space.group, chain.blocks.index.hashes_of(chain.rows)) for chain in lease.chains]
             if not self._kept.put(KeptHold(name, owner, namespace, tuple(groups), hold.expires_at)):
-                self._cache.release(lease.id)
                 raise LimitExceeded(f"there is no room for the hashes of {lease.num_blocks} more blocks: pin fewer")
-        if before is not None:
+        if before is not None:  # not earlier: it holds its blocks until the new lease does
             self._cache.release(before.lease)
         self._holds[name] = hold
         return hold
@@ -130,10 +165,12 @@ class Holds:
         for each in self._kept.find():
             seconds = min(each.expires_at - self._clock(), float(MAX_SECONDS))
             spaces = [(self._cache.find_space(each.namespace, group), hashes) for group, hashes in each.groups]
-            parts = [(space, hashes) for space, hashes in spaces if space is not None]
+            width = each.namespace.hash_bytes
+            parts = [(space, PackedHashes(hashes, width)) for space, hashes in spaces if space is not None]
             try:
                 if seconds > 0:
-                    self._take(each.name, each.owner, each.namespace, parts, seconds, each.num_blocks)
+                    for _ in self._take(each.name, each.owner, each.namespace, parts, seconds, each.num_blocks):
+                        """The daemon serves nobody yet."""
                     continue
             except (InvalidRequest, LimitExceeded) as error:
                 lost[each.name] = str(error)

@@ -11,7 +11,7 @@ from kvsidecar.cache.block_cache import BlockCache, Part
 from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core.block_notes import Notes
 from kvsidecar.core.hashes import PackedHashes, as_keys
-from kvsidecar.core.holds import Hold, Holds
+from kvsidecar.core.holds import Holding, Holds
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain
@@ -280,8 +280,8 @@ class LookupService:
             self.metrics.refuse(Refusal.LEASE_EXPIRED, len(expired) - self._holds.expired(expired))
 
     def hold(
-        self, name: str, owner: str, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]], seconds: float
-    ) -> Hold:
+        self, name: str, owner: str, namespace: Namespace, groups: Sequence[tuple[int, PackedHashes]], seconds: float
+    ) -> Holding:
         """Keep the readable ones of these blocks: see `Holds.hold`.
 
         Raises:
@@ -291,7 +291,7 @@ class LookupService:
             self.metrics.refuse(refusal)
             raise Unavailable("the daemon cannot pin: it is not serving blocks", refusal=refusal)
         self.expire()
-        parts = [(self._space(namespace, group), as_keys(hashes)) for group, hashes in groups]
+        parts = [(self._space(namespace, group), hashes) for group, hashes in groups]
         return self._holds.hold(name, owner, namespace, parts, seconds)
 
     def end_hold(self, name: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.change_log import MAX_LOG_BYTES, ChangeLog
 from kvsidecar.cache.space_blocks import Space
-from kvsidecar.core.block_notes import Notes, without_blocks
+from kvsidecar.core.block_notes import STEP_NOTES, Notes, without_blocks
 from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.metrics import Metrics, ResetReason
 from kvsidecar.errors import InvalidRequest
@@ -214,9 +214,11 @@ class Watches:
             raise InvalidRequest(
                 f"{len(notes)} bytes of notes on {count} blocks: send equally many for each, at most {MAX_NOTE_BYTES}"
             )
-        feed = self._feeds.get(namespace)
+        feed, left = self._feeds.get(namespace), STEP_NOTES
         for change in split(Change(Residency.NOTES, group, hashes, notes), namespace.hash_bytes):
-            for other, lost in self.notes.add(namespace, user, change):
+            given_up = self.notes.add(namespace, user, change, left)
+            left = max(0, left - len(given_up))
+            for other, lost in given_up:
                 self._metrics.residency_dropped_notes.inc(len(lost.hashes) // other.hash_bytes)
             if feed is not None:
                 feed.add(change.kind, group, change.hashes, change.notes)

@@ -309,12 +309,13 @@ class Handler:
             return self.lookups.clear_unused(namespace, request.share, request.unused_seconds)
         return self.lookups.clear(namespace, request.share)
 
-    def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
+    async def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
         _admit(caller, "pin blocks")
         namespace = _namespace(request.namespace)
         groups = _groups(request, namespace, "a pin")
         owner = str(caller.identity or "anonymous")
-        hold = self.lookups.hold(request.name, owner, namespace, groups, request.seconds)
+        holding = self.lookups.hold(request.name, owner, namespace, groups, request.seconds)
+        hold = await self.steps.loop_time.run(holding)
         _log.info("pinned", name=hold.name, by=owner, namespace=str(namespace), blocks=hold.blocks, bytes=hold.nbytes)
         return pb.PinReply(blocks=hold.blocks, bytes=hold.nbytes)
 

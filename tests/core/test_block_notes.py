@@ -376,3 +376,17 @@ def test_notes_on_cleared_blocks_are_looked_at_in_steps(monkeypatch: pytest.Monk
             daemon.store("meanwhile")
     assert asked == [8] * 5
     assert daemon.noted() == noted(*range(1, 40, 2), "meanwhile")
+
+
+def test_a_note_for_which_too_many_others_would_have_to_go_is_given_up_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message could make 19,000 go: some 40 ms."""
+    held = Notes()
+    for number in range(100):
+        held.add(namespace(), 0, note(number))
+    monkeypatch.setattr(block_notes, "MAX_NOTES_BYTES", held.total_bytes)
+    lost = held.add(namespace("other"), 1, note("large", 40 * held.total_bytes // 100), 10)
+    assert [change.hashes for _, change in lost] == [*keys(*range(10)), *keys("large")]
+    assert held.total_bytes <= block_notes.MAX_NOTES_BYTES
+    assert (len(kept(held)), kept(held, "other")) == (90, set())
+    assert len(held.add(namespace("other"), 1, note("small"), 10)) == 0
+    assert kept(held, "other") == set(keys("small"))

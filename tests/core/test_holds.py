@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvsidecar.cache.shares import ShareLimits
+from kvsidecar.core import holds as holds_module
 from kvsidecar.core.hashes import PackedHashes
-from kvsidecar.core.holds import MAX_SECONDS, Hold, Holds
+from kvsidecar.core.holds import MAX_SECONDS, Hold, Holding, Holds
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
@@ -17,6 +18,16 @@ from kvsidecar.support.tasks import in_one
 from tests.cache.cuts import recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.support import PAGE, keys, names_readable, namespace, new_cache, open_space, store
+
+
+def ended(steps: Holding) -> Hold:
+    """What all steps of it return."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        hold: Hold = end.value
+        return hold
 
 
 class World:
@@ -39,7 +50,7 @@ class World:
 
     def hold(self, name: str, *names: int, seconds: float = 100.0) -> tuple[int, int]:
         packed = PackedHashes(b"".join(keys(*names)), 32)
-        hold = self.lookups.hold(name, "uid 0", namespace(), [(0, packed)], seconds)
+        hold = ended(self.lookups.hold(name, "uid 0", namespace(), [(0, packed)], seconds))
         check_integrity(self.cache)
         return hold.blocks, hold.nbytes // PAGE
 
@@ -159,7 +170,8 @@ class Runs:
         check_integrity(self.cache)
 
     def hold(self, name: str, *names: int, seconds: float = 100.0) -> None:
-        self.holds.hold(name, "uid 0", namespace(), [(self.space, keys(*names))], seconds)
+        packed = PackedHashes(b"".join(keys(*names)), 32)
+        ended(self.holds.hold(name, "uid 0", namespace(), [(self.space, packed)], seconds))
 
     def expire(self) -> None:
         self.holds.expired(self.cache.expire(self.now))
@@ -280,9 +292,9 @@ def test_no_room_for_the_hashes_is_a_refusal_that_changes_nothing() -> None:
     runs = Runs()
     small = KeptHolds(np.zeros(4608 + 512, np.uint64))
     holds = Holds(runs.cache, lambda: 0.0, 8 * PAGE, small)
-    holds.hold("a", "uid 0", namespace(), [(runs.space, keys(0))], 1)
+    ended(holds.hold("a", "uid 0", namespace(), [(runs.space, PackedHashes(keys(0)[0], 32))], 1))
     with pytest.raises(LimitExceeded, match="no room for the hashes of 1 more blocks"):
-        holds.hold("b", "uid 0", namespace(), [(runs.space, keys(1))], 1)
+        ended(holds.hold("b", "uid 0", namespace(), [(runs.space, PackedHashes(keys(1)[0], 32))], 1))
     assert [hold.name for hold in holds] == ["a"]
     assert runs.cache.stats().leases == 1
 
@@ -296,3 +308,25 @@ def test_memory_that_is_needed_ends_the_smallest_hold() -> None:
     assert runs.holds.give_up() == ""
     runs.restart()
     assert runs.names() == []
+
+
+def test_of_a_large_pin_each_step_looks_for_some_blocks_and_all_are_held_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holds_module, "HOLD_STEP", 2)
+    world = World().ready()
+    packed = PackedHashes(b"".join(keys(0, 77, 78, 79, 1, 2)), 32)
+    steps = world.lookups.hold("prompt", "uid 0", namespace(), [(0, packed)], 100.0)
+    assert len(list(steps)) == 2
+    (hold,) = world.holds
+    assert hold.blocks == 3
+    world.flood()
+    assert world.left() == [0, 1, 2]
+    steps = world.lookups.hold("another", "uid 0", namespace(), [(0, packed)], 100.0)
+    next(steps)
+    assert world.cache.stats().leases == 2
+    steps.close()
+    assert world.cache.stats().leases == 1
+    check_integrity(world.cache)
+    with pytest.raises(InvalidRequest, match="readable"):
+        world.hold("none", 77, 78, 79)

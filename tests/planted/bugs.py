@@ -71,7 +71,7 @@ _CACHE = (
     _bug(
         "for each note that goes, all namespaces of its user are looked at",
         "core/block_notes.py",
-        "if largest.get(most) not in of_user:",
+        "if largest.get(has_most) not in of_user:",
         "if True:",
         "core/test_block_notes.py",
     ),
@@ -801,16 +801,23 @@ _CORE = (
     _bug(
         "a pin that would be too large keeps its lease",
         "core/holds.py",
-        "        if others + nbytes > self.most_bytes:\n            self._cache.release(lease.id)\n",
-        "        if others + nbytes > self.most_bytes:\n",
+        "            if lease is not None:\n                self._cache.release(lease.id)\n            raise",
+        "            raise",
         "core/test_holds.py",
     ),
     _bug(
         "a pin that is replaced keeps its lease",
         "core/holds.py",
-        "        if before is not None:\n            self._cache.release(before.lease)\n",
-        "",
+        "            self._cache.release(before.lease)\n",
+        "            pass\n",
         "core/test_holds.py",
+    ),
+    _bug(
+        "one message of notes makes any number of others go",
+        "core/block_notes.py",
+        "            if len(given_up) >= most:",
+        "            if False:",
+        "core/test_block_notes.py",
     ),
     _bug(
         "each pin may be as large as all together",
