@@ -177,7 +177,8 @@ class Engine:
         loaded = runner.get_model() if hasattr(runner, "get_model") else runner.model
         generator = self._torch.Generator(device="cuda")
         generator.manual_seed(1)
-        queries_and_keys = (model["num_attention_heads"] + model["num_key_value_heads"]) * model["head_dim"]
+        # Latent attention has no matrix of queries and keys alone.
+        queries_and_keys = (model["num_attention_heads"] + model["num_key_value_heads"]) * model.get("head_dim", 0)
         with self._torch.no_grad():
             for name, weight in loaded.named_parameters():
                 if weight.ndim < 2:

@@ -120,7 +120,7 @@ def measure(engine: Engine, options: Any) -> dict[str, Any]:
         (milliseconds,) = engine.phase(name, 1, options.tokens)["ms"]  # without what makes the prompt
         ended = time.perf_counter()
         if not clock.done:
-            raise SystemExit("a prompt was no hit in the daemon")
+            raise SystemExit("a prompt was no hit in the daemon: has its pool (--pool-size) room for all prompts?")
         hits.append(milliseconds)
         parts.append(clock.parts(ended - milliseconds / 1e3, ended))
         on_gpu += engine.phase(name, 1, options.tokens)["ms"]
@@ -153,7 +153,7 @@ def main() -> None:
     if options.shape:
         options.graphs, options.fits, options.resident_times = False, True, 4
         shapes.set_shape(options, options.shape)
-        default = options.resident_bytes
+        default = 2 * options.resident_bytes  # states take more in the pool than attention that the GPU has room for
     pool = runs.pool_bytes(options, default)
     with runs.folder(options) as directory, runs.daemon(options, directory, pool) as server:
         model = runs.model_folder(directory, options.config)
