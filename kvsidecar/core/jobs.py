@@ -44,12 +44,13 @@ UNEXPECTED = JobResult(Outcome.FAILED, error="internal error; see the daemon's l
 
 @dataclass(eq=False)
 class JobRunner:
-    """Runs jobs. Used from the event loop; every decision about up to `STORE_BLOCKS` or `LOAD_BLOCKS` blocks is made in
-    one step of it, without an await in between.
+    """Runs jobs. Used from the event loop; every decision about up to ``store_blocks`` or ``load_blocks`` blocks is
+    made in one step of it, without an await in between.
 
     Args:
         clock: seconds, the clock of leases.
         later: takes the next step of a larger job in one of the next iterations of the loop.
+        store_blocks, load_blocks: that one step decides about at most.
         checksums: of the slots; None for no checksums.
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.
@@ -68,6 +69,8 @@ class JobRunner:
     on_ended: Callable[[RankSession, Job], None] | None = None
     tiering: Tiering | None = None
     zeroing: Zeroing | None = None
+    store_blocks: int = STORE_BLOCKS
+    load_blocks: int = LOAD_BLOCKS
 
     def __post_init__(self) -> None:
         self._counts = {direction: _Counts(self.metrics, direction) for direction in Direction}
@@ -183,8 +186,8 @@ class JobRunner:
 
         later = partial(self._step, session, job, go_on)
         reserved = skipped = 0
-        for piece in _pieces(groups, job.parts, STORE_BLOCKS):
-            if job.num_blocks > STORE_BLOCKS:
+        for piece in _pieces(groups, job.parts, self.store_blocks):
+            if job.num_blocks > self.store_blocks:
                 yield
             grant = self.cache.begin_store(
                 [_shard_part(each) for each in piece], session.copier.numa_node, job.ttl, job.priority, job.idle_ttl
@@ -232,8 +235,8 @@ class JobRunner:
         groups = _groups(session, job.parts)
         granted: list[_Granted] = []
         places: list[tuple[LoadGrant, int, int]] = []
-        for piece in _pieces(groups, job.parts, LOAD_BLOCKS):
-            if job.num_blocks > LOAD_BLOCKS:  # also before the first, since to look at all ids takes its time
+        for piece in _pieces(groups, job.parts, self.load_blocks):
+            if job.num_blocks > self.load_blocks:  # also before the first, since to look at all ids takes its time
                 yield
             grant = self.cache.begin_load([_shard_part(each) for each in piece], job.lease, self.clock())
             if isinstance(grant, Refusal):
@@ -275,6 +278,9 @@ class JobRunner:
         Raises:
             CopyFailed, DeviceLost: it was not handed over.
         """
+
+        if lost := session.lost:  # since the job's first step: the next copier does not have the rank's memory
+            raise DeviceLost(lost)
 
         def result_of(end: Done | DeviceLost) -> JobResult:
             if isinstance(end, DeviceLost):

@@ -16,7 +16,6 @@ from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.copier.link import Copying, Imported
 from kvsidecar.copier.messages import Done, Ended
-from kvsidecar.core import jobs
 from kvsidecar.core.access import Caller, Grant
 from kvsidecar.core.checksums import SAMPLE, Checksums
 from kvsidecar.core.job import Job, JobBlocks, JobResult
@@ -554,10 +553,9 @@ async def test_a_store_that_is_stopped_before_its_slots_are_zeroed_is_never_copi
 
 
 @pytest.fixture
-def two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_at_a_time(world: World) -> None:
     """Jobs of three blocks and more take several steps."""
-    monkeypatch.setattr(jobs, "STORE_BLOCKS", 2)
-    monkeypatch.setattr(jobs, "LOAD_BLOCKS", 2)
+    world.runner.store_blocks = world.runner.load_blocks = 2
 
 
 @pytest.mark.usefixtures("two_at_a_time")
@@ -602,7 +600,8 @@ async def test_of_a_large_load_the_shard_that_is_wrong_is_withdrawn_in_whatever_
 
 @pytest.mark.usefixtures("two_at_a_time")
 @pytest.mark.parametrize(
-    "why", ["no space", "not found", "cancelled", "a cancelled load", "a bug", "its copier has died"]
+    "why",
+    ["no space", "not found", "cancelled", "a cancelled load", "a bug", "its copier has died", "its copier is another"],
 )
 async def test_a_large_job_that_fails_in_a_later_step_gives_back_what_it_had(world: World, why: str) -> None:
     await world.stored("a", "b")
@@ -625,6 +624,9 @@ async def test_a_large_job_that_fails_in_a_later_step_gives_back_what_it_had(wor
             world.cache.begin_store = None  # type: ignore[assignment, method-assign]
         case "its copier has died":
             world.copier.die()
+        case "its copier is another":
+            world.copier.die()
+            world.copier.start_again()
     await job.over()
     assert job.result is not None
     assert job.result.outcome is not Outcome.DONE
@@ -647,7 +649,6 @@ async def test_the_blocks_of_a_large_store_are_used_in_their_order_however_many_
     assert world.readable(*"abcd") == [True, True, False, False]
 
 
-@pytest.mark.usefixtures("two_at_a_time")
 async def test_a_large_store_waits_until_none_of_its_slots_is_being_zeroed() -> None:
     waiting: list[Callable[[], object]] = []
 
@@ -657,6 +658,7 @@ async def test_a_large_store_waits_until_none_of_its_slots_is_being_zeroed() -> 
             return False
 
     world = World(zeroing=Zeroes())
+    world.runner.store_blocks = 2
     job = world.start(Direction.STORE, *"abcd")
     await eventually_in_loop(lambda: world.session.beginning is None)
     assert len(waiting) == 2

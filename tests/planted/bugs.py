@@ -632,6 +632,13 @@ _CORE = (
         "core/test_jobs.py",
     ),
     _bug(
+        "a large job that began before its copier died goes to the next one, which has not its rank's memory",
+        "core/jobs.py",
+        "        if lost := session.lost:  # since",
+        "        if lost := '':  # since",
+        "core/test_jobs.py",
+    ),
+    _bug(
         "the first step of a large job ends its beginning",
         "core/jobs.py",
         "        if begun:\n            session.beginning = None\n        else:",
