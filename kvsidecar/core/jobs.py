@@ -19,7 +19,7 @@ from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.copier.copiers import Copiers
 from kvsidecar.copier.messages import Checks, Done, Ended, Part
 from kvsidecar.core.checksums import BlocksInSlots, Checksums
-from kvsidecar.core.hashes import PackedHashes, as_keys
+from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.job import Job, JobBlocks, JobResult
 from kvsidecar.core.layout_checks import check_block_ids
 from kvsidecar.core.metrics import Metrics
@@ -98,7 +98,8 @@ class JobRunner:
 
         When this returns, the slots of a store are reserved, and the blocks of a load are referenced. So a message
         behind the load, such as the release of its lease, cannot take the blocks away. Of a job with very many blocks
-        that holds only when `RankSession.beginning` is None again: until then, handle no other message of the rank.
+        that holds only when it has left `RankSession.beginning`: until then, the rank's other jobs wait, and its other
+        messages should.
 
         Args:
             deadline: seconds from now after which its copy must not start any more.
@@ -109,7 +110,7 @@ class JobRunner:
         self._running[job.direction][job] = None
         if deadline is not None:
             job.timer = asyncio.get_running_loop().call_later(deadline, job.cancel, Refusal.DEADLINE)
-        session.beginning = job
+        session.beginning.append(job)
         begin = self._begin_store if job.direction is Direction.STORE else self._begin_load
         self._begin(session, job, begin(session, job))
 
@@ -127,6 +128,10 @@ class JobRunner:
 
     def _begin(self, session: RankSession, job: Job, steps: Generator[None, None, JobResult | None]) -> None:
         """Take the next step of a job's beginning, whose last one hands the copy over."""
+        again = partial(self._begin, session, job, steps)
+        if session.beginning[0] is not job:
+            self.later(again)
+            return
         begun = True
 
         def step() -> JobResult | None:
@@ -143,9 +148,9 @@ class JobRunner:
 
         self._step(session, job, step)
         if begun:
-            session.beginning = None
+            session.beginning.pop(0)
         else:
-            self.later(partial(self._begin, session, job, steps))
+            self.later(again)
 
     def _step(self, session: RankSession, job: Job, step: Callable[[], JobResult | None]) -> None:
         """Take one step of a job, and end the job if it has a result then. An error is this job's alone."""
@@ -171,7 +176,9 @@ class JobRunner:
             raise InvalidRequest("a store names a slice of a group, but a store always copies whole blocks")
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
-        granted: list[_Granted] = []
+        parts: list[Part] = []
+        taken: list[tuple[StoreGrant, Checks]] = []
+        """The checksums that the copier takes, in this order."""
         zeroing = 1  # besides the grants, this job's own beginning
 
         def go_on() -> JobResult | None:
@@ -181,10 +188,10 @@ class JobRunner:
                 return None
             if job.stopped is not None:
                 return _declined(job.stopped)
-            self._copy(session, job, _joined(granted), checks, copied)
+            self._copy(session, job, _merged(parts), _joined([checks for _, checks in taken]), copied)
             return None
 
-        later = partial(self._step, session, job, go_on)
+        later, checksums = partial(self._step, session, job, go_on), self.checksums
         reserved = skipped = 0
         for piece in _pieces(groups, job.parts, self.store_blocks):
             if job.num_blocks > self.store_blocks:
@@ -201,28 +208,25 @@ class JobRunner:
                 continue
             failpoints.hit("store.after_reserve")
             # Blocks that are present, or that another store fills, are left out.
-            parts = [
+            parts += [
                 Part(each.part.group, each.block_ids[part.index], part.slots)
                 for each, part in zip(piece, grant.parts, strict=True)
             ]
-            checks_of = None if self.checksums is None else self.checksums.to_take(_stored(grant, piece))
-            granted.append(_Granted(parts, checks_of, grant))
+            if checksums is not None and (checks := checksums.to_take(_stored(grant, piece))) is not None:
+                taken.append((grant, checks))
             if self.zeroing is not None and not self.zeroing.may_write(grant, later):
                 zeroing += 1
         if not reserved:
             return JobResult(Outcome.DONE, skipped_blocks=skipped)
         failpoints.hit("store.before_copy")
-        checks = _joined_checks(granted)
 
         def copied(done: Done) -> JobResult:
             failpoints.hit("store.before_seal")
-            if self.checksums is not None:
+            if checksums is not None:
                 first = 0
-                for each in granted:
-                    if each.checks is not None and isinstance(each.grant, StoreGrant):
-                        end = first + len(each.checks)
-                        self.checksums.keep(each.grant, each.checks, done.values[first:end])
-                        first = end
+                for grant, checks in taken:
+                    checksums.keep(grant, checks, done.values[first : first + len(checks)])
+                    first += len(checks)
             return _done(reserved, skipped, done)
 
         return go_on()
@@ -233,7 +237,8 @@ class JobRunner:
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         groups = _groups(session, job.parts)
-        granted: list[_Granted] = []
+        parts: list[Part] = []
+        compared: list[Checks] = []
         places: list[tuple[LoadGrant, int, int]] = []
         for piece in _pieces(groups, job.parts, self.load_blocks):
             if job.num_blocks > self.load_blocks:  # also before the first, since to look at all ids takes its time
@@ -242,15 +247,15 @@ class JobRunner:
             if isinstance(grant, Refusal):
                 return _declined(grant)
             job.grants.append(grant)
-            parts = [
+            parts += [
                 Part(each.part.group, each.block_ids, slots, each.part.slice)
                 for each, slots in zip(piece, grant.slots, strict=True)
             ]
-            checks = None
             if self.checksums is not None:
                 checks, places_of = self.checksums.to_compare(_loaded(grant, piece))
+                if checks is not None:
+                    compared.append(checks)
                 places += [(grant, *place) for place in places_of]
-            granted.append(_Granted(parts, checks, grant))
         if not job.num_blocks:
             return JobResult(Outcome.DONE)
         failpoints.hit("load.before_copy")
@@ -262,7 +267,7 @@ class JobRunner:
                 return _declined(Refusal.CHECKSUM)
             return _done(job.num_blocks, 0, done)
 
-        self._copy(session, job, _joined(granted), _joined_checks(granted), copied)
+        self._copy(session, job, _merged(parts), _joined(compared), copied)
         return None
 
     def _copy(
@@ -430,12 +435,7 @@ class _Span:
     def hashes(self) -> Sequence[bytes] | bytes:
         """In the form that the cache takes fastest."""
         hashes = self.part.hashes
-        if len(self) == len(hashes):
-            return as_keys(hashes)
         return hashes.cut(self.first, self.end) if isinstance(hashes, PackedHashes) else hashes[self.first : self.end]
-
-    def __len__(self) -> int:
-        return self.end - self.first
 
 
 _Piece = list[_Span]
@@ -458,36 +458,22 @@ def _pieces(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks], most: in
     yield piece
 
 
-@dataclass(frozen=True, slots=True)
-class _Granted:
-    """What is to be copied of one piece of a job."""
-
-    parts: Sequence[Part]
-    checks: Checks | None
-    grant: StoreGrant | LoadGrant
-
-
-def _joined(granted: Sequence[_Granted]) -> Sequence[Part]:
+def _merged(parts: Sequence[Part]) -> Sequence[Part]:
     """One part for each group and slice."""
-    if len(granted) == 1:
-        return granted[0].parts
     found: dict[tuple[int, int], list[Part]] = {}
-    for each in granted:
-        for part in each.parts:
-            found.setdefault((part.group, part.slice), []).append(part)
+    for each in parts:
+        found.setdefault((each.group, each.slice), []).append(each)
+    if len(found) == len(parts):
+        return parts
     return [
         Part(
-            group,
-            np.concatenate([each.block_ids for each in parts]),
-            np.concatenate([each.slots for each in parts]),
-            at,
+            group, np.concatenate([each.block_ids for each in some]), np.concatenate([each.slots for each in some]), at
         )
-        for (group, at), parts in found.items()
+        for (group, at), some in found.items()
     ]
 
 
-def _joined_checks(granted: Sequence[_Granted]) -> Checks | None:
-    checks = [each.checks for each in granted if each.checks is not None]
+def _joined(checks: Sequence[Checks]) -> Checks | None:
     return np.concatenate(checks) if len(checks) > 1 else checks[0] if checks else None
 
 

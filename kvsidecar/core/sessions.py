@@ -95,8 +95,8 @@ class RankSession:
     """Counts its jobs with those of the user's other ranks."""
     jobs: dict[int, Job] = field(default_factory=dict)
     """Jobs that are not over, by the numbers that the client chose."""
-    beginning: Job | None = None
-    """A job of very many blocks, of which some are not reserved or referenced yet: no other message is its turn."""
+    beginning: list[Job] = field(default_factory=list)
+    """Jobs of which some blocks are not reserved or referenced yet, in their order. Only the first one goes on."""
     num_events: int = 0
     """Interprocess events of the engine's ring; none if stores are ordered on the host."""
     device_order_refused: str = ""

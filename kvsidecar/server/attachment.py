@@ -54,9 +54,8 @@ class Attachment(ABC):
 
     @property
     def begins_job(self) -> bool:
-        """Whether a job of very many blocks still begins: no other message may be taken. (None that came early is so
-        large.)"""
-        return isinstance(self._stream, AttachStream) and self._stream.session.beginning is not None
+        """Whether a job of very many blocks still begins: what follows it should wait."""
+        return isinstance(self._stream, AttachStream) and bool(self._stream.session.beginning)
 
     def receive(self, message: pb.AttachRequest | InvalidRequest, nbytes: int = 0) -> None:
         """Take a message, or the error that it does not parse. Raises LimitExceeded: there are too many too early."""

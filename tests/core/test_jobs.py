@@ -562,8 +562,8 @@ def two_at_a_time(world: World) -> None:
 async def test_a_large_job_takes_some_of_its_blocks_in_each_step_and_copies_all_at_once(world: World) -> None:
     await world.stored("b")
     job = world.start(Direction.STORE, *"abcd")
-    assert (world.session.beginning, job.grants, world.copier.held[Direction.STORE].copies[1:]) == (job, [], [])
-    await eventually_in_loop(lambda: world.session.beginning is None)
+    assert (world.session.beginning, job.grants, world.copier.held[Direction.STORE].copies[1:]) == ([job], [], [])
+    await eventually_in_loop(lambda: not world.session.beginning)
     (copy,) = world.copier.held[Direction.STORE].copies[1:]
     (part,) = copy.parts
     assert part.block_ids.tolist() == [0, 2, 3]
@@ -582,6 +582,21 @@ async def test_a_large_job_takes_some_of_its_blocks_in_each_step_and_copies_all_
     (loaded,) = world.copier.held[Direction.LOAD].copies
     assert loaded.parts[0].block_ids.tolist() == [4, 5, 6, 7]
     assert sorted(loaded.parts[0].slots.tolist()) == [0, SLOT, 2 * SLOT, 3 * SLOT]
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+async def test_jobs_behind_a_large_one_begin_after_it_whatever_their_size(world: World) -> None:
+    """Messages that came before the reply to the registration are taken one after the other."""
+    sizes = [job.num_blocks for job in (world.start(Direction.STORE, *names) for names in ("abc", "d", "ab"))]
+    assert world.copier.held[Direction.STORE].copies == []
+    await eventually_in_loop(lambda: not world.session.beginning)
+    copies = world.copier.held[Direction.STORE].copies
+    assert [sum(len(part.block_ids) for part in copy.parts) for copy in copies] == sizes[:2]
+    assert [each.skipped_blocks for each in world.answers] == [2]
+    held = world.copier.held[Direction.STORE]
+    for index in range(len(copies)):
+        held.end(held.nbytes(SLOT, index), index)
+    await eventually_in_loop(lambda: len(world.answers) == 3)
 
 
 @pytest.mark.usefixtures("two_at_a_time")
@@ -631,7 +646,7 @@ async def test_a_large_job_that_fails_in_a_later_step_gives_back_what_it_had(wor
     assert job.result is not None
     assert job.result.outcome is not Outcome.DONE
     assert job.grants == []
-    assert world.session.beginning is None
+    assert world.session.beginning == []
     assert len(world.answers) == 1
     stats = world.cache.stats()
     assert (stats.reserved_bytes, stats.loads) == (0, 0)
@@ -660,7 +675,7 @@ async def test_a_large_store_waits_until_none_of_its_slots_is_being_zeroed() -> 
     world = World(zeroing=Zeroes())
     world.runner.store_blocks = 2
     job = world.start(Direction.STORE, *"abcd")
-    await eventually_in_loop(lambda: world.session.beginning is None)
+    await eventually_in_loop(lambda: not world.session.beginning)
     assert len(waiting) == 2
     waiting[0]()
     assert world.copier.held[Direction.STORE].copies == []
