@@ -25,6 +25,7 @@ OF_OTHERS = {
     "--kv-canary": "SGLang",
     "--enable-hierarchical-cache": "SGLang",
     "--enable-fault-tolerance": "vLLM",
+    "--prefix-match-unit": "vLLM",
     "--scheduling-policy": "vLLM",
     "--enable-memory-saver": "SGLang",
     "--enable-metrics": "SGLang",

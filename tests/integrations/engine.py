@@ -127,6 +127,28 @@ class TinyPool:
         for i in range(num_cached_blocks, num_full_blocks):
             self.cache(blocks[i], key_of(group or full(), request, i))
 
+    def cache_partial_block(
+        self,
+        request: Request,
+        block: Block,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> bytes:
+        """The block's content ends after so many tokens of the request."""
+        key = request.block_hashes[num_tokens // request.hash_tokens - 1] + group_suffix(kv_cache_group_id)
+        if block.block_hash is not None and (replace_existing_hashes or block.block_hash != key):
+            self.uncache(block)
+        self.cache(block, key)
+        return key
+
+    def move_block_hashes(self, src_block: Block, dst_block: Block) -> None:
+        key = src_block.block_hash
+        assert key is not None
+        self.uncache(src_block)
+        self.cache(dst_block, key)
+
     def evict_blocks(self, block_ids: set[int]) -> None:
         for each in block_ids:
             self.uncache(self.blocks[each])

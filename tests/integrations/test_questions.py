@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsidecar.client.types import GroupHits, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.hits import longest_hit, lookup_range
+from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range
 from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, LEASED_PART, Question
@@ -289,3 +289,52 @@ def test_a_hit_ends_where_the_windows_have_hashes() -> None:
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
     assert ask_all(question, 0, found, {index: [False] * 3000 for index in found}) == 3000 + 1
     assert longest_hit(groups, question.found(0), 0, 12_000) == 11_996
+
+
+@given(st.data())
+def test_a_hit_inside_a_block_is_the_longest_that_brute_force_finds(data: st.DataObject) -> None:
+    hash_tokens, block = 2, 8
+    kinds = [Kind.FULL, Kind.STATE, *data.draw(st.lists(st.sampled_from([Kind.FULL, Kind.STATE]), max_size=1))]
+    sizes = {"hash_tokens": hash_tokens, "alignment": block, "grain": hash_tokens}
+    groups = [group(index, kind, block, **sizes) for index, kind in enumerate(kinds)]
+    num_tokens = data.draw(st.integers(1, 50))
+    local = data.draw(st.integers(0, (num_tokens - 1) // block)) * block
+    ends = range(hash_tokens, num_tokens + 1, hash_tokens)
+    request = SimpleNamespace(block_hashes=numbered(len(ends)).block_hashes, num_tokens=num_tokens)
+    stored = {each.index: [data.draw(st.integers(0, 3).map(bool)) for _ in ends] for each in groups}
+
+    def has(each: Group, end: int) -> bool:
+        return stored[each.index][end // hash_tokens - 1]
+
+    def can_go_on(each: Group, end: int) -> bool:
+        if each.kind is Kind.STATE:
+            return has(each, end)
+        whole = (end // block + 1) * block
+        inside = end % block == 0 or has(each, end) or (whole < num_tokens and has(each, whole))
+        return inside and all(has(each, full_end) for full_end in range(local + block, end + 1, block))
+
+    most = (num_tokens - 1) // hash_tokens * hash_tokens
+    longest = next(
+        (end for end in range(most, local, -hash_tokens) if all(can_go_on(each, end) for each in groups)), local
+    )
+    question = Question(groups, request, local, limit(groups, num_tokens, local), prefix=True)
+    ask_all(question, local, stored, {each.index: [False] * len(ends) for each in groups})
+    hit = local + longest_hit(groups, question.found(local), local, limit(groups, num_tokens, local))
+    end, blocks = question.end_inside()
+    assert max(hit, end) == longest
+    if end > hit:
+        for each in groups:
+            number = int.from_bytes(blocks[each.index], "big")
+            assert stored[each.index][number]
+            assert number == end // hash_tokens - 1 or (each.kind is Kind.FULL and (number + 1) % 4 == 0)
+
+
+def test_what_can_be_hit_inside_a_block_of_a_long_prompt_is_asked_for_within_a_bound() -> None:
+    sizes = {"hash_tokens": 4, "alignment": 4000, "grain": 4}
+    groups = [full(0, 4000, **sizes), group(1, Kind.STATE, 4000, **sizes)]
+    whole = [(number + 1) % 1000 == 0 for number in range(10_000)]
+    states = [number == 9_500 for number in range(10_000)]
+    request = SimpleNamespace(block_hashes=numbered(10_000).block_hashes, num_tokens=40_001)
+    question = Question(groups, request, 0, 40_000, prefix=True)
+    assert ask_all(question, 0, {0: whole, 1: states}, {0: [False] * 10_000, 1: [False] * 10_000}) < 1100
+    assert question.end_inside()[0] == 9_501 * 4

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,6 +210,55 @@ def test_what_fails_to_come_is_not_waited_for() -> None:
     assert made.get_num_new_matched_tokens(request, 0) == (None, False)
     clock.now += AGAIN_SECONDS
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+FINE: dict[str, Any] = {"block_tokens": 8, "hash_tokens": 4, "alignment": 8, "grain": 4}
+FINE_GROUPS = [full(0, **FINE), group(1, Kind.STATE, **FINE)]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["as far as the hit", "the full block"])
+@pytest.mark.parametrize("local", [0, 8])
+def test_a_hit_inside_a_block_loads_the_state_there_and_the_block_around_it(local: int, whole: bool) -> None:
+    """20 of 31 tokens: two blocks, and four tokens of the third one."""
+    request = Request("r", list(range(31)))
+    names = request.block_hashes
+    daemon = TinyDaemon()
+    daemon.put(0, [names[1], names[3], names[5] if whole else names[4]])
+    daemon.put(1, [names[1], names[4]])
+    made = attached(FINE_GROUPS, TinyPool(20), daemon=daemon)
+    assert made.get_num_new_matched_tokens(request, local) == (20 - local, True)
+    made.update_state_after_alloc(request, Allocated([1, 2, 3, 4], [0, 0, 7, 8]), 20 - local)
+    (job,) = made.build_plan(Step()).loads
+    first = local // 8
+    blocks = [names[1], names[3], names[5] if whole else names[4]][first:]
+    assert [(each.group, each.split(), each.ids()) for each in job.blocks] == [
+        (0, blocks, [1, 2, 3][first:]),
+        (1, [names[4]], [7]),
+    ]
+    assert len(daemon.leases) == 1
+
+
+def test_a_prompt_that_is_shorter_than_a_block_is_hit_inside_it() -> None:
+    request = Request("r", list(range(7)))
+    daemon = TinyDaemon()
+    for index in range(2):
+        daemon.put(index, request.block_hashes[:1])
+    made = attached(FINE_GROUPS, TinyPool(20), daemon=daemon)
+    made.on_new_request(request)
+    assert made.get_num_new_matched_tokens(request, 0) == (4, True)
+
+
+def test_of_a_hit_inside_a_block_the_last_block_is_fetched_as_well() -> None:
+    request = Request("r", list(range(31)))
+    names = request.block_hashes
+    daemon, clock = TinyDaemon(), Clock()
+    daemon.disk = {(0, names[1]), (0, names[3]), (0, names[4]), (1, names[3]), (1, names[4])}
+    made = attached(FINE_GROUPS, TinyPool(20), daemon=daemon, clock=clock)
+    for _ in range(2):
+        assert made.get_num_new_matched_tokens(request, 0) == (None, False)
+        clock.now += AGAIN_SECONDS
+    assert made.get_num_new_matched_tokens(request, 0) == (20, True)
+    assert set(daemon.fetched) == {(0, names[1]), (0, names[3]), (0, names[4]), (1, names[4])}
 
 
 @pytest.mark.parametrize("reason", [DAEMON_LOST, BREAKER_OPEN])
@@ -1069,7 +1119,8 @@ def test_events_are_told_which_blocks_of_which_request_are_stored() -> None:
     told: list[tuple[str, int, bytes]] = []
 
     class Told:
-        def note(self, request: Request, of: Group, index: int, block_hash: bytes) -> None:
+        def note(self, request: Request, of: Group, index: int, block_hash: bytes, *, inside: int) -> None:
+            assert not inside
             told.append((request.request_id, index, block_hash))
 
         def stored(self, index: int, hashes: list[bytes]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.selection import group_suffix
 from kvsidecar.integrations.vllm.written import MAX_STEPS
-from tests.integrations.engine import Block, LiveTables, Request, Step, TinyPool, attached, stored_hashes
+from tests.integrations.engine import Block, LiveTables, Request, Step, TinyPool, attached, full, group, stored_hashes
 
 
 class Engine:
@@ -227,3 +229,159 @@ def test_a_reset_empties_the_cache_while_stores_run_and_they_keep_their_blocks(r
     engine.side.take_report(RankReport(stored={job.number: 1}))
     assert [block.ref_cnt for block in blocks] == [0, 0]
     assert len(engine.all_stored()) == 2, "of the new weights, under other keys"
+
+
+class Inside:
+    """A request whose prompt of 15 tokens ends inside blocks of 8, with a group of full attention and one of states.
+
+    vLLM computes it to its last hash, after 12 tokens, and keeps the state there under that.
+    """
+
+    SIZES: ClassVar = {"block_tokens": 8, "hash_tokens": 4, "alignment": 8, "grain": 4}
+
+    def __init__(self, **options: Any) -> None:
+        self.groups = [full(0, **self.SIZES), group(1, Kind.STATE, **self.SIZES)]
+        self.pool = TinyPool(20)
+        self.side = attached(self.groups, self.pool, of=SchedulerSide, **options)
+        self.request = Request("r", list(range(15)))
+        self.tables = [self.pool.take(2), self.pool.take(2)]
+        self.steps: list[Step] = []
+        self.side.update_state_after_alloc(self.request, LiveTables(self.tables), 0)
+        for each, table in zip(self.groups, self.tables, strict=True):
+            self.pool.cache_full_blocks(self.request, table, 0, 1, each)
+            self.pool.cache_partial_block(
+                self.request, table[1], num_tokens=12, kv_cache_group_id=each.index, block_size=8
+            )
+        self.schedule(12)
+
+    def schedule(self, tokens: int) -> StepPlan:
+        """Plan a step with so many tokens of the request."""
+        self.steps.append(Step({"r": tokens} if tokens else {}))
+        plan = self.side.build_plan(self.steps[-1])
+        self.request.num_computed_tokens += tokens
+        return plan
+
+    def process(self) -> None:
+        self.side.begin_output(self.steps.pop(0), ())
+        self.side.end_output()
+
+    def go_on(self) -> Block:
+        """vLLM moves the hash of the state to a copy, because the next tokens write over it."""
+        (copy,) = self.pool.take(1)
+        self.pool.move_block_hashes(self.tables[1][1], copy)
+        self.pool.free_blocks([copy])
+        return copy
+
+    def stored(self, plan: StepPlan) -> list[tuple[int, bytes, int]]:
+        """Group, hash and GPU block of all that is stored."""
+        return [
+            (each.group, name, number)
+            for job in plan.stores
+            for each in job.blocks
+            for name, number in zip(each.split(), each.ids(), strict=True)
+        ]
+
+
+def test_a_state_inside_a_block_is_stored_from_its_copy_when_that_is_made() -> None:
+    engine = Inside()
+    engine.process()
+    copy = engine.go_on()
+    inside = engine.request.block_hashes[2]
+    assert inside not in [name for _, name, _ in engine.stored(engine.schedule(3))], "the copy is made in this step"
+    engine.process()
+    assert engine.stored(engine.schedule(1)) == [
+        (0, inside, engine.tables[0][1].block_id),
+        (1, inside, copy.block_id),
+    ]
+
+
+def test_a_state_inside_a_block_is_not_stored_from_where_another_request_goes_on() -> None:
+    """Two requests with the same prompt have computed it at the same time. One of them waits for its next step, which
+    may begin before a copier reads."""
+    engine, other = Inside(), Request("other", list(range(15)))
+    engine.process()
+    inside = engine.request.block_hashes[2]
+    (theirs,) = engine.pool.take(1)
+    mine = engine.go_on()
+    engine.pool.uncache(mine)
+    engine.pool.cache_partial_block(other, theirs, num_tokens=12, kv_cache_group_id=1, block_size=8)
+    engine.pool.cache(mine, inside + group_suffix(1))
+    for tokens in (3, 1, 1):
+        assert (1, inside, theirs.block_id) not in engine.stored(engine.schedule(tokens))
+        engine.process()
+    engine.pool.move_block_hashes(theirs, *engine.pool.take(1))
+    assert (1, inside, mine.block_id) in engine.stored(engine.schedule(1))
+
+
+def test_a_state_inside_a_block_of_a_request_that_ends_is_stored_from_there() -> None:
+    engine = Inside()
+    engine.side.request_finished(engine.request)
+    assert not engine.stored(engine.schedule(0)), "its step is in flight"
+    engine.process()
+    inside = engine.request.block_hashes[2]
+    plan = engine.schedule(0)
+    assert (1, inside, engine.tables[1][1].block_id) in engine.stored(plan)
+
+
+def test_a_block_that_its_request_has_filled_while_it_was_stored_is_stored_again() -> None:
+    engine = Inside()
+    engine.process()
+    engine.go_on()
+    engine.schedule(3)
+    engine.process()
+    plan = engine.schedule(1)
+    engine.request.append([15])
+    block = engine.tables[0][1]
+    engine.pool.uncache(block)  # as vLLM does when it is full
+    engine.pool.cache_full_blocks(engine.request, engine.tables[0], 1, 2, engine.groups[0])
+    engine.process()
+    while engine.steps:
+        engine.process()
+    whole = (0, engine.request.block_hashes[3], block.block_id)
+    assert whole not in engine.stored(engine.schedule(1)), "one job would have it twice"
+    engine.process()
+    for job in plan.stores:
+        engine.side.take_report(RankReport(stored={job.number: 1}))
+    assert whole in [each for _ in range(3) for each in engine.stored(engine.schedule(1))]
+
+
+def test_in_an_engine_whose_hits_end_with_blocks_none_is_stored_that_is_not_full() -> None:
+    class Coarse(Inside):
+        SIZES: ClassVar = {**Inside.SIZES, "grain": 0}
+
+    engine = Coarse()
+    engine.process()
+    engine.go_on()
+    plans = []
+    for tokens in (3, 1, 1):
+        plans.append(engine.schedule(tokens))
+        engine.process()
+    engine.side.request_finished(engine.request)
+    plans.append(engine.schedule(0))
+    stored = [name for plan in plans for _, name, _ in engine.stored(plan)]
+    assert stored == [engine.request.block_hashes[1]] * 2
+
+
+def test_a_block_with_the_hashes_of_two_places_is_in_no_job_twice() -> None:
+    engine = Inside()
+    engine.process()
+    engine.go_on()
+    for job in engine.schedule(3).stores:
+        engine.side.take_report(RankReport(stored={job.number: 1}))
+    engine.process()
+    block = engine.tables[0][1]
+    inside = engine.request.block_hashes[2]
+    engine.request.append([15])
+    engine.pool.uncache(block)
+    engine.pool.cache_full_blocks(engine.request, engine.tables[0], 1, 2, engine.groups[0])
+    engine.pool.cached_block_hash_to_block.blocks[inside + group_suffix(0)] = [block]  # another request's prompt
+    stored: list[tuple[int, bytes, int]] = []
+    for _ in range(4):
+        plan = engine.schedule(1)
+        for job in plan.stores:
+            for each in job.blocks:
+                assert len(set(each.ids())) == len(each.ids())
+            engine.side.take_report(RankReport(stored={job.number: 1}))
+        stored += engine.stored(plan)
+        engine.process()
+    assert {(0, inside, block.block_id), (0, engine.request.block_hashes[3], block.block_id)} <= set(stored)

@@ -1438,8 +1438,8 @@ _CLIENT = (
     _bug(
         "a step without time to wait does not ask",
         "integrations/vllm/lookups.py",
-        "            if most > 0 and self._sending >= self._options.lookup_budget:",
-        "            if most > 0 and self._sending >= 0:",
+        "            if max(most, inside) > 0 and self._sending >= self._options.lookup_budget:",
+        "            if max(most, inside) > 0 and self._sending >= 0:",
         "integrations/test_scheduler.py",
     ),
     _bug(
@@ -1632,6 +1632,27 @@ _INTEGRATIONS = (
         "integrations/test_selection.py",
     ),
     _bug(
+        "a state inside a block is stored from where its request goes on",
+        "integrations/vllm/written.py",
+        "            self._mutable[block.block_id] = request.request_id",
+        "            pass",
+        "integrations/test_written.py",
+    ),
+    _bug(
+        "a block that was stored before it was full is never stored as a full one",
+        "integrations/vllm/stores.py",
+        "                if self._grain:\n                    self._defer_held(",
+        "                if False:\n                    self._defer_held(",
+        "integrations/test_written.py",
+    ),
+    _bug(
+        "of a hit inside a block, the state is that of the block before",
+        "integrations/vllm/loads.py",
+        "        hashes += last\n",
+        '        hashes += hashes[-width:] if last else b""\n',
+        "integrations/test_scheduler.py",
+    ),
+    _bug(
         "blocks of a request that was preempted in the step that would have written them stay in the GPU's cache",
         "integrations/vllm/written.py",
         "            if entry.request_id in preempted:",
@@ -1741,7 +1762,7 @@ _INTEGRATIONS = (
     _bug(
         "partial blocks are stored",
         "integrations/vllm/selection.py",
-        "        if group is not None and (tokens is None or tokens % group.block_tokens == 0):",
+        "        if group is not None and (tokens is None or tokens % (group.grain or group.block_tokens) == 0):",
         "        if group is not None:",
         "integrations/test_selection.py",
     ),

@@ -91,6 +91,29 @@ def save_experts(directory: Path) -> str:
     return str(path)
 
 
+def save_states(directory: Path) -> str:
+    """Write a model in which every other layer has a state (a short convolution) and the others full attention."""
+    import torch
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    path = directory / "states"
+    if path.exists():
+        return str(path)
+    torch.manual_seed(len(_MODELS) + 2)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False}
+    layers = ["conv", "full_attention"] * 2
+    config = Lfm2Config(**_COMMON, **sizes, num_hidden_layers=len(layers), layer_types=layers, conv_L_cache=3)
+    model = Lfm2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if "q_layernorm" in name:  # attention to few tokens, else the mean of many says nothing about any of them
+            weight.data *= 8
+    model.save_pretrained(path)
+    # What vLLM asks of it, and transformers does not keep.
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "conv_dim": 128, "block_dim": 128}))
+    return str(path)
+
+
 HEARS = "<|audio_bos|> <|AUDIO|> <|audio_eos|>"
 """In the prompts of `save_listening`, whose other words are ``w5`` to ``w999``."""
 

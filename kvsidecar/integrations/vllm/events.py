@@ -65,13 +65,17 @@ class Events:
                 groups, watch, self._known, self._announcements, lambda hashes: self.keys(hashes)
             )
 
-    def note(self, request: Any, group: Group, index: int, block_hash: bytes) -> None:
+    def note(self, request: Any, group: Group, index: int, block_hash: bytes, *, inside: int = 0) -> None:
         """Keep what an event needs to know about a block that is going to be stored.
 
         Args:
             index: of the block in the request's table.
+            inside: see `Span`: as in vLLM's own events, it is then a block of the tokens of its last hash.
         """
-        self._known.add(group.index, block_hash, self._describe(request, group, index))
+        start, end = index * group.block_tokens, (index + 1) * group.block_tokens
+        if inside:
+            start, end = inside - group.hash_tokens, inside
+        self._known.add(group.index, block_hash, self._describe(request, group, start, end))
         if self._follows is not None:
             for medium in self._media:
                 self._follows.announce(group.index | medium, block_hash)
@@ -93,15 +97,15 @@ class Events:
             blocks: hashes, and the blocks' indices in the request's table.
         """
         return {
-            each: self._describe(request, group, at)
+            each: self._describe(request, group, at * group.block_tokens, (at + 1) * group.block_tokens)
             for each, at in blocks.items()
             if self._announces and not self._announcements.is_announced(group.index, each)
         }
 
-    def _describe(self, request: Any, group: Group, index: int) -> BlockInfo:
+    def _describe(self, request: Any, group: Group, start: int, end: int) -> BlockInfo:
+        """The block of these tokens of a request."""
         lora = request.lora_request
-        start, end = index * group.block_tokens, (index + 1) * group.block_tokens
-        parent = group.hashes(request.block_hashes, index - 1, index)[0] if index else None
+        parent = request.block_hashes[start // group.hash_tokens - 1] if start else None
         extra, _ = self._extra_keys(request, start, end, 0)
         return BlockInfo(
             array("i", request.all_token_ids[start:end]).tobytes(),
@@ -172,7 +176,7 @@ class Events:
             self._external(block_hash),
             self._external(info.parent) if info.parent else None,
             info.tokens,
-            block_size=group.block_tokens,
+            block_size=len(info.tokens) or group.block_tokens,
             lora_id=info.lora_id,
             medium=self._media[index & DISK],
             lora_name=info.lora_name,

@@ -4,7 +4,7 @@ have different ones."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -43,6 +43,9 @@ class Group:
     """Tokens that vLLM keeps; sliding window and chunked local only."""
     eagle: bool = False
     """The draft head's KV depends on the next token: a hit must be followed by one more readable block."""
+    grain: int = 0
+    """Hits may also end inside a block, at a multiple of so many tokens (``--prefix-match-unit``); 0: they may not. The
+    same for all groups, whose blocks are then of one size."""
     lag_tokens: int = 0
     """Number of last computed tokens whose KV the draft model may still overwrite."""
     mla: bool = False
@@ -159,7 +162,19 @@ def groups_of(
         )
     if not found:
         raise ValueError("no KV cache group of this model caches prefixes")
-    return tuple(found)
+    grain = _grain(found, getattr(kv_cache_config, "cache_hit_alignment_tokens", None))
+    return tuple(replace(each, grain=grain) for each in found)
+
+
+def _grain(groups: Sequence[Group], hit_tokens: int | None) -> int:
+    """`Group.grain` of groups in an engine whose own hits end at multiples of ``hit_tokens``; None: it does not say."""
+    whole = all(
+        each.kind in (Kind.FULL, Kind.STATE) and not each.eagle and each.block_tokens == each.alignment
+        for each in groups
+    )
+    states = any(each.kind is Kind.STATE for each in groups)
+    fine = hit_tokens is not None and hit_tokens == groups[0].hash_tokens < groups[0].alignment
+    return groups[0].hash_tokens if whole and states and fine else 0
 
 
 def blocks_of_longest(kv_cache_config: Any, vllm_config: Any) -> int:

@@ -20,6 +20,12 @@ def limit(groups: Sequence[Group], num_tokens: int, local: int) -> int:
     return max(0, (num_tokens - 1) // alignment * alignment - local)
 
 
+def limit_inside(groups: Sequence[Group], num_tokens: int) -> int:
+    """Most tokens of a request after which a hit may end, be it inside a block; 0: in this engine none does."""
+    grain = groups[0].grain
+    return (num_tokens - 1) // grain * grain if grain else 0
+
+
 def lookup_range(group: Group, local: int, most: int) -> range:
     """Indices of the blocks to look up for a hit of at most ``most`` tokens after ``local``."""
     end = (local + most) // group.block_tokens

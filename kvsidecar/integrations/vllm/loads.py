@@ -152,10 +152,13 @@ class Loads:
         tokens, width = offer.local + external, len(self._unknown_hash)
         first, end = offer.local // group.block_tokens, -(-tokens // group.block_tokens)
         ids = block_ids[group.index][first:end]
-        hashes = offer.hashes.get(group.index, b"")[: (end - first) * width]
+        last = offer.last.get(group.index, b"") if external == offer.tokens else b""
+        whole = end - bool(last)
+        hashes = offer.hashes.get(group.index, b"")[: (whole - first) * width]
         # The lookup's hashes are joined already. If the last one is the request's, all are: a hash covers its prefix.
-        if [hashes[-width:]] != group.hashes(block_hashes, end - 1, end):
-            hashes = b"".join(group.hashes(block_hashes, first, end))
+        if [hashes[-width:]] != group.hashes(block_hashes, whole - 1, whole):
+            hashes = b"".join(group.hashes(block_hashes, first, whole))
+        hashes += last
         complete = len(ids) * width == len(hashes) == (end - first) * width
         if complete and group.kind is not Kind.FULL:
             complete = null_block not in ids[max(0, group.first_needed(tokens) - first) :]

@@ -48,6 +48,8 @@ class Offer:
     """Tokens after ``local`` that can be loaded."""
     hashes: Mapping[int, bytes] = field(default_factory=dict)
     """By group: the joined hashes that were looked up, from the first block after ``local``."""
+    last: Mapping[int, bytes] = field(default_factory=dict)
+    """By group: the hash of the block inside which the hit ends, if it does."""
     answered: float | None = None
     waiting_since: float | None = None
     """Since when its lookup cannot be sent, while that is so."""
@@ -160,10 +162,11 @@ class Lookups:
         most = hits.limit(self._groups, request.num_tokens, local)
         question = self._questions.find(request, local, most)
         if question is None:
-            if most > 0 and self._sending >= self._options.lookup_budget:
+            inside = hits.limit_inside(self._groups, request.num_tokens) - local
+            if max(most, inside) > 0 and self._sending >= self._options.lookup_budget:
                 return None  # the next step sends it
             question = self._questions.new(request, local, most)
-            if most <= 0 or not question:
+            if not question:
                 offer.tokens, offer.answered = 0, now
                 return 0
             self._questions.keep(request.request_id, question)
@@ -182,11 +185,11 @@ class Lookups:
             self._questions.remove(request.request_id)
         self._count(question)
         self._release_lease(request.request_id)  # after the lookup, whose lease protects the same blocks
-        offer.tokens, offer.answered, offer.waiting_since = 0, self._clock(), None
+        offer.tokens, offer.answered, offer.waiting_since, offer.last = 0, self._clock(), None, {}
         offer.looks, offer.looked = 0, 0.0
         same_run = self._client.epoch == epoch  # else the answer is of a daemon that may have none of it now
         if not question.reason and question.ready and same_run:
-            offer.tokens = self._longest(question, local, most)
+            offer.tokens, offer.last = self._longest(question, local, most)
             offer.hashes = question.packed(local, self._hash_bytes) if offer.tokens else {}
         if question.reason != NO_ANSWER and question.lease is not None:
             offer.lease, self._leased[request.request_id] = question.lease, offer.answered
@@ -258,6 +261,7 @@ class Lookups:
         more = question.coming
         if not more and self._chooses and not question.reason:
             aim = hits.longest_hit(self._groups, question.there(local), local, most)
+            aim = max(aim, question.end_inside(later=True)[0] - local)
             more, offer.aim = aim > offer.tokens and aim != offer.aim, aim  # the same again: it has failed to come
         if not more:
             return False
@@ -268,7 +272,8 @@ class Lookups:
             self._counters.fetch_waits += 1
         return offer.answered - offer.fetched_since < self._options.fetch_patience
 
-    def _longest(self, question: Question, local: int, most: int) -> int:
+    def _longest(self, question: Question, local: int, most: int) -> tuple[int, Mapping[int, bytes]]:
+        """Tokens of the longest hit, and `Offer.last`."""
         for index, missing in question.missing.items():
             # The daemon evicted them, or never had them: they are stored again. (An early answer may be older than a
             # store. The daemon skips the blocks of the second store then.)
@@ -276,8 +281,12 @@ class Lookups:
             if self._events is not None:
                 self._events.removed(index, missing)
         tokens = hits.longest_hit(self._groups, question.found(local), local, most)
+        end, last = question.end_inside()
+        if end <= local + tokens:
+            last = {}
+        tokens = max(tokens, end - local)
         self._counters.offered_tokens += tokens
-        return tokens
+        return tokens, last
 
     def renew_lease(self, offer: Offer) -> LeaseRenewal | None:
         """Extend the lease of a taken offer until its load has ended. Does not wait. None: it has no lease."""

@@ -5,6 +5,8 @@ Sent when a request arrives, it is mostly answered by the request's first step.
 A long prompt is asked for in rounds. A hit needs every block of some groups, but of a sliding window's group only the
 last few before its end: they are asked for when it is known where the hit may end. Where an earlier answer has said
 that, one round is mostly enough.
+
+Where hits may end inside a block, the last round asks for what is stored of the block behind the hit.
 """
 
 from __future__ import annotations
@@ -54,12 +56,18 @@ class Question:
         self.mode = LookupMode.PREFIX if prefix and not hits.chooses(groups) else LookupMode.BITMAP
         self._found: dict[int, Sequence[bool]] = {index: [False] * len(each) for index, each in self._hashes.items()}
         self._held: dict[int, Sequence[bool]] = {}
+        self._request_hashes: Sequence[bytes] = request.block_hashes if groups else ()
+        self._most_inside = hits.limit_inside(groups, request.num_tokens) if groups and groups[0].grain else 0
+        self._ends_inside: Sequence[int] = ()
+        """Tokens of the request after which a hit may end inside a block, once they are asked for."""
+        self._found_inside: dict[int, Sequence[bool]] = {}
+        self._held_inside: dict[int, Sequence[bool]] = {}
         self._now_local = local
         self._rounds = self._plan()
         self._round: Places = {}
         self._packed: dict[int, bytes] = {}
         """Of groups of which all was asked at once: the hashes, joined."""
-        self.in_rounds = False
+        self.in_rounds = self._most_inside > local
         """Whether not everything is asked at once."""
         self.pending: PendingLookup | None = None
         """Of the round that is under way."""
@@ -73,7 +81,7 @@ class Question:
 
     def __bool__(self) -> bool:
         """Whether there is anything to ask."""
-        return any(self._hashes.values())
+        return (self.end > self.local and any(self._hashes.values())) or self._most_inside > self.local
 
     # -- what to ask -----------------------------------------------------------------------------------------------
 
@@ -99,10 +107,26 @@ class Question:
         """Of the round: which blocks to fetch for a hit that ends after so many tokens of the request."""
         if aim <= self.local:
             return {}
+        if self._ends_inside:
+            return {index: [self._ends_inside[each] == aim for each in places] for index, places in self._round.items()}
         flags = hits.needed(self._groups, aim - self.local, self.local, self.end - self.local)
         return {index: [flags[index][each] for each in places] for index, places in self._round.items()}
 
     def _plan(self) -> Iterator[Places]:
+        yield from self._plan_blocks()
+        if self._most_inside <= self._now_local:
+            return
+        grain, block = self._groups[0].grain, self._groups[0].block_tokens
+        # There may be no state at the end of a block before the one inside a block.
+        hit, (chained, later) = self._now_local + self._ends()[0], self._chained_ends()
+        ends = [each for each in range(hit, min(later + block, self._most_inside + 1), grain) if each % block]
+        self._ends_inside = ends[-BUDGETED_HASHES // len(self._groups) :]
+        places = range(len(self._ends_inside))
+        if places:
+            behind = [place for place in places if self._ends_inside[place] > chained]
+            yield {group.index: behind if group.chained else places for group in self._groups}
+
+    def _plan_blocks(self) -> Iterator[Places]:
         everything = {index: range(len(each)) for index, each in self._hashes.items()}
         windowed = [group for group in self._groups if group.kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL)]
         others = [group for group in self._groups if group not in windowed]
@@ -149,12 +173,27 @@ class Question:
             return now, now
         return now, hits.longest_hit(self._groups, {**self.there(local), **whole}, local, most)
 
+    def _chained_ends(self) -> tuple[int, int]:
+        """Tokens of the request up to which every block is there of the groups that need all, now and after a fetch."""
+        now, later = self._ends(assumed=[group for group in self._groups if not group.chained])
+        return self._now_local + now, self._now_local + later
+
     def _join(self, index: int, places: Sequence[int]) -> bytes:
-        hashes = self._hashes[index]
-        if len(places) < len(hashes):
+        hashes = self._round_hashes(index)
+        if len(places) < len(hashes) or self._ends_inside:
             return b"".join([hashes[each] for each in places])
         self._packed[index] = b"".join(hashes)
         return self._packed[index]
+
+    def _round_hashes(self, index: int) -> Sequence[bytes]:
+        """The hashes of a group in which the places of the round are."""
+        if self._ends_inside:
+            return [self._hash_inside(end) for end in self._ends_inside]
+        return self._hashes[index]
+
+    def _hash_inside(self, end: int) -> bytes:
+        """The hash under which the block is stored whose content ends after so many tokens of the request."""
+        return self._request_hashes[end // self._groups[0].hash_tokens - 1]
 
     # -- what was answered -----------------------------------------------------------------------------------------
 
@@ -167,18 +206,20 @@ class Question:
         if result.reason or not result.ready:
             self.lease = result.lease
             return
+        inside = bool(self._ends_inside)
+        all_found, all_held = (self._found_inside, self._held_inside) if inside else (self._found, self._held)
         for index, places in self._round.items():
-            answer, hashes = result.groups[index], self._hashes[index]
+            answer, hashes = result.groups[index], self._round_hashes(index)
             found: Sequence[bool] = answer.found
             if self.mode is LookupMode.PREFIX:
                 found = (True,) * answer.hits + (False,) * (len(places) - answer.hits)
             if answer.hits < len(places):
                 missed = [hashes[place] for place, flag in zip(places, found, strict=True) if not flag]
                 self.missing.setdefault(index, []).extend(missed)
-            self._found[index] = _placed(self._found[index], places, found)
+            nothing = (False,) * len(hashes)
+            all_found[index] = _placed(all_found.get(index) or nothing, places, found)
             if answer.held:
-                before = self._held.get(index) or (False,) * len(hashes)
-                self._held[index] = _placed(before, places, answer.held)
+                all_held[index] = _placed(all_held.get(index) or nothing, places, answer.held)
 
     def refused(self, reason: str) -> None:
         self.pending, self.lease, self.reason = None, None, reason
@@ -199,6 +240,33 @@ class Question:
             later = held[self._after(index, local) :]
             flags[index] = [one or other for one, other in zip(flags[index], later, strict=True)]
         return flags
+
+    def end_inside(self, *, later: bool = False) -> tuple[int, Mapping[int, bytes]]:
+        """Tokens of the request at which its hit ends inside a block, and by group the hash of that block; 0: nowhere.
+
+        Args:
+            later: now or after a fetch from a slower tier.
+        """
+        chained = self._chained_ends()[later] if self._ends_inside else 0
+        for place, end in reversed(list(enumerate(self._ends_inside))):
+            if end // self._groups[0].block_tokens > chained // self._groups[0].block_tokens:
+                continue
+            blocks = {group.index: self._block_inside(group, end, place, later) for group in self._groups}
+            if all(blocks.values()):
+                return end, {index: block for index, block in blocks.items() if block is not None}
+        return 0, {}
+
+    def _block_inside(self, group: Group, end: int, place: int, later: bool) -> bytes | None:
+        """The hash of a block of this group that has what is needed to go on after ``end`` tokens; None: none is there.
+
+        What follows in a block of a group that needs every block does not matter, so the full block serves as well.
+        """
+        for flags in (self._found_inside, self._held_inside)[: 1 + later]:
+            if (found := flags.get(group.index)) and found[place]:
+                return self._hash_inside(end)
+        at = end // group.block_tokens - self._first[group.index]
+        found = self._found[group.index]
+        return self._hashes[group.index][at] if group.chained and at < len(found) and found[at] else None
 
     def packed(self, local: int, hash_bytes: int) -> dict[int, bytes]:
         """The joined hashes from the first block after ``local`` on, of groups of which all was asked."""
@@ -246,7 +314,7 @@ class Questions:
             return
         most = hits.limit(self._groups, request.num_tokens, 0)
         question = Question(self._groups, request, 0, most, prefix=False)
-        if not most or not question:
+        if not question:
             return
         try:
             if self.send(question, question.next_round(0), self.arguments(question)):

@@ -18,6 +18,7 @@ from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PEN
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
 from kvsidecar.integrations.vllm.events import Events
+from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepPlan, StoreJob
@@ -63,7 +64,8 @@ class SchedulerSide:
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        written = WrittenBlocks(engine.block_ids)
+        states = [group.index for group in engine.groups if group.kind is Kind.STATE]
+        written = WrittenBlocks(engine.block_ids, states)
         shared = Shared(options, engine, events, clock, written=written)
         self.counters, self._stored_filter, self._events = shared.counters, shared.stored_filter, events
         self._options, self._world_size, self._clock = options, engine.world_size, clock
@@ -357,7 +359,7 @@ class SchedulerSide:
             self._events.all_removed()
             self._loads.forget_events()
         for progress in self._requests.values():
-            progress.done, progress.declined = 0, False
+            progress.done, progress.declined, progress.inside_done = 0, False, False
         self._lookups.connect()
 
     def _take_woken(self, report: RankReport) -> None:
@@ -381,7 +383,7 @@ class SchedulerSide:
         self._lookups.forget_all()
         self._touches.forget_all()
         for progress in self._requests.values():
-            progress.done = 0
+            progress.done, progress.inside_done = 0, False
 
     def _new_weights(self) -> None:
         """Begin a version of the weights."""
@@ -444,6 +446,7 @@ class SchedulerSide:
         self._failed.discard(request_id)
         if self._adapters is not None:
             self._adapters.ended(request)
+        self._written.end_request(request_id)
         progress = self._requests.pop(request_id, None)
         if progress is not None:
             self._counts = True
@@ -452,7 +455,6 @@ class SchedulerSide:
             pause = next_use.pause_after(said, request.output_token_ids, self.counters, self._tool_tokens)
             self._touches.ended(request, pause)
         self._stores.terms.pop(request_id, None)
-        self._written.end_request(request_id)
         return False, None
 
     # -- the engine ------------------------------------------------------------------------------------------------

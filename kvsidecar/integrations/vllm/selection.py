@@ -51,6 +51,8 @@ class Span:
     """Index of the first candidate in the request's block table."""
     begin: int
     """Index of the first candidate among all candidates."""
+    inside: int = 0
+    """Tokens of the request that its only candidate holds the last of, if they end inside it."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class RequestProgress:
     """Tokens; a multiple of the alignment."""
     declined: bool = False
     """Whether the daemon has declined some of it: what is behind is useless without that, and is not offered."""
+    inside_done: bool = False
+    """Whether the blocks inside which the prompt ends were considered."""
     tables: Sequence[Sequence[Any]] = ()
     """The request's blocks by group index, since its last allocation. vLLM's own lists: they grow with the request, and
     are invalid once it has lost its blocks."""
@@ -80,14 +84,15 @@ class Candidates:
     spans: list[Span] = field(default_factory=list)
     """Empty in lazy mode, where the requests do not matter."""
 
-    def add(self, request: Any, first: int, hashes: Sequence[bytes], table: Sequence[Any]) -> None:
+    def add(self, request: Any, first: int, hashes: Sequence[bytes], table: Sequence[Any], *, inside: int = 0) -> None:
         """Add a request's blocks, from index ``first`` on.
 
         Args:
             table: the request's block table; it may be too short or stale.
+            inside: see `Span`.
         """
         blocks = table[first : first + len(hashes)]
-        self.spans.append(Span(request, first, len(self.hashes)))
+        self.spans.append(Span(request, first, len(self.hashes), inside))
         self.hashes += hashes
         self.blocks += blocks
         self.blocks += [None] * (len(hashes) - len(blocks))
@@ -269,9 +274,9 @@ def walk(
         if key is None or block.is_null:
             continue
         group = groups.get(int.from_bytes(key[-GROUP_ID_BYTES:], "big"))
-        # vLLM may cache a partial block under the hash of its tokens so far, but stored blocks must be full.
+        # vLLM may cache a partial block under the hash of its tokens so far, which no lookup asks for without a grain.
         tokens = getattr(block, "block_hash_num_tokens", None)
-        if group is not None and (tokens is None or tokens % group.block_tokens == 0):
+        if group is not None and (tokens is None or tokens % (group.grain or group.block_tokens) == 0):
             found[bytes(key)] = block
     stored: set[bytes] = set()
     for index in groups:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.integrations.stored_filter import tags_of
+from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
@@ -23,6 +24,7 @@ from kvsidecar.integrations.vllm.selection import (
     Pool,
     RequestProgress,
     Selection,
+    Span,
     block_range,
     by_terms,
     choose,
@@ -66,7 +68,7 @@ class Stores:
         self._stored_filter, self._numbers, self._written = shared.stored_filter, shared.numbers, shared.written
         self._counters, self._events = shared.counters, shared.events
         self._alignment = self._groups[0].alignment
-        self._hash_tokens = self._groups[0].hash_tokens
+        self._hash_tokens, self._grain = self._groups[0].hash_tokens, self._groups[0].grain
         self._unit_blocks = sum(self._alignment // group.block_tokens for group in groups)
         """Blocks of all groups together in as many tokens as the alignment."""
         self._extra_blocks = sum(group.eagle for group in groups)
@@ -198,9 +200,11 @@ class Stores:
             if progress is None:
                 continue
             tokens = progress.request.num_computed_tokens - lag
-            if tokens < progress.done + alignment:  # most requests of most steps
-                continue
+            if tokens < progress.done + alignment and (progress.inside_done or not self._grain):
+                continue  # most requests of most steps
             tokens -= sum(step.get(request_id, 0) for step in in_flight)
+            if self._grain and not progress.inside_done:
+                self._consider_inside(progress, tokens)
             if tokens >= progress.done + alignment:
                 self._consider(progress, tokens)
                 self._next = self._now + self._interval
@@ -224,12 +228,15 @@ class Stores:
         if store and not self._lazy:
             done = progress.done
             self._consider(progress, tokens)
+            self._consider_inside(progress, tokens)
             self._plan()
             if self._written.unwritten:
                 progress.done = done  # what is not written yet was left out: it is deferred
         aligned, end = self._bounds(progress, tokens)
         if aligned > progress.done:
             self._defer(progress, aligned, end)
+        if self._grain and not progress.inside_done:
+            self._defer_inside(progress)
 
     def allocated(self, blocks: int) -> None:
         """Count blocks that vLLM has allocated outside of the scheduler's output."""
@@ -284,6 +291,39 @@ class Stores:
         candidates.add(request, indices.start, hashes, progress.table(group.index))
         return len(hashes)
 
+    def _end_inside(self, progress: RequestProgress) -> tuple[int, Sequence[bytes]]:
+        """Tokens of a request's prompt after which a later request may go on inside a block, and the hash of that
+        block; 0: at the end of a block, or nowhere."""
+        end = hits.limit_inside(self._groups, progress.request.num_prompt_tokens)
+        if not self._grain or end % self._alignment == 0:
+            return 0, ()
+        return end, progress.request.block_hashes[end // self._hash_tokens - 1 :][:1]
+
+    def _consider_inside(self, progress: RequestProgress, tokens: int) -> None:
+        """Add the blocks inside which a request's prompt ends to the candidates, once they are written and nobody goes
+        on in a state; see `WrittenBlocks`.
+
+        Args:
+            tokens: of the request that are computed.
+        """
+        assert self._pool is not None
+        end, hashes = self._end_inside(progress)
+        if progress.inside_done or tokens < end:
+            return
+        find = self._pool.cached_block_hash_to_block.get_one_block
+        blocks = {group: find(each + group_suffix(group.index)) for group in self._groups for each in hashes}
+        if any(block is not None and block.block_id in self._written.unwritten for block in blocks.values()):
+            return
+        # Of the other groups the full block serves as well, which vLLM may know by now instead.
+        if all(block is not None or group.chained for group, block in blocks.items()):
+            if self._room() < len(blocks):
+                return
+            for group in blocks:
+                at = end // group.block_tokens
+                self._candidates[group.index].add(progress.request, at, hashes, (), inside=end)
+            self._considered += len(blocks)
+        progress.inside_done = True
+
     def _step_lazy(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
         cached = scheduler_output.scheduled_cached_reqs.new_block_ids
         fresh = (each.block_ids for each in scheduler_output.scheduled_new_reqs)
@@ -313,20 +353,33 @@ class Stores:
     def _defer(self, progress: RequestProgress, aligned: int, end: int) -> None:
         """Add those of a request's blocks to the backlog that the GPU's prefix cache has. They may not be written
         yet."""
-        assert self._pool is not None
         for group in self._groups:
             candidates = Candidates()
             self._add(candidates, group, progress, aligned, end)
-            chosen = choose(self._pool, self._stored_filter, group, candidates, ())
-            if chosen is None:
-                continue
-            if self._events is not None:
-                (span,) = candidates.spans
-                for i in chosen.places:
-                    self._events.note(span.request, group, span.first + i, candidates.hashes[i])
-            terms = self.terms.get(progress.request.request_id, DEFAULT_TERMS)
-            self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags, terms))
+            self._defer_candidates(group, candidates)
         progress.done = aligned
+
+    def _defer_inside(self, progress: RequestProgress) -> None:
+        """`_defer` the blocks inside which a request's prompt ends."""
+        end, hashes = self._end_inside(progress)
+        for group in self._groups if hashes else ():
+            candidates = Candidates()
+            candidates.add(progress.request, end // group.block_tokens, hashes, (), inside=end)
+            self._defer_candidates(group, candidates)
+        progress.inside_done = True
+
+    def _defer_candidates(self, group: Group, candidates: Candidates) -> None:
+        """Add the candidates of one request to the backlog."""
+        assert self._pool is not None
+        chosen = choose(self._pool, self._stored_filter, group, candidates, ())
+        if chosen is None:
+            return
+        (span,) = candidates.spans
+        if self._events is not None:
+            for i in chosen.places:
+                self._events.note(span.request, group, span.first + i, candidates.hashes[i], inside=span.inside)
+        terms = self.terms.get(span.request.request_id, DEFAULT_TERMS)
+        self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags, terms))
 
     def _add_to_backlog(self, part: BlockHashes) -> None:
         for each in self._backlog.add(part):
@@ -405,8 +458,13 @@ class Stores:
                 continue
             planned[group.index] = chosen
             self._stored_filter.add(chosen.tags)
-            held = self._is_held[chosen.packed.id_array()]
+            ids = chosen.packed.id_array()
+            held = self._is_held[ids]
+            if self._grain:  # a block may have the hashes of all places at which prompts have ended inside it
+                held[np.setdiff1d(np.arange(len(ids)), np.unique(ids, return_index=True)[1])] = True
             if np.count_nonzero(held):
+                if self._grain:
+                    self._defer_held(chosen.only(np.flatnonzero(held).tolist()), candidates.spans, terms)
                 if held.all():
                     continue
                 chosen = chosen.only(np.flatnonzero(~held).tolist())
@@ -421,6 +479,13 @@ class Stores:
             self._pool.touch(chosen.blocks)
             self._note(group, candidates, chosen)
         return planned
+
+    def _defer_held(self, chosen: Chosen, spans: Sequence[Span], terms: Terms | None) -> None:
+        """Put blocks into the backlog that are held under another hash."""
+        by = by_terms(chosen, spans, self.terms) if terms is None else {terms: chosen}
+        for each, part in by.items():
+            self._stored_filter.discard(part.tags)
+            self._add_to_backlog(BlockHashes(part.packed.group, part.packed.hashes, part.tags, each))
 
     def _planned_as(self, terms: Terms) -> Selection:
         return self._planned.setdefault((terms, ""), Selection(terms))
@@ -440,7 +505,8 @@ class Stores:
                 planned.traceparent = traceparent
             if self._events is not None:
                 for i in mine:
-                    self._events.note(span.request, group, span.first + i - span.begin, candidates.hashes[i])
+                    at = span.first + i - span.begin
+                    self._events.note(span.request, group, at, candidates.hashes[i], inside=span.inside)
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 

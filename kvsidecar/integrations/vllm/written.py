@@ -5,6 +5,9 @@ them. The pass may never come, because vLLM preempts the request in the same ste
 compute on KV that another connector failed to load. So a block counts as written only when the output of its step has
 been processed without an invalid block in it. `kvsidecar.integrations.vllm.selection.choose` leaves out all others, and
 every store passes through it.
+
+A state that ends inside a block is written over by the next step of its request, before which vLLM moves the hash to a
+copy. Until then it cannot be stored, because the copier reads later.
 """
 
 from __future__ import annotations
@@ -59,10 +62,11 @@ class WrittenBlocks:
 
     Args:
         block_ids: tells which blocks a request has, to find the requests that have computed on invalid ones.
+        states: indices of the groups whose blocks hold a state: a request goes on in the block in which a hit may end.
     """
 
-    def __init__(self, block_ids: BlockIds = lambda _: ()) -> None:
-        self._block_ids = block_ids
+    def __init__(self, block_ids: BlockIds = lambda _: (), states: Collection[int] = ()) -> None:
+        self._block_ids, self._states = block_ids, states
         self._pool: Any = None
         self._wraps: list[End] = []
         self._steps: deque[_Step] = deque()
@@ -71,6 +75,8 @@ class WrittenBlocks:
         """The step that is being scheduled, or is next."""
         self._entry_of: dict[int, _Entry] = {}
         """By id of a block that is not known to be written: its last entry."""
+        self._mutable: dict[int, str] = {}
+        """By id of a block with a state that ends inside it: the request that goes on in it, unless vLLM moves it."""
         self._in_output = False
         """Whether vLLM is processing an output: what it enters now was written by that step or an earlier one."""
         self._wrong: set[str] = set()
@@ -118,15 +124,20 @@ class WrittenBlocks:
             return None
         key = original(request, block, *others, **named)
         self._entered(request.request_id, [block])
+        if named.get("kv_cache_group_id") in self._states and not named.get("replace_existing_hashes"):
+            self._mutable[block.block_id] = request.request_id
         return key
 
     def _move_block_hashes(self, original: Callable[..., Any], src_block: Any, dst_block: Any) -> None:
         # The step that is being scheduled copies the one block into the other.
         original(src_block, dst_block)
         entry = self._entry_of.get(src_block.block_id)
+        self._mutable.pop(src_block.block_id, None)
         self._entered(entry.request_id if entry is not None else "", [dst_block])
 
     def _entered(self, request_id: str, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            self._mutable.pop(block.block_id, None)
         if self._in_output:
             return
         entry = _Entry(request_id, [block.block_id for block in blocks if not block.is_null])
@@ -137,8 +148,8 @@ class WrittenBlocks:
 
     @property
     def unwritten(self) -> Collection[int]:
-        """Ids of the blocks that are not known to hold what their hashes say."""
-        return self._entry_of.keys()
+        """Ids of the blocks that are not known to hold what their hashes say, or may not when they are read."""
+        return self._entry_of.keys() | self._mutable.keys() if self._mutable else self._entry_of.keys()
 
     def first_unwritten(self, table: Sequence[Any], blocks: range) -> int:
         """Index of the first of these blocks of a request's block table that is not known to be written; the end of the
@@ -177,6 +188,8 @@ class WrittenBlocks:
                 self._evict(set(self._last_entered([entry])))
             self._settle([entry])
         self._wrong.difference_update(preempted)
+        for request_id in preempted:
+            self._leave(request_id)
         self._steps.append(step)
         while len(self._steps) > MAX_STEPS:
             self._lose(self._steps.popleft())
@@ -216,10 +229,17 @@ class WrittenBlocks:
     def end_request(self, request_id: str) -> None:
         """A request has ended, and enters nothing any more."""
         self._wrong.discard(request_id)
+        self._leave(request_id)
 
     def preempt_all(self) -> None:
         """vLLM has preempted all requests, which may be in the next step again."""
         self._wrong.clear()
+        self._mutable.clear()
+
+    def _leave(self, request_id: str) -> None:
+        """A request writes to none of its blocks any more."""
+        for block_id in [block_id for block_id, owner in self._mutable.items() if owner == request_id]:
+            del self._mutable[block_id]
 
     def abort_all(self) -> None:
         """vLLM aborts all requests, because it is told to or because a step has failed. The outputs of the steps in
