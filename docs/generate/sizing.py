@@ -1,4 +1,5 @@
-"""docs/sizing.md: docs/generate/sizing.md, and what `kvsidecar size` prints of some models."""
+"""docs/sizing.md: docs/generate/sizing.md, what `kvsidecar size` prints of some models, and the bytes per token that
+`benchmarks.vllm.bytes_per_token` has found."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, Final
 
 from click.testing import CliRunner
 
+from benchmarks.vllm.bytes_table import MOST, Found, markdown
 from docs.generate.markdown import code, table
 from kvsidecar.cli.main import main
 from kvsidecar.support.units import format_size
@@ -66,6 +68,43 @@ def _row(kind: str, model: str, tp: int) -> list[str]:
     ]
 
 
+def bytes_per_token() -> str:
+    found = Found.read()
+    chunked = next(row for row in found.rows if row.model == "Llama-4-Scout" and row.tp == 1)
+    return f"""## Bytes per token
+
+KiB of host memory for each token of a prompt of {found.tokens:,} tokens, on all ranks together; in parentheses, how
+many times what a hit needs that is:
+
+- *A hit needs* every KV head, latent vector and state once: of all tokens where attention goes to all of them,
+  otherwise of the last window or chunk.
+- *Pool* is what the daemon holds once the prompt has been computed, all rounding included, in a pool of 512 GiB.
+- *Simple* and *Offloading* are vLLM {found.vllm}'s `SimpleCPUOffloadConnector` and `OffloadingConnector`. In both, the
+  block of every group is as large as that of the largest group.
+
+The table is made by a command, in a checkout of the repository and beside vLLM: published configurations go through
+vLLM's planner as on H200s, with its defaults, and its scheduler runs each connector. It needs neither a GPU nor
+weights, and takes two minutes.
+
+```sh
+python -m benchmarks.vllm.bytes_per_token --markdown
+```
+
+{markdown(found.rows)}
+
+The pool is to hold at most {MOST} times what a hit needs. It holds more of two kinds of models:
+
+- **Fewer KV heads than ranks** (Qwen3.5, Qwen3-Next and Nemotron with eight ranks): several ranks have the same head,
+  and each stores it, as with vLLM's connectors.
+- **Chunked attention** (Llama 4): vLLM caches the blocks of all chunks, and all of them are stored, though a hit loads
+  only those of the last one: {chunked.kib(chunked.loaded)} KiB for each token of this prompt. vLLM's connectors also
+  store all.
+
+Latent vectors (MLA) are the same on all ranks. Simple stores them once for each rank; Offloading once, but for each
+rank if the model has states too (Kimi Linear).
+"""
+
+
 def page() -> str:
     shown = next(recipe for recipe in RECIPES if recipe[1] == SHOWN)
     header = ("`kvsidecar size`", "Kind", "A token", "Block", "Session of 32Ki", "Pool, disk", "Sessions in the pool")
@@ -75,5 +114,6 @@ def page() -> str:
         f"32,768 tokens: each line is `kvsidecar size` with the options of its first column and\n"
         f"`--gpus 8 {USERS} {NODE}`. *Block* is in tokens.\n\n"
         f"{table(header, (_row(*recipe) for recipe in RECIPES))}\n\n"
-        f"The full output for one of them:\n\n```console\n$ {line}\n{run(command(*shown[1:]))}\n```\n"
+        f"The full output for one of them:\n\n```console\n$ {line}\n{run(command(*shown[1:]))}\n```\n\n"
+        f"{bytes_per_token()}"
     )

@@ -101,7 +101,7 @@ class _Anything(types.ModuleType):
         return mock.MagicMock(name=name)
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] not in ABSENT:
             return None
@@ -308,7 +308,7 @@ def plans(wanted: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    sys.meta_path.append(_Absent())
+    sys.meta_path.append(Absent())
     for each in plans(sys.argv[1:]):
         print(json.dumps(each), flush=True)
 
