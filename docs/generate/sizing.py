@@ -92,16 +92,14 @@ python -m benchmarks.vllm.bytes_per_token --markdown
 
 {markdown(found.rows)}
 
-The pool is to hold at most {MOST} times what a hit needs. It holds more of two kinds of models:
+The pool is to hold at most {MOST} times what a hit needs. It holds more for **chunked attention** (Llama 4): vLLM
+caches the blocks of all chunks, and all of them are stored, though a hit loads only those of the last one:
+{chunked.kib(chunked.loaded)} KiB for each token of this prompt. A request that goes another way in an earlier chunk
+hits them. vLLM's connectors also store all.
 
-- **Fewer KV heads than ranks** (Qwen3.5, Qwen3-Next and Nemotron with eight ranks): several ranks have the same head,
-  and each stores it, as with vLLM's connectors.
-- **Chunked attention** (Llama 4): vLLM caches the blocks of all chunks, and all of them are stored, though a hit loads
-  only those of the last one: {chunked.kib(chunked.loaded)} KiB for each token of this prompt. vLLM's connectors also
-  store all.
-
-Latent vectors (MLA) are the same on all ranks. Simple stores them once for each rank; Offloading once, but for each
-rank if the model has states too (Kimi Linear).
+What is the same on several ranks is stored once: latent vectors (MLA), and heads where there are fewer than ranks
+(Qwen3.5, Qwen3-Next and Nemotron with eight ranks). Simple stores it once for each rank; Offloading does so with heads,
+and with latent vectors if the model has states too (Kimi Linear).
 """
 
 

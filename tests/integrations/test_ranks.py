@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.ranks import Place, replicated_groups
+from kvsidecar.integrations.vllm.ranks import Place
 
 
 def places(tp_size: int, num_stages: int, **more: object) -> list[Place]:
@@ -27,7 +24,7 @@ def test_split_kv_has_a_shard_for_every_rank_which_stores_it() -> None:
 
 
 def test_replicated_kv_has_a_shard_for_every_stage_which_its_first_rank_stores() -> None:
-    every = places(2, 2, replicated=frozenset([1]))
+    every = places(2, 2, replicas={1: 2})
     assert [place.shard(1) for place in every] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert [place.stores(1) for place in every] == [True, False, True, False]
     assert [place.shard(0) for place in every] == [(0, 4), (1, 4), (2, 4), (3, 4)], "other groups are split"
@@ -40,8 +37,7 @@ def test_a_group_has_no_shard_on_a_stage_without_layers_of_it() -> None:
         every[2].shard(0)
 
 
-def test_a_latent_cache_is_replicated_unless_its_tokens_are_spread_over_ranks() -> None:
-    groups = [Group(0, Kind.FULL, ("a",), 16, 16, 16, mla=True), Group(1, Kind.STATE, ("b",), 16, 16, 16)]
-    assert replicated_groups(groups, SimpleNamespace()) == {0}
-    assert replicated_groups(groups, SimpleNamespace(decode_context_parallel_size=1)) == {0}
-    assert replicated_groups(groups, SimpleNamespace(decode_context_parallel_size=2)) == frozenset()
+def test_ranks_that_share_a_head_have_one_shard_which_the_first_of_them_stores() -> None:
+    every = places(4, 2, replicas={0: 2})
+    assert [place.shard(0) for place in every] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (2, 4), (3, 4), (3, 4)]
+    assert [place.stores(0) for place in every] == [True, False] * 4

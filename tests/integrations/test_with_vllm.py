@@ -307,13 +307,13 @@ def test_kinds_of_vllms_own_specs() -> None:
         SimpleNamespace(kv_cache_groups=groups),
         SimpleNamespace(
             cache_config=SimpleNamespace(enable_prefix_caching=True),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=4),
             speculative_config=None,
         ),
         resolve=lambda *_: (32, 16),
     )
     kinds = [Kind.FULL, Kind.STATE, Kind.SLIDING_WINDOW, Kind.FULL]
-    assert [(each.kind, each.mla) for each in found] == list(zip(kinds, [False, False, False, True], strict=True))
+    assert [(each.kind, each.replicas) for each in found] == list(zip(kinds, [1, 1, 1, 4], strict=True))
     assert all(each.page_bytes == spec.page_size_bytes for each, spec in zip(found, specs, strict=True))
 
 

@@ -172,9 +172,7 @@ def test_a_daemon_that_dies_fails_the_loads_and_the_next_one_is_used(short_dir: 
 
 
 def test_replicated_kv_is_stored_by_the_first_rank_and_loaded_by_all(daemon: DaemonProcess) -> None:
-    ranks = [
-        Worker(daemon.socket, Place(tp_rank=rank, tp_size=2, replicated=frozenset([0]))).register() for rank in (0, 1)
-    ]
+    ranks = [Worker(daemon.socket, Place(tp_rank=rank, tp_size=2, replicas={0: 2})).register() for rank in (0, 1)]
     for rank in ranks:
         rank.kv[...] = 7
         rank.step(store(1, "a", at=[2]))

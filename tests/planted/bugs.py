@@ -1632,6 +1632,20 @@ _INTEGRATIONS = (
         "integrations/test_selection.py",
     ),
     _bug(
+        "ranks that share a head each store it",
+        "integrations/vllm/groups.py",
+        "    return ranks // kv_heads if kv_heads and",
+        "    return 1 if kv_heads and",
+        "integrations/test_groups.py",
+    ),
+    _bug(
+        "a rank that has another layer's head takes it for the one that the rank before it has",
+        "integrations/vllm/groups.py",
+        "    if len(set(map(repr, found))) != 1 or not isinstance(found[0], int):",
+        "    if not found or not isinstance(found[0], int):",
+        "integrations/test_groups.py",
+    ),
+    _bug(
         "a state inside a block is stored from where its request goes on",
         "integrations/vllm/written.py",
         "            self._mutable[block.block_id] = request.request_id",

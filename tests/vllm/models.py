@@ -91,6 +91,20 @@ def save_experts(directory: Path) -> str:
     return str(path)
 
 
+def save_one_head(directory: Path) -> str:
+    """Write a model like `full` with a single KV head, which all tensor-parallel ranks have."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = directory / "one_head"
+    if not path.exists():
+        torch.manual_seed(len(_MODELS) + 3)
+        sizes = {**_COMMON, "num_key_value_heads": 1}
+        config = LlamaConfig(**sizes, hidden_size=128, intermediate_size=256, num_hidden_layers=3)
+        LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
 def save_states(directory: Path) -> str:
     """Write a model in which every other layer has a state (a short convolution) and the others full attention."""
     import torch

@@ -16,14 +16,9 @@ from tests.marks import long
 
 QUICK = ("Llama-3.1-8B", "gpt-oss-120b", "Qwen3-Next-80B-A3B")
 SIZES = (1, 2, 8)
-COPIES = "it has fewer KV heads than ranks, and each rank stores its copy"
-MISSES = {
-    ("Qwen3.5-397B-A17B", 8): COPIES,
-    ("Qwen3-Next-80B-A3B", 8): COPIES,
-    ("Nemotron-3-Nano-30B-A3B", 8): COPIES,
-    **dict.fromkeys((("Llama-4-Scout", tp) for tp in SIZES), "vLLM caches all chunks, and all of them are stored"),
-}
-"""Rows in which the pool holds more than it should, and why."""
+MISSES = {("Llama-4-Scout", tp) for tp in SIZES}
+"""Rows in which the pool holds more than it should: vLLM caches the blocks of all chunks, and all of them are stored. A
+request that goes another way in an earlier chunk hits them."""
 SHOWN = Found.read()
 
 of_this_vllm = pytest.mark.skipif(
@@ -61,11 +56,8 @@ def test_the_table_has_every_model_on_every_number_of_ranks() -> None:
 
 
 def test_the_pool_holds_little_more_than_a_hit_needs_except_where_it_is_known_to() -> None:
-    assert {(row.model, row.tp) for row in SHOWN.rows if row.misses} == MISSES.keys()
+    assert {(row.model, row.tp) for row in SHOWN.rows if row.misses} == MISSES
 
 
 def test_a_hit_loads_what_it_needs_once() -> None:
-    """Also where the pool holds more, unless the copies of a head are shards of the block."""
-    over = {(row.model, row.tp) for row in SHOWN.rows if row.loaded > MOST * row.needed}
-    assert over == {row for row, why in MISSES.items() if why == COPIES}
-    assert all(row.loaded >= row.needed for row in SHOWN.rows)
+    assert all(row.needed <= row.loaded <= MOST * row.needed for row in SHOWN.rows)

@@ -10,9 +10,11 @@ import pytest
 
 from tests.harness import SECONDS, DaemonProcess
 from tests.marks import promise
+from tests.vllm import models
 from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import LONG, WHOLE, EngineProcess, blocks, join, kvsidecar, needs_gpus, prompt, rejoin, running
 from tests.vllm.hit_runs import LAYERS, stores_and_hits, until
+from tests.vllm.models import BLOCK
 from tests.vllm.replicas import ReplicasProcess
 
 
@@ -75,6 +77,23 @@ def test_tensor_parallel_ranks_store_and_load_their_shards(
             until(engine.reset, "no block is held")
             with DaemonProcess(short_dir, *POOL) as next_one:
                 stores_and_hits(engine, next_one.wait_ready(), truth)
+
+
+def test_ranks_that_share_a_head_store_it_once_and_all_load_it(daemon: DaemonProcess, tmp_path: Path) -> None:
+    needs_gpus(2)
+    model, block_bytes = models.save_one_head(tmp_path), LAYERS * 2 * BLOCK * 32 * 4  # K and V, of 32 float32 numbers
+    with running(model, enable_prefix_caching=False) as engine:
+        right = engine.generate(LONG)[0].tokens
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with EngineProcess(model, kvsidecar(daemon.socket), variables, tensor_parallel_size=2) as engine:
+        engine.wait_started()
+        join(engine, daemon)
+        assert engine.generate(LONG)[0].tokens == right
+        until(engine.reset, "all is stored")
+        assert daemon.metric('kvsidecar_copied_bytes_total{direction="store"}') == blocks(daemon) * block_bytes
+        (hit,) = engine.generate(LONG)
+        assert (hit.cached, hit.tokens) == (WHOLE, right)
+        assert daemon.metric('kvsidecar_copied_bytes_total{direction="load"}') == 2 * WHOLE // BLOCK * block_bytes
 
 
 def test_the_log_of_an_engine_of_three_processes_says_once_how_the_connection_is(

@@ -44,7 +44,8 @@ class Group:
     page_bytes: int
     """One layer's block on one rank, without the padding of states, which is not stored."""
     shards: int
-    """Ranks that store a part of each block of their own: 1 for MLA, which is equal on all ranks."""
+    """Ranks that store a part of each block of their own: 1 for MLA, which is equal on all ranks, and of attention not
+    more than there are KV heads."""
     block_tokens: int
     window: int = 0
     """Tokens; of `Kind.WINDOW`."""
@@ -198,7 +199,7 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
         state_bytes = _state_bytes(fields, tp, dtype_bytes)
         step = max(tokens, MLA_STATE_BLOCK if mla else ATTENTION_BLOCK)
         tokens = max(tokens, step * math.ceil(state_bytes / (step * token_bytes)))
-    page, shards = tokens * token_bytes, 1 if mla else tp
+    page, shards = tokens * token_bytes, 1 if mla else min(tp, _kv_heads(fields))
     window = fields.number("sliding_window", "attention_chunk_size") if counts[Kind.WINDOW] else 0
     of_group = {Kind.FULL: (page, shards, 0), Kind.WINDOW: (page, shards, window), Kind.STATE: (state_bytes, tp, 0)}
     groups = []
@@ -251,9 +252,13 @@ def _dtype_bytes(fields: _Fields) -> int:
     return 2 if size == 4 else size  # vLLM's "auto" loads float32 in 16 bits
 
 
+def _kv_heads(fields: _Fields) -> int:
+    return fields.number("num_key_value_heads", "num_attention_heads", "n_head")
+
+
 def _gqa_token(fields: _Fields, value_bytes: int, tp: int) -> int:
     """K and V of one token on one rank and in one layer."""
-    heads = fields.number("num_key_value_heads", "num_attention_heads", "n_head")
+    heads = _kv_heads(fields)
     if heads % tp and tp % heads:
         raise BadModel(f"{heads} KV heads cannot be divided over --tp {tp}")
     if fields.has("head_dim"):

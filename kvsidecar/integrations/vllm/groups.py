@@ -3,7 +3,8 @@ have different ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -48,8 +49,9 @@ class Group:
     same for all groups, whose blocks are then of one size."""
     lag_tokens: int = 0
     """Number of last computed tokens whose KV the draft model may still overwrite."""
-    mla: bool = False
-    """The KV is the same on all tensor-parallel ranks."""
+    replicas: int = 1
+    """So many consecutive tensor-parallel ranks hold the same KV: all of them with MLA, and those that share a head if
+    there are fewer heads than ranks."""
     page_bytes: int = 0
     """Bytes of one layer's block on one rank; of all layers, if they differ."""
     spec: str = ""
@@ -129,6 +131,7 @@ def groups_of(
     dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
     alignment, hash_tokens = resolve(kv_cache_config, vllm_config)
     drafts, lag_tokens = _drafts(vllm_config)
+    kv_heads = _kv_heads(vllm_config)
     flagged = {i for i, each in enumerate(kv_cache_config.kv_cache_groups) if getattr(each, "is_eagle_group", False)}
     found = []
     for index, each in enumerate(kv_cache_config.kv_cache_groups):
@@ -155,7 +158,7 @@ def groups_of(
                 window,
                 eagle=drafts and kind is not Kind.STATE and (index in flagged or not flagged),
                 lag_tokens=lag_tokens if drafts else 0,
-                mla=mla,
+                replicas=_replicas(each.kv_cache_spec, mla, kv_heads, vllm_config.parallel_config),
                 page_bytes=each.kv_cache_spec.page_size_bytes,
                 spec=type(each.kv_cache_spec).__name__,
             )
@@ -190,6 +193,63 @@ def _drafts(vllm_config: Any) -> tuple[bool, int]:
         return False, 0
     uses = getattr(speculative, "use_eagle_block_drop", None) or speculative.use_eagle
     return bool(uses()), int(getattr(speculative, "num_speculative_tokens", 1) or 1)
+
+
+def _replicas(spec: Any, mla: bool, kv_heads: int | None, parallel: Any) -> int:
+    """`Group.replicas` of a group with this spec.
+
+    Args:
+        kv_heads: of each layer that is no MLA; None: not known.
+    """
+    ranks: int = getattr(parallel, "tensor_parallel_size", 1)
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return 1  # each rank holds other tokens
+    if mla:
+        return ranks
+    layers = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+    one_each = all(getattr(each, "num_kv_heads", None) == 1 and "MambaSpec" not in _names(each) for each in layers)
+    return ranks // kv_heads if kv_heads and one_each and kv_heads < ranks and ranks % kv_heads == 0 else 1
+
+
+def _kv_heads(vllm_config: Any) -> int | None:
+    """KV heads of every layer that is no MLA; None: they may differ, or nobody says.
+
+    vLLM does not tell the number of a layer, only how many a rank has of it, which is one where there are fewer heads
+    than ranks. So a model whose configuration has more than one such number is not trusted.
+    """
+    model = getattr(vllm_config, "model_config", None)
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    found = {_kv_heads_of(each) for each in (model, draft) if each is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _kv_heads_of(model_config: Any) -> int | None:
+    """Those of one model, whose layers all have as many."""
+    config = getattr(model_config, "hf_text_config", None)
+    if config is None or getattr(getattr(model_config, "model_arch_config", None), "per_layer_overrides", None):
+        return None
+    found = list(_numbers_of_kv_heads(config.to_dict()))
+    if len(set(map(repr, found))) != 1 or not isinstance(found[0], int):
+        return None
+    return found[0] if found[0] == model_config.get_total_num_kv_heads() else None
+
+
+_KV_HEADS = re.compile(
+    r"kv_(n_)?heads|key_value_heads|n_head_kv|head_kv|multi_query_group|attention_groups|heads_in_group"
+)
+
+
+def _numbers_of_kv_heads(config: Any) -> Iterator[Any]:
+    """All that a model's configuration says of KV heads, for whichever layers."""
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            if value is not None and _KV_HEADS.search(str(name)):
+                yield value
+            else:
+                yield from _numbers_of_kv_heads(value)
+    elif isinstance(config, (list, tuple)):
+        for each in config:
+            yield from _numbers_of_kv_heads(each)
 
 
 def _is_sharded(spec: Any) -> bool:

@@ -66,6 +66,8 @@ def identity_of(
             for each in groups
         ],
     })  # fmt: skip
+    if any(1 < each.replicas < parallel.tensor_parallel_size for each in groups):
+        known.update({"ranks that share a head": [(each.index, each.replicas) for each in groups]})
     if getattr(cache, "calculate_kv_scales", False):
         # Found in the engine's first steps, from what these compute: the same KV has other bytes in another run.
         known.update({"KV scales": private})

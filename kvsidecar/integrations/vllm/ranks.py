@@ -20,8 +20,9 @@ class Place:
     tp_size: int = 1
     stage: int = 0
     num_stages: int = 1
-    replicated: frozenset[int] = frozenset()
-    """Groups with equal KV on every tensor-parallel rank: the first rank stores it, all load it."""
+    replicas: Mapping[int, int] = field(default_factory=dict)
+    """`Group.replicas` by group: the first of these ranks stores the KV, all load it. 1 for groups that are missing
+    here."""
     stages_of: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By group: the stages that hold layers of it; all stages for groups that are missing here."""
 
@@ -35,7 +36,7 @@ class Place:
 
     def stores(self, group: int) -> bool:
         """Whether this rank stores its part of the group's blocks."""
-        return group not in self.replicated or self.tp_rank == 0
+        return self.tp_rank % self.replicas.get(group, 1) == 0
 
     def shard(self, group: int) -> tuple[int, int]:
         """The index of this rank's shard of a block of the group, and the number of shards.
@@ -44,18 +45,9 @@ class Place:
             ValueError: this rank holds no layer of the group.
         """
         stages = self.stages_of.get(group, tuple(range(self.num_stages)))
-        index = stages.index(self.stage)
-        if group in self.replicated:
-            return index, len(stages)
-        return index * self.tp_size + self.tp_rank, len(stages) * self.tp_size
-
-
-def replicated_groups(groups: Sequence[Group], parallel_config: Any) -> frozenset[int]:
-    """Groups with equal KV on every tensor-parallel rank."""
-    # With decode context parallelism each rank holds other tokens of the same latent cache.
-    if getattr(parallel_config, "decode_context_parallel_size", 1) > 1:
-        return frozenset()
-    return frozenset(group.index for group in groups if group.mla)
+        replicas = self.replicas.get(group, 1)
+        parts = self.tp_size // replicas
+        return stages.index(self.stage) * parts + self.tp_rank // replicas, len(stages) * parts
 
 
 def place_of(vllm_config: Any, groups: Sequence[Group], facts: Sequence[str] | None) -> tuple[Place, tuple[str, ...]]:
@@ -88,7 +80,7 @@ def place_of(vllm_config: Any, groups: Sequence[Group], facts: Sequence[str] | N
         tp_size=tensor.world_size,
         stage=pipeline.rank_in_group,
         num_stages=pipeline.world_size,
-        replicated=replicated_groups(groups, parallel),
+        replicas={group.index: group.replicas for group in groups},
         stages_of={
             group.index: tuple(stage for stage, (held, _) in enumerate(stages) if group.index in held)
             for group in groups

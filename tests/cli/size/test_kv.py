@@ -26,7 +26,7 @@ def without(name: str) -> dict[str, Any]:
         ("Llama-3.3-70B", {"tp": 8}, 320 * KiB),
         ("Llama-3.3-70B", {"fp8": True}, 160 * KiB),
         ("Qwen3-235B-A22B", {"tp": 4}, 188 * KiB),
-        ("Qwen3-235B-A22B", {"tp": 8}, 2 * 188 * KiB),  # four KV heads: each is on two ranks
+        ("Qwen3-235B-A22B", {"tp": 8}, 188 * KiB),  # four KV heads: each is on two ranks, and stored once
         ("DeepSeek-V3.1", {}, 61 * 1152),
         ("DeepSeek-V3.1", {"tp": 8}, 61 * 1152),  # equal on all ranks, stored once
         ("DeepSeek-V3.1", {"fp8": True}, 61 * 576),
