@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,23 @@ def by_name() -> None:
     for name, module in (("SecondConnector", "tests.vllm.second"), ("FailingConnector", "tests.vllm.failing")):
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether an engine schedules the step after a failed one before it knows of the failure. vLLM can do it on the CPU
+    too, but turns it off there."""
+    from vllm.platforms import current_platform
+
+    update = current_platform.check_and_update_config
+
+    def keeping(config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        update(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", staticmethod(keeping))
+    return bool(request.param)
 
 
 SOON_FULL = ("--pool-size", "6MiB")

@@ -380,9 +380,10 @@ class Engine:
         self.llm.wake_up(list(tags) or None)
 
     def counters(self) -> dict[str, float]:
-        """vLLM's own metrics, by name, summed over labels."""
+        """vLLM's own metrics, by name, summed over labels; by name and position those that count by position."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
+            found.update((f"{metric.name}[{i}]", each) for i, each in enumerate(getattr(metric, "values", ())))
             value = getattr(metric, "value", getattr(metric, "sum", None))
             if value is not None:
                 found[metric.name] = found.get(metric.name, 0.0) + value
@@ -677,7 +678,7 @@ def joined(
         yield engine
 
 
-def forget(engine: Engine) -> None:
+def forget(engine: Engine | EngineProcess) -> None:
     """Let it store all that it has, and forget its own cache: the next request must load."""
     engine.drain()
     assert engine.reset()
@@ -705,7 +706,7 @@ def serve(new: Callable[..., Any]) -> None:
 
     model, transfer, options = json.loads(sys.argv[1])
     engine = new(model, transfer, **options)
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1":
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1" or options.get("tensor_parallel_size", 1) > 1:
         _step_aside()
     reply("started")
     for line in sys.stdin:

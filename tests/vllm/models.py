@@ -57,24 +57,102 @@ def save_adapter(directory: Path, seed: int, *, alpha: int = 16) -> str:
     return str(directory)
 
 
-def save_eagle(directory: Path) -> str:
-    """Write an EAGLE head for the model `full`: a layer whose input is a hidden state of the target beside a token."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+def save_drafted(directory: Path, method: str, *, hybrid: bool) -> tuple[str, dict[str, Any]]:
+    """Write a model, and a draft that guesses nearly all it says by KV of its own.
 
-    path = directory / "eagle"
-    torch.manual_seed(len(_MODELS))
-    config = LlamaConfig(**_COMMON, hidden_size=128, intermediate_size=256, num_hidden_layers=1)
-    head = LlamaForCausalLM(config)
-    head.save_pretrained(path)
-    tensors = {
-        name.removeprefix("model."): tensor
-        for name, tensor in head.state_dict().items()
-        if "layers." in name and "input_layernorm" not in name
+    The model has one layer whose output counts, and the draft is a copy of that layer. What a head is given of the
+    target's hidden states is just enough for a few wrong guesses.
+
+    Args:
+        method: ``draft_model``, ``eagle`` or ``mtp``.
+        hybrid: whether the model has several KV cache groups. The MTP head is in one with a sliding window then, and
+            the others are in one without.
+
+    Returns:
+        The model's path, and the engine's ``speculative_config``.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    full, sliding = "full_attention", "sliding_attention"
+    kinds = [full] * 3
+    if hybrid:  # vLLM 0.33 gives a draft model the block table of the first group, whichever its own is
+        kinds = [full, sliding, sliding] * 2 if method == "draft_model" else [sliding, sliding, full] * 2
+    counts = kinds.index(sliding if hybrid and method == "mtp" else full)
+    torch.manual_seed(100 + hybrid)
+    sizes = {**_COMMON, "hidden_size": 128, "intermediate_size": 256}
+    new, config_of = (Qwen2ForCausalLM, Qwen2Config) if method == "mtp" else (LlamaForCausalLM, LlamaConfig)
+    tensors = new(config_of(**sizes, num_hidden_layers=len(kinds))).state_dict()
+    embeddings = "model.embed_tokens.weight"  # an EAGLE head does not normalise its input
+    tensors[embeddings] = torch.nn.functional.normalize(tensors[embeddings]) * 128**0.5
+    of_layer = f"model.layers.{counts}."
+    for name, each in tensors.items():
+        if not name.startswith(of_layer) and name.endswith(("o_proj.weight", "down_proj.weight")):
+            each.zero_()
+    layer = {name.removeprefix(of_layer): each for name, each in tensors.items() if name.startswith(of_layer)}
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    target, one_layer = directory / "target", LlamaConfig(**sizes, num_hidden_layers=1, architectures=_LLAMA)
+    if method == "mtp":
+        head, options = (_mimo_v2_head if hybrid else _mimo_head)(layer)
+        if hybrid:
+            options["hybrid_layer_pattern"] = [int(each == sliding) for each in kinds]
+        options |= {"num_hidden_layers": len(kinds), "num_nextn_predict_layers": 1}
+        return _write(target, Qwen2Config(**sizes, **options), tensors | head), drafts
+    if method == "eagle":
+        drafted = {f"layers.0.{name}": each for name, each in layer.items() if "input_layernorm" not in name}
+        drafted["fc.weight"] = torch.cat([torch.eye(128), 0.001 * torch.eye(128)], dim=1)
+    else:
+        drafted = {f"model.layers.0.{name}": each for name, each in layer.items()}
+        drafted |= {name: each for name, each in tensors.items() if "layers" not in name}
+    drafts["model"] = _write(directory / "draft", one_layer, drafted)
+    windows = {"layer_types": kinds, "sliding_window": _DRAFTED_WINDOW} if hybrid else {}
+    config = LlamaConfig(**sizes, **windows, num_hidden_layers=len(kinds), architectures=_LLAMA)
+    return _write(target, config, tensors), drafts
+
+
+_LLAMA = ["LlamaForCausalLM"]
+_DRAFTED_WINDOW = 4 * BLOCK
+"""Reaches from the end of a prompt beyond what is computed of it after a hit."""
+
+
+def _mimo_head(layer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and options of a MiMo: vLLM tells it from a Qwen2 by its architecture, and transformers knows none."""
+    import torch
+
+    prefix = "model.mtp_layers.0."
+    norms = {f"{each}.weight": torch.ones(128) for each in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    project = {"input_proj.weight": torch.cat([0.01 * torch.eye(128), torch.eye(128)], dim=1)}
+    head = {prefix + name: each for name, each in (layer | norms | project).items()}
+    return head, {"architectures": ["MiMoForCausalLM"]}
+
+
+def _mimo_v2_head(layer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and options of a MiMo-V2 without experts, whose head has a sliding window."""
+    import torch
+
+    prefix = "model.mtp.layers.0."
+    layer = {name.replace("post_attention_layernorm", "pre_mlp_layernorm"): each for name, each in layer.items()}
+    norms = {f"{each}.weight": torch.ones(128) for each in ("enorm", "hnorm", "final_layernorm")}
+    project = {"eh_proj.weight": torch.cat([torch.eye(128), 0.01 * torch.eye(128)], dim=1)}
+    head = {prefix + name: each for name, each in (layer | norms | project).items()}
+    options = {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "layernorm_epsilon": 1e-6,
+        "attention_bias": True,
+        "n_routed_experts": 0,
+        "swa_num_attention_heads": _COMMON["num_attention_heads"],
+        "swa_num_key_value_heads": _COMMON["num_key_value_heads"],
+        "swa_head_dim": _COMMON["head_dim"],
+        "sliding_window_size": _DRAFTED_WINDOW,
     }
-    tensors["fc.weight"] = torch.randn(128, 256) * 0.1
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return head, options
+
+
+def _write(path: Path, config: Any, tensors: dict[str, Any]) -> str:
+    from safetensors.torch import save_file
+
+    config.save_pretrained(path)
+    save_file({name: each.clone() for name, each in tensors.items()}, path / _WEIGHTS, {"format": "pt"})
     return str(path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,23 +25,6 @@ from tests.vllm.hit_runs import (
     wrong,
 )
 from tests.vllm.models import BLOCK
-
-
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
-def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether an engine schedules the step after a failed one before it knows of the failure. vLLM can do it on the CPU
-    too, but turns it off there."""
-    from vllm.platforms import current_platform
-
-    update = current_platform.check_and_update_config
-
-    def keeping(config: Any) -> None:
-        wanted = config.scheduler_config.async_scheduling
-        update(config)
-        config.scheduler_config.async_scheduling = wanted
-
-    monkeypatch.setattr(type(current_platform), "check_and_update_config", staticmethod(keeping))
-    return bool(request.param)
 
 
 def step_loads(engine: Engine) -> float:
