@@ -17,14 +17,15 @@ UNIT = 32
 BLOCK = 4 * UNIT
 FINE: dict[str, Any] = {"block_size": BLOCK, "prefix_match_unit": UNIT, "enable_prefix_caching": True}
 EXACT = DEVICE == "cuda"
-"""Whether an answer of vLLM 0.33 itself depends neither on the pieces in which a prompt is computed, nor on what is
-computed beside it, nor on a hit inside a block on the GPU. On a CPU it does, with this model."""
+"""Whether vLLM 0.33 computes the same in whatever pieces, and beside whatever else; not of this model on a CPU."""
 FIRST = {
     "in the last block": prompt("long", 6 * BLOCK + 2 * UNIT + 5),
     "in the first block": prompt("short", 3 * UNIT + 1),
     "at a block's end": prompt("whole", 3 * BLOCK + 3),
     "in a block that the answer fills": prompt("fills", 3 * BLOCK - 5),
 }
+TURNS = {name: first + prompt(f"turn of {name}", 60).ids for name, first in FIRST.items()}
+MORE = [prompt(f"more {i}", i * UNIT + 5) for i in range(1, 8, 2)]
 TOKENS = 12
 
 
@@ -61,43 +62,45 @@ def _states_on_a_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def right(states: str) -> dict[Prompt, tuple[int, ...]]:
-    """The tokens without a connector."""
+    """The tokens without a connector, and without a hit."""
+    prompts = [*FIRST.values(), *TURNS.values(), *MORE]
     with running(states, **FINE) as engine:
-        found = {each: engine.generate(each, tokens=TOKENS)[0].tokens for each in FIRST.values()}
-    assert len(set(found.values())) == len(found), "the tokens do not depend on the KV"
-    return found
+        found = {each: engine.generate(Prompt(each.ids, str(i)), tokens=TOKENS)[0] for i, each in enumerate(prompts)}
+    assert not any(each.cached for each in found.values())
+    assert len({each.tokens for each in found.values()}) == len(found), "the tokens do not depend on the KV"
+    return {each: answer.tokens for each, answer in found.items()}
 
 
 def test_hits_end_where_those_of_the_engine_itself_do(
     states: str, daemon: DaemonProcess, right: dict[Prompt, tuple[int, ...]]
 ) -> None:
-    """The same prompt again, which is then computed in the same pieces, and a longer one."""
+    """The same prompt again, and a longer one. (What vLLM 0.33 answers after its own hit inside a block is not what it
+    answers without one, on a CPU and on an H200: it loses the KV of that block.)"""
     with joined(daemon, states, **FINE) as engine:
         for name, first in FIRST.items():
-            for again in (first, first + prompt(f"turn of {name}", 60).ids):
-                answers = {}
+            for again in (first, TURNS[name]):
+                cached = {}
                 for where in ("GPU", "pool"):
                     cold, hit = (Prompt(each.ids, f"{len(again.ids)} {where}") for each in (first, again))
                     (answer,) = engine.generate(cold, tokens=TOKENS)
                     assert (answer.cached, answer.tokens) == (0, right[first])
                     if where == "pool":
                         forget(engine)
-                    (answers[where],) = engine.generate(hit, tokens=TOKENS)
-                assert answers["GPU"].cached == answers["pool"].cached > 0
-                if again is first:
-                    assert answers["pool"].tokens == right[first], name
-                elif EXACT:
-                    assert answers["pool"].tokens == answers["GPU"].tokens, name
+                    (answer,) = engine.generate(hit, tokens=TOKENS)
+                    cached[where] = answer.cached
+                assert cached["GPU"] == cached["pool"] > 0
+                if again is first or EXACT:  # else it is computed in other pieces
+                    assert answer.tokens == right[again], name
         assert engine.connector._scheduler.counters.unanswered_lookups == 0
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_requests_compute_and_hit_the_same_prompts_together(
+def test_requests_are_computed_and_hit_together(
     states: str, daemon: DaemonProcess, right: dict[Prompt, tuple[int, ...]], mode: str
 ) -> None:
-    """States are stored while their requests go on, others wait for their turn, and the GPU has room for few."""
-    prompts, inside = [*FIRST.values(), *reversed(FIRST.values())], 0
-    few: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_num_seqs": 4, "max_num_batched_tokens": 2 * BLOCK}
+    """States are stored while their requests go on and others wait for their turn."""
+    prompts, inside = [*FIRST.values(), *MORE], 0
+    few: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 2 * BLOCK}
     with running(states, kvsidecar(daemon.socket, store_mode=mode), **FINE, **few) as engine:
         join(engine, daemon)
         for _ in range(3):
