@@ -219,7 +219,14 @@ class BlockCache:
         return answers
 
     def lookup_and_lease(
-        self, parts: Sequence[Part], mode: LookupMode, now: float, ttl: float, owner: Hashable, lease_id: int = 0
+        self,
+        parts: Sequence[Part],
+        mode: LookupMode,
+        now: float,
+        ttl: float,
+        owner: Hashable,
+        lease_id: int = 0,
+        lease_last: Sequence[int] = (),
     ) -> tuple[Lease | None, list[list[bool]]]:
         """Look up all parts and lease all hits until ``now + ttl``. No lease if there is no hit, or if it would take
         what is guaranteed to another share.
@@ -227,12 +234,14 @@ class BlockCache:
         Args:
             lease_id: a lease of this owner that these hits are added to, and that is renewed in any case. If there is
                 none with this id, a new one is taken.
+            lease_last: by part, how many of its hits are leased, the last ones; 0, or nothing for any part: all.
         """
         chains, answers, found = [], [], []
-        for space, hashes in parts:
+        for place, (space, hashes) in enumerate(parts):
             rows, hits, keys = self.reader.find(space, hashes, mode)
             if any_true(hits):
-                chains.append(_chain(space, rows[hits]))
+                leased = rows[hits]
+                chains.append(_chain(space, leased[-lease_last[place] :] if lease_last else leased))
             answers.append(hits.tolist())
             found.append((space.blocks, keys, rows, hits))
         lease = self._leases.get(lease_id, now) if lease_id else None

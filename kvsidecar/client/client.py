@@ -386,6 +386,7 @@ class Client(OperatorCalls):
         wanted: Mapping[int, Sequence[bool]] | None = None,
         fetch_tokens: int = 0,
         lease: int | None = None,
+        lease_last: Mapping[int, int] | None = None,
         timeout: float | None = None,
     ) -> LookupResult:
         """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
@@ -404,6 +405,8 @@ class Client(OperatorCalls):
             fetch_tokens: tokens that the caller need not compute if everything wanted is fetched.
             lease: of an earlier lookup: it then protects these hits too, from now on. It is released if this lookup is
                 not answered. None: a new one.
+            lease_last: in `LookupMode.BITMAP`, by group, how many of its hits to lease, the last ones; for groups of
+                which only the end of a prefix is needed. All of groups that are missing here.
             timeout: seconds, instead of ``step_budget``.
 
         Raises:
@@ -411,7 +414,16 @@ class Client(OperatorCalls):
             ValueError: a time is negative or not a number.
         """
         query = LookupQuery(
-            namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens, lease or 0
+            namespace,
+            groups,
+            mode,
+            lease_seconds,
+            fetch_seconds,
+            prefill_rate,
+            wanted,
+            fetch_tokens,
+            lease or 0,
+            lease_last,
         )
         return self._lookups.lookup(query, timeout)
 
@@ -427,6 +439,7 @@ class Client(OperatorCalls):
         wanted: Mapping[int, Sequence[bool]] | None = None,
         fetch_tokens: int = 0,
         lease: int | None = None,
+        lease_last: Mapping[int, int] | None = None,
     ) -> PendingLookup | None:
         """Send a lookup, and take the answer later: several lookups then share one wait.
 
@@ -436,7 +449,16 @@ class Client(OperatorCalls):
             None: it cannot be sent, because the daemon is lost or hangs.
         """
         query = LookupQuery(
-            namespace, groups, mode, lease_seconds, fetch_seconds, prefill_rate, wanted, fetch_tokens, lease or 0
+            namespace,
+            groups,
+            mode,
+            lease_seconds,
+            fetch_seconds,
+            prefill_rate,
+            wanted,
+            fetch_tokens,
+            lease or 0,
+            lease_last,
         )
         return self._lookups.begin(query)
 

@@ -179,6 +179,8 @@ class LookupQuery:
     fetch_tokens: int = 0
     lease: int = 0
     """Of an earlier lookup, that these hits are added to; 0: a new one."""
+    lease_last: Mapping[int, int] | None = None
+    """By group: how many of its hits to lease, the last ones. All of other groups."""
     touch: bool = False
     """The blocks were used, and nothing is to be known."""
     pause_seconds: int = 0
@@ -206,13 +208,13 @@ class LookupQuery:
         if self.lease and self.lease_seconds:
             message.lookup.lease = self.lease
         message.lookup.touch, message.lookup.pause_seconds = self.touch, self.pause_seconds
-        wanted = self.wanted or {}
+        wanted, lease_last = self.wanted or {}, self.lease_last or {}
         add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
         for group, hashes in self.groups.items():
             packed = pack_hashes(hashes)
             bits = _bitmap(wanted[group]) if group in wanted else b""
             size += FIELDS_BYTES + len(packed) + len(bits)
-            add(group=group, hashes=packed, wanted=bits)
+            add(group=group, hashes=packed, wanted=bits, lease_last=lease_last.get(group, 0))
         if size > MAX_REQUEST_BYTES:
             raise ClientError(
                 f"the lookup has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: use a shorter namespace, or "

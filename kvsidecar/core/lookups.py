@@ -163,6 +163,7 @@ class LookupService:
         lease_seconds: float = 0.0,
         owner: bytes | None = None,
         lease: int = 0,
+        lease_last: Sequence[int] = (),
         touch: bool = False,
         pause: float = 0.0,
         fetch_seconds: float = 0.0,
@@ -177,6 +178,7 @@ class LookupService:
                 if it would take what is guaranteed to other shares.
             owner: token of the client; the lease ends when the client disconnects.
             lease: a lease of this client that the hits are added to; 0 for a new one.
+            lease_last: as `BlockCache.lookup_and_lease`.
             touch: the blocks were used elsewhere: what is there counts as used, and not as looked up. No lease is
                 taken, and nothing is fetched.
             pause: of a touch, as `BlockCache.touch`.
@@ -195,6 +197,7 @@ class LookupService:
                 lease_seconds=lease_seconds,
                 owner=owner,
                 lease=lease,
+                lease_last=lease_last,
                 touch=touch,
                 pause=pause,
                 fetch_seconds=fetch_seconds,
@@ -218,7 +221,7 @@ class LookupService:
             lease_seconds = 0.0
         if lease_seconds > 0:
             now = self.clock()
-            granted, found = self.cache.lookup_and_lease(parts, mode, now, lease_seconds, owner, lease)
+            granted, found = self.cache.lookup_and_lease(parts, mode, now, lease_seconds, owner, lease, lease_last)
         else:
             found = [self.cache.lookup(space, hashes, mode) for space, hashes in parts]
         result = _answers(groups, found, mode)

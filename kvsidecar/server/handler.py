@@ -245,6 +245,7 @@ class Handler:
             lease_seconds=request.lease_ms / 1000,
             owner=owner,
             lease=request.lease,
+            lease_last=[group.lease_last for group in request.groups] if mode is LookupMode.BITMAP else (),
             touch=request.touch,
             pause=convert.pause_from(request.pause_seconds),
             fetch_seconds=request.fetch_ms / 1000,

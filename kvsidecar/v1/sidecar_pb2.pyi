@@ -376,14 +376,16 @@ class AttachReply(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., done: _Optional[_Union[JobDone, _Mapping]] = ..., flushed: _Optional[_Union[Flushed, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., wait_issued: _Optional[_Union[WaitIssued, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ...) -> None: ...
 
 class LookupGroup(_message.Message):
-    __slots__ = ("group", "hashes", "wanted")
+    __slots__ = ("group", "hashes", "wanted", "lease_last")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_LAST_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
     wanted: bytes
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ...) -> None: ...
+    lease_last: int
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ..., lease_last: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens", "lease", "touch", "pause_seconds", "needed_tokens", "loaded_tokens")

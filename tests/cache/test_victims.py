@@ -44,6 +44,20 @@ def test_a_released_lease_is_a_use_of_its_blocks_with_the_tail_first_to_go() -> 
     assert names_readable(cache, space, "head", "tail") == ["head"]
 
 
+def test_of_a_lookup_that_leases_the_last_hits_only_those_are_used() -> None:
+    cache, space = one_space(4)
+    store(cache, space, "old window", "window")
+    store(cache, space, "other", "another")
+    granted, (hits,) = cache.lookup_and_lease(
+        [(space, keys("old window", "missing", "window"))], LookupMode.BITMAP, 0.0, 10.0, "o", lease_last=[1]
+    )
+    assert granted is not None
+    assert hits == [True, False, True]
+    cache.release(granted.id)
+    store(cache, space, "x")
+    assert names_readable(cache, space, "old window", "window", "other", "another") == ["window", "other", "another"]
+
+
 def test_a_load_is_a_use() -> None:
     cache, space = one_space(2)
     store(cache, space, "a")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.client import Blocks, Outcome, Priority, pack_ids
+from kvsidecar.client import Blocks, LookupMode, Outcome, Priority, pack_ids
 from kvsidecar.errors import Refusal
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.wire import raw_rank
@@ -39,6 +39,24 @@ def test_a_full_pool_makes_room_and_status_names_the_policy(short_dir: Path) -> 
             number += 1
         assert rank.hits(*names(number - 1)) == NUM_BLOCKS
         assert rank.hits(*names(0)) < NUM_BLOCKS
+        rank.close()
+
+
+@both_protocols
+def test_only_the_last_hits_of_a_group_are_leased_if_the_client_says_so(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, local=local) as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        store(rank, "a")
+        block_bytes = daemon.get("/status")[1]["pool"]["used_bytes"] // NUM_BLOCKS
+        for last, leased in ((3, 3), (0, NUM_BLOCKS), (2 * NUM_BLOCKS, NUM_BLOCKS)):
+            found = rank.client.lookup(
+                NAMESPACE, {0: hashes(*names("a"))}, mode=LookupMode.BITMAP, lease_seconds=30, lease_last={0: last}
+            )
+            assert found.groups[0].hits == NUM_BLOCKS
+            assert daemon.get("/status")[1]["pool"]["leased_bytes"] == leased * block_bytes
+            assert found.lease
+            assert rank.client.release(found.lease)
         rank.close()
 
 

@@ -288,6 +288,7 @@ class TinyDaemon:
         wanted: Mapping[int, Sequence[bool]] | None = None,
         fetch_tokens: int = 0,
         lease: int | None = None,
+        lease_last: Mapping[int, int] | None = None,
         timeout: float | None = None,
     ) -> LookupResult:
         assert fetch_seconds > 0, "a slower tier may have what is missed"
@@ -306,6 +307,7 @@ class TinyDaemon:
             else:
                 answers[index] = GroupHits(sum(found), found)
         hits = {index: _found(packed, answers[index]) for index, packed in groups.items()} if lease_seconds else {}
+        hits = {index: each[-32 * (lease_last or {}).get(index, 0) :] for index, each in hits.items()}
         lease = lease if lease in self.leases else None
         if any(hits.values()):
             if lease is None:

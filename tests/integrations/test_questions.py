@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsidecar.client.types import GroupHits, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm.groups import Group, Kind
-from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range
+from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range, needed_blocks
 from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.questions import EARLY_REQUESTS, LEASED_PART, Question
@@ -199,22 +199,40 @@ def test_a_request_that_must_not_read_or_has_no_whole_block_is_not_asked_for(
 def ask_all(
     question: Question, local: int, found: Mapping[int, Sequence[bool]], held: Mapping[int, Sequence[bool]]
 ) -> int:
-    """Answer every round of a question. The request's hashes are their own numbers. Returns how many were asked."""
+    """Answer every round of a question. The request's hashes are their own numbers. Returns how many were asked, not
+    counting those that are asked again to lease them."""
     asked: list[tuple[int, int]] = []
+    leased: set[tuple[int, int]] = set()
     while packed := question.next_round(local):
         answers = {}
         for index, joined in packed.items():
             numbers = [int.from_bytes(joined[i : i + 32], "big") for i in range(0, len(joined), 32)]
-            asked += [(index, each) for each in numbers]
+            there = [(index, each) for each in numbers if found[index][each]]
+            asked += [(index, each) for each in numbers if (index, each) not in asked or (index, each) not in there]
+            leased.update(there[-question.lease_last.get(index, 0) :])
             flags = tuple(bool(found[index][each]) for each in numbers)
-            there = tuple(bool(held[index][each]) and not flag for each, flag in zip(numbers, flags, strict=True))
+            elsewhere = tuple(bool(held[index][each]) and not flag for each, flag in zip(numbers, flags, strict=True))
             if question.mode is LookupMode.PREFIX:
                 answers[index] = GroupHits((*flags, False).index(False))
             else:
-                answers[index] = GroupHits(sum(flags), flags, held=there if any(there) else ())
+                answers[index] = GroupHits(sum(flags), flags, held=elsewhere if any(elsewhere) else ())
         question.take(LookupResult(True, answers))
     assert len(set(asked)) == len(asked), "nothing is asked twice"
+    assert leased.issuperset(needed_of(question, local)), "what the hit loads is leased"
     return len(asked)
+
+
+def needed_of(question: Question, local: int) -> Iterator[tuple[int, int]]:
+    """Group and number of each block of the hit."""
+    groups = question._groups
+    hit = longest_hit(groups, question.found(local), local, question.end - local)
+    end, inside = question.end_inside()
+    if end > local + hit:
+        hit = end - local
+        yield from ((index, int.from_bytes(name, "big")) for index, name in inside.items())
+    for each in groups if hit else ():
+        for block in needed_blocks(each, hit, local):
+            yield each.index, (block + 1) * each.hashes_per_block - 1
 
 
 def numbered(count: int) -> Any:
@@ -252,7 +270,7 @@ def test_a_question_in_rounds_finds_what_one_about_everything_does(
         found[each.index] += [False] * missing
         held[each.index] += [False] * missing
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvsidecar.integrations.vllm.questions.BUDGETED_HASHES", 0)
+        patch.setattr("kvsidecar.integrations.vllm.questions.BUDGETED_HASHES", data.draw(st.sampled_from([0, 2048])))
         question = Question(groups, numbered(hashes), local, most, prefix=data.draw(st.booleans()))
         count = ask_all(question, local, by_hash(groups, found, local, hashes), by_hash(groups, held, local, hashes))
     assert count <= sum(map(len, found.values()))
@@ -338,3 +356,20 @@ def test_what_can_be_hit_inside_a_block_of_a_long_prompt_is_asked_for_within_a_b
     question = Question(groups, request, 0, 40_000, prefix=True)
     assert ask_all(question, 0, {0: whole, 1: states}, {0: [False] * 10_000, 1: [False] * 10_000}) < 1100
     assert question.end_inside()[0] == 9_501 * 4
+
+
+def test_of_windows_and_states_that_are_asked_for_whole_the_last_ones_are_leased_and_what_a_shorter_hit_needs() -> None:
+    groups = [full(), group(1, Kind.SLIDING_WINDOW, 4, window=9), group(2, Kind.STATE, 4)]
+    whole = [True] * 20
+    question = Question(groups, numbered(20), 0, 80, prefix=True)
+    ask_all(question, 0, {0: whole, 1: whole, 2: whole}, {index: [False] * 20 for index in range(3)})
+    assert question.hit_end() == 80
+    short = [True] * 10 + [False] * 10
+    question = Question(groups, numbered(20), 0, 80, prefix=True)
+    rounds = []
+    while packed := question.next_round(0):
+        rounds.append({index: (len(each) // 32, question.lease_last.get(index, 0)) for index, each in packed.items()})
+        numbers = {index: [each[i + 31] for i in range(0, len(each), 32)] for index, each in packed.items()}
+        flags = {index: tuple((short if index == 0 else whole)[i] for i in each) for index, each in numbers.items()}
+        question.take(LookupResult(True, {index: GroupHits(sum(each), each) for index, each in flags.items()}))
+    assert rounds == [{0: (20, 0), 1: (20, 4), 2: (20, 1)}, {1: (2, 0), 2: (1, 0)}]

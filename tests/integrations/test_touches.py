@@ -11,8 +11,21 @@ import pytest
 from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import touches
+from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from tests.integrations.engine import EPOCH, Clock, Request, Step, TinyDaemon, TinyPool, attached, run
+from tests.integrations.engine import (
+    EPOCH,
+    Allocated,
+    Clock,
+    Request,
+    Step,
+    TinyDaemon,
+    TinyPool,
+    attached,
+    full,
+    group,
+    run,
+)
 
 
 @dataclass(eq=False)
@@ -47,6 +60,30 @@ def test_all_blocks_of_a_request_are_touched_once_a_while_after_its_end() -> Non
     for _ in range(3):
         made.build_plan(Step())
     assert daemon.touched == [{0: b"".join(request.block_hashes[:2])}]
+
+
+@pytest.mark.parametrize(
+    ("other", "touched"),
+    [
+        (group(1, Kind.SLIDING_WINDOW, 4, window=6), [2, 3, 5, 6]),
+        (group(1, Kind.CHUNKED_LOCAL, 4, window=12), [3, 6]),
+        (group(1, Kind.STATE, 4), [3, 6]),
+    ],
+    ids=lambda each: each.kind if isinstance(each, Group) else "",
+)
+def test_of_groups_that_need_the_end_of_a_prefix_what_was_needed_earlier_is_not_touched(
+    other: Group, touched: list[int]
+) -> None:
+    """A prompt of 17 tokens, that is four blocks, and an answer of 12."""
+    daemon, clock = TinyDaemon(), Clock()
+    made = attached([full(), other], TinyPool(64), daemon=daemon, clock=clock)
+    request = Request("r", list(range(17)))
+    made.update_state_after_alloc(request, Allocated([*range(1, 9)], [*range(11, 19)]), 0)
+    request.append(range(12))
+    made.request_finished(request)
+    later(made, clock)
+    names = request.block_hashes
+    assert daemon.touched == [{0: b"".join(names[:7]), 1: b"".join(names[each] for each in touched)}]
 
 
 def test_a_step_touches_one_request_and_of_very_many_those_that_ended_first_are_left_out(

@@ -1632,6 +1632,27 @@ _INTEGRATIONS = (
         "integrations/test_selection.py",
     ),
     _bug(
+        "windows and states of earlier turns are leased with each lookup, and never go",
+        "cache/block_cache.py",
+        "leased[-lease_last[place] :] if lease_last else leased",
+        "leased",
+        "cache/test_victims.py",
+    ),
+    _bug(
+        "windows and states of earlier turns are touched with each request, and never go",
+        "integrations/vllm/hits.py",
+        "            blocks.update(dict.fromkeys(needed_blocks(group, end, 0)[:most] if end else ()))",
+        "            blocks.update(dict.fromkeys(range(end // group.block_tokens)))",
+        "integrations/test_touches.py",
+    ),
+    _bug(
+        "what a hit loads that is shorter than what is there is not leased",
+        "integrations/vllm/questions.py",
+        "            if not last.issuperset(needed):",
+        "            if False:",
+        "integrations/test_questions.py",
+    ),
+    _bug(
         "ranks that share a head each store it",
         "integrations/vllm/groups.py",
         "    return ranks // kv_heads if kv_heads and",

@@ -66,6 +66,14 @@ class Group:
         """Whether a hit needs every block of the prefix."""
         return self.kind is Kind.FULL
 
+    @property
+    def most_needed(self) -> int:
+        """Blocks of a prefix that a request needs at most to continue after it, and for each block that `eagle` drops
+        one more; 0: every block."""
+        if self.chained:
+            return 0
+        return -(-self.window // self.block_tokens) + 1 + self.eagle if self.window else 1
+
     def first_needed(self, tokens: int) -> int:
         """Index of the first block that a request needs to continue after a prefix of ``tokens`` tokens.
 

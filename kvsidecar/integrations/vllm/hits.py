@@ -38,6 +38,28 @@ def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, m
     return {group.index: group.hashes(block_hashes, each.start, each.stop) for group, each in blocks.items()}
 
 
+def hashes_to_go_on(
+    groups: Sequence[Group], block_hashes: Sequence[bytes], tokens: Sequence[int], most: int
+) -> dict[int, Sequence[bytes]]:
+    """By group: the hashes of the blocks that a request needs which goes on after so many tokens of this one.
+
+    Args:
+        tokens: several numbers, for requests that go on at several places.
+        most: hashes of a group, the first ones.
+    """
+    found: dict[int, Sequence[bytes]] = {}
+    for group in groups:
+        blocks: dict[int, None] = {}
+        for each in sorted(tokens):
+            end = limit(groups, each, 0)
+            blocks.update(dict.fromkeys(needed_blocks(group, end, 0)[:most] if end else ()))
+        if group.chained:
+            found[group.index] = group.hashes(block_hashes, 0, len(blocks))
+        else:
+            found[group.index] = [name for i in blocks for name in group.hashes(block_hashes, i, i + 1)][:most]
+    return found
+
+
 def chooses(groups: Sequence[Group]) -> bool:
     """Whether a hit does not need every block of each group, so that what is fetched from a tier is to be chosen."""
     return any(group.kind is not Kind.FULL for group in groups)

@@ -73,6 +73,8 @@ class Question:
         """Of the round that is under way."""
         self.sent = 0.0
         """When it was sent."""
+        self.lease_last: dict[int, int] = {}
+        """Of the round: by group, how many of its hits to lease. The others may be of what is not needed any more."""
         self.hashes_asked = 0
         self.missing: dict[int, list[bytes]] = {}
         """Hashes that were asked for and not found, by group."""
@@ -94,7 +96,7 @@ class Question:
         if self.reason or (self._round and not self.ready):
             return {}
         self._now_local = local
-        self._round = {}
+        self._round, self.lease_last = {}, {}
         for places in self._rounds:  # a round may turn out to need nothing
             self._round = {index: each for index, each in places.items() if each}
             if self._round:
@@ -123,6 +125,7 @@ class Question:
         self._ends_inside = ends[-BUDGETED_HASHES // len(self._groups) :]
         places = range(len(self._ends_inside))
         if places:
+            self.lease_last = {}
             behind = [place for place in places if self._ends_inside[place] > chained]
             yield {group.index: behind if group.chained else places for group in self._groups}
 
@@ -132,7 +135,12 @@ class Question:
         others = [group for group in self._groups if group not in windowed]
         total = sum(map(len, everything.values()))
         if total <= BUDGETED_HASHES or not windowed or not any(group.kind is Kind.FULL for group in others):
+            self.lease_last = {group.index: group.most_needed for group in self._groups if not group.chained}
+            leased = dict(self.lease_last)
             yield everything
+            if (end := self._ends()[0]) and (more := self._not_leased(end, leased)):
+                self.lease_last = {}
+                yield more
             return
         self.in_rounds = True
         asked: dict[int, set[int]] = {group.index: set() for group in windowed}
@@ -158,6 +166,23 @@ class Question:
             return
         # A window has gone: the hit may end anywhere before.
         yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
+
+    def _not_leased(self, end: int, leased: Mapping[int, int]) -> Places:
+        """What a hit of so many tokens needs, and no round has leased; nothing if it needs what is last.
+
+        Args:
+            leased: by group, how many of its blocks that are there, the last ones.
+        """
+        more: dict[int, Sequence[int]] = {}
+        for group in self._groups:
+            if not (most := leased.get(group.index, 0)):
+                continue
+            flags, first = self._found[group.index], self._first[group.index]
+            last = set([place for place, flag in enumerate(flags) if flag][-most:])
+            needed = [each - first for each in hits.needed_blocks(group, end, self._now_local)]
+            if not last.issuperset(needed):
+                more[group.index] = needed
+        return more
 
     def _ends(self, assumed: Sequence[Group] = ()) -> tuple[int, int]:
         """Tokens of the longest hit now, and after a fetch from a slower tier.
@@ -382,6 +407,8 @@ class Questions:
             fetch_tokens: how many more it has than one without a fetch.
         """
         arguments: dict[str, Any] = {"mode": question.mode, "lease_seconds": self._lease_seconds}
+        if question.lease_last:
+            arguments["lease_last"] = question.lease_last
         if question.lease is not None:
             arguments["lease"] = question.lease
         if self._chooses:

@@ -25,13 +25,16 @@ class Touches:
     A prompt is stored in pieces, step by step, so its head is older than its tail, and would be evicted first: without
     it, all the rest is useless. Blocks that the GPU's own cache had are not looked up at all. Both are mended by one
     touch of the whole request, head last.
+
+    Of groups that do not need every block, only those count as used that a request needs which goes on after the prompt
+    or after the answer. What was needed at the end of an earlier turn goes before what still is.
     """
 
     def __init__(self, shared: Shared, client: SchedulerClient) -> None:
         self._groups, self._client = shared.engine.groups, client
         self._counters, self._clock = shared.counters, shared.clock
-        self._waiting: deque[tuple[float, Sequence[Any], int, float | None]] = deque(maxlen=MAX_WAITING)
-        """When to touch what: block hashes, the tokens that they stand for, and the pause that follows."""
+        self._waiting: deque[tuple[float, Sequence[Any], tuple[int, int], float | None]] = deque(maxlen=MAX_WAITING)
+        """When to touch what: block hashes, tokens of the prompt and of all, and the pause that follows."""
 
     def ended(self, request: Any, pause: float | None) -> None:
         """A request has ended.
@@ -40,7 +43,8 @@ class Touches:
             pause: seconds until its prompt is expected to be used again; infinity: it will not be; None: not known.
         """
         self._counters.unsent_touches += len(self._waiting) == MAX_WAITING
-        self._waiting.append((self._clock() + AFTER_SECONDS, request.block_hashes, request.num_tokens, pause))
+        tokens = request.num_prompt_tokens, request.num_tokens
+        self._waiting.append((self._clock() + AFTER_SECONDS, request.block_hashes, tokens, pause))
 
     def forget_all(self) -> None:
         self._waiting.clear()
@@ -52,8 +56,8 @@ class Touches:
             return False
         _, block_hashes, tokens, pause = self._waiting.popleft()
         most = MAX_HASHES // len(self._groups)
-        found = hits.hashes(self._groups, block_hashes, 0, hits.limit(self._groups, tokens, 0))
-        packed = {index: b"".join(hashes[:most]) for index, hashes in found.items() if hashes}
+        found = hits.hashes_to_go_on(self._groups, block_hashes, tokens, most)
+        packed = {index: b"".join(hashes) for index, hashes in found.items() if hashes}
         try:
             sent = not packed or self._client.touch_nowait(packed, pause)
         except ClientError:
