@@ -32,13 +32,29 @@ def _mla(**more: Any) -> Config:
 
 KNOWN: Final[dict[str, Config]] = {
     "Llama-3.1-8B": _gqa(32, 32, 8, 128),
+    "Llama-3.1-70B": _gqa(80, 64, 8, 128),
+    "Llama-3.1-405B": _gqa(126, 128, 8, 128),
     "Llama-3.3-70B": _gqa(80, 64, 8, 128),
+    "Mistral-Large-2411": _gqa(88, 96, 8, 128),
+    "Mistral-Large-Instruct": _gqa(88, 96, 8, 128),
+    "Mixtral-8x7B": _gqa(32, 32, 8, 128),
+    "Mixtral-8x22B": _gqa(56, 48, 8, 128),
     "Qwen3-8B": _gqa(36, 32, 8, 128),
     "Qwen3-32B": _gqa(64, 64, 8, 128),
     "Qwen3-30B-A3B": _gqa(48, 32, 4, 128),
     "Qwen3-235B-A22B": _gqa(94, 64, 4, 128),
+    "Qwen3-Coder-30B-A3B": _gqa(48, 32, 4, 128),
+    "Qwen3-Coder-480B-A35B": _gqa(62, 96, 8, 128),
+    "GLM-4.5": _gqa(92, 96, 8, 128),
     "GLM-4.5-Air": _gqa(46, 96, 8, 128),
+    "GLM-4.6": _gqa(92, 96, 8, 128),
     "MiniMax-M2": _gqa(62, 48, 8, 128),
+    "DeepSeek-R1": _mla(),
+    "DeepSeek-R1-Distill-Llama-8B": _gqa(32, 32, 8, 128),
+    "DeepSeek-R1-Distill-Llama-70B": _gqa(80, 64, 8, 128),
+    "DeepSeek-R1-Distill-Qwen-7B": _gqa(28, 28, 4, 128),
+    "DeepSeek-R1-Distill-Qwen-14B": _gqa(48, 40, 8, 128),
+    "DeepSeek-R1-Distill-Qwen-32B": _gqa(64, 40, 8, 128),
     "DeepSeek-V3": _mla(),
     "DeepSeek-V3.1": _mla(),
     "DeepSeek-V3.2": _mla(index_topk=2048, index_head_dim=128),
@@ -76,8 +92,8 @@ def load(model: str) -> Config:
     """The ``config.json`` of a model.
 
     Args:
-        model: path of the file or of its folder, or a known name; what precedes the last ``/`` of a name, and
-            suffixes such as ``-Instruct``, do not matter.
+        model: path of the file or of its folder, or a known name; what precedes the last ``/`` of a name, suffixes such
+            as ``-Instruct``, and spaces in place of hyphens do not matter.
 
     Raises:
         BadModel: there is none, or it is no configuration.
@@ -87,9 +103,11 @@ def load(model: str) -> Config:
         path /= "config.json"
     if path.is_file() or path.suffix == ".json" or model.startswith((".", "/", "~")):
         return _read(path.expanduser())
-    name = model.rpartition("/")[2].lower()
-    # The longest one that it begins with: Qwen3-30B-A3B-Instruct-2507 is Qwen3-30B-A3B.
+    name = "-".join(model.rpartition("/")[2].lower().split())
+    # The longest one that it begins with: Qwen3-30B-A3B-Instruct-2507 is Qwen3-30B-A3B. A distilled model is not the
+    # one that it has learned from.
     fits = [known for known in KNOWN if name == known.lower() or name.startswith(known.lower() + "-")]
+    fits = [known for known in fits if "-distill" not in name.removeprefix(known.lower())]
     if fits:
         return KNOWN[max(fits, key=len)]
     near = get_close_matches(name, [known.lower() for known in KNOWN], n=1)

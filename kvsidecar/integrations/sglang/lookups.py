@@ -92,11 +92,15 @@ class Lookups:
         pages = len(full.keys)
         keys = self._keys(full.keys)
         epoch = self._client.attached_epoch
+        windows = {name: len(each.keys) for name, each in by_pool.items() if name != KV}
+        # The others were needed at the end of an earlier turn, and are not to be kept for this one.
+        last = {group.index: windows[group.pool] for group in self._groups.all if group.pool in windows}
         result = self._client.lookup(
             self._namespace,
             {group.index: keys for group in self._groups.all},
             mode=LookupMode.BITMAP if self._trailing else LookupMode.PREFIX,
             lease_seconds=OFFER_SECONDS,
+            lease_last=last,
             timeout=in_proportion(self._budget, pages * len(self._groups.all)),
         )
         if rid not in self._offers:  # else SGLang asks again while the request waits
@@ -107,7 +111,6 @@ class Lookups:
         self.forget(rid)
         lengths: Sequence[int] = ()
         if not result.reason and result.ready:
-            windows = {name: len(each.keys) for name, each in by_pool.items() if name != KV}
             lengths = self._lengths(result, pages, windows, keys)
         self._counters.offered_pages += lengths[-1] if lengths else 0
         offer = Offer(full.keys, lengths, now, epoch, result.lease, now + result.lease_seconds)

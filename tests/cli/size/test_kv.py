@@ -107,6 +107,11 @@ def test_a_file_a_folder_and_names_are_read(tmp_path: Path) -> None:
     for model in (str(tmp_path), str(tmp_path / "config.json")):
         assert kv_of(load(model)).token_bytes == 128 * KiB
     assert load("Qwen/Qwen3-30B-A3B-Instruct-2507") is KNOWN["Qwen3-30B-A3B"]
+    assert load("Gemma 3 27B") is KNOWN["gemma-3-27b"]
+    assert load("deepseek-ai/DeepSeek-R1-0528") is KNOWN["DeepSeek-R1"]
+    assert load("deepseek-ai/DeepSeek-R1-Distill-Llama-70B") is KNOWN["DeepSeek-R1-Distill-Llama-70B"]
+    with pytest.raises(BadModel):
+        load("DeepSeek-R1-Distill-Qwen-1.5B")
     assert load("gpt-oss-20b") is KNOWN["gpt-oss-20b"]
 
 
