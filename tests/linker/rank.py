@@ -156,19 +156,19 @@ class Engine:
         rank: int = 0,
         size: int = 1,
         replicated: bool = False,
+        per_head: int = 1,
         reader: Any = None,
         staged_pages: int = 0,
         **extra: Any,
     ) -> None:
         self.buffer = closed_after_the_test(HostBuffer(LAYERS * PAGES * ROW))
         self.kv = np.frombuffer(self.buffer.memory, np.uint8).reshape(LAYERS, PAGES, ROW)
-        groups = groups_of([(KV, range(LAYERS), replicated)], LAYERS, chunks)
+        groups = groups_of([(KV, range(LAYERS), replicated)], LAYERS, chunks, {KV: per_head})
         layouts = tuple(
             GroupLayout(
                 each.index,
                 PAGES,
-                0 if replicated else rank,
-                1 if replicated else size,
+                *each.shard(rank, size),
                 tuple(Region(0, own[0] * PAGES * ROW, PAGES * ROW, ROW, ROW, len(own)) for own in each.slices.values()),
                 (1,) * len(each.slices) if len(each.slices) > 1 else (),
             )

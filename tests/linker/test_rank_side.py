@@ -571,6 +571,22 @@ def test_latent_attention_is_stored_once_and_loaded_by_every_rank(daemon: Daemon
         each.side.close()
 
 
+def test_a_head_that_ranks_share_is_stored_by_the_first_of_them_and_loaded_by_all(daemon: DaemonProcess) -> None:
+    """Four ranks and two heads."""
+    ranks = [Engine(daemon.socket, rank=rank, size=4, per_head=2).attach() for rank in range(4)]
+    for each in reversed(ranks):
+        each.fill([1, 2], f"a {each.ranks.rank // 2}")
+        each.offload([1, 2], "a")
+        assert each.ended()
+    assert [each.counters.offloads for each in ranks] == [1, 0, 1, 0]
+    for each in ranks:
+        assert each.lookup("a", 2) == [1, 2]
+        assert each.load([8, 9], "a")
+        assert each.side.loads.finish(each.start())
+        assert each.holds([8, 9], f"a {each.ranks.rank // 2}")
+        each.side.close()
+
+
 def test_two_engines_share_and_a_dead_one_leaves_its_pages(daemon: DaemonProcess, engine: Engine) -> None:
     other = Engine(daemon.socket, name="other").attach()
     other.store([1, 2], "a")

@@ -1632,6 +1632,20 @@ _INTEGRATIONS = (
         "integrations/test_selection.py",
     ),
     _bug(
+        "SGLang: ranks that share a head each store it",
+        "integrations/sglang/groups.py",
+        "rank % self.ranks_per_head == 0",
+        "True",
+        "linker/test_rank_side.py",
+    ),
+    _bug(
+        "SGLang: windows and states of earlier turns are leased with each lookup",
+        "integrations/sglang/lookups.py",
+        "            lease_last=last,\n",
+        "",
+        "linker/test_lookups.py",
+    ),
+    _bug(
         "windows and states of earlier turns are leased with each lookup, and never go",
         "cache/block_cache.py",
         "leased[-lease_last[place] :] if lease_last else leased",
@@ -1654,14 +1668,14 @@ _INTEGRATIONS = (
     ),
     _bug(
         "ranks that share a head each store it",
-        "integrations/vllm/groups.py",
+        "integrations/kv_heads.py",
         "    return ranks // kv_heads if kv_heads and",
         "    return 1 if kv_heads and",
         "integrations/test_groups.py",
     ),
     _bug(
         "a rank that has another layer's head takes it for the one that the rank before it has",
-        "integrations/vllm/groups.py",
+        "integrations/kv_heads.py",
         "    if len(set(map(repr, found))) != 1 or not isinstance(found[0], int):",
         "    if not found or not isinstance(found[0], int):",
         "integrations/test_groups.py",

@@ -26,6 +26,15 @@ class Group:
     for them. No slice is empty."""
     replicated: bool = False
     """The KV is the same on all tensor-parallel ranks: the first rank stores it."""
+    ranks_per_head: int = 1
+    """Otherwise: so many consecutive ranks share a KV head, and the first of them stores it."""
+
+    def is_stored_by(self, rank: int) -> bool:
+        return rank == 0 if self.replicated else rank % self.ranks_per_head == 0
+
+    def shard(self, rank: int, ranks: int) -> tuple[int, int]:
+        """The index of a rank's part of a page, and the number of parts."""
+        return (0, 1) if self.replicated else (rank // self.ranks_per_head, ranks // self.ranks_per_head)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -74,11 +83,17 @@ def _ends(num_layers: int, num_chunks: int) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def groups_of(pools: Sequence[tuple[str, Iterable[int], bool]], num_layers: int, num_chunks: int) -> Groups:
+def groups_of(
+    pools: Sequence[tuple[str, Iterable[int], bool]],
+    num_layers: int,
+    num_chunks: int,
+    ranks_per_head: Mapping[str, int] = {},
+) -> Groups:
     """
     Args:
         pools: name, layers, and whether tensor-parallel ranks hold the same KV.
         num_layers: of this pipeline stage.
+        ranks_per_head: `Group.ranks_per_head` by pool, where it is not 1.
     """
     ends = _ends(num_layers, max(1, min(num_chunks, num_layers)))
     found: list[Group] = []
@@ -88,5 +103,5 @@ def groups_of(pools: Sequence[tuple[str, Iterable[int], bool]], num_layers: int,
             chunk = _chunk_of(layer, ends)
             slices[chunk] = (*slices.get(chunk, ()), layer)
         if slices:
-            found.append(Group(len(found), pool, slices, replicated))
+            found.append(Group(len(found), pool, slices, replicated, ranks_per_head.get(pool, 1)))
     return Groups(tuple(found), ends)

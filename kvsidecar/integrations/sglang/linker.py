@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvsidecar.client import Client
 from kvsidecar.errors import KVSidecarError
+from kvsidecar.integrations.kv_heads import kv_heads_of, ranks_per_head
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.sglang import adapters, endings, pools, ranks, sleeping
 from kvsidecar.integrations.sglang.counters import Counters
@@ -146,15 +147,20 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         pools.share_on_cpu(kvcache, params)
         found, num_layers = pools.pools_of(kvcache, params, params.page_size, components)
+        model = ModelConfig.from_server_args(server_args)
+        heads = kv_heads_of(model.hf_text_config.to_dict(), model.get_total_num_kv_heads())
         groups = groups_of(
-            [(pool.name, pool.layers, pool.replicated) for pool in found], num_layers, options.load_chunks
+            [(pool.name, pool.layers, pool.replicated) for pool in found],
+            num_layers,
+            options.load_chunks,
+            {pool.name: ranks_per_head(heads, mine.size) for pool in found if pool.heads == 1},
         )
         device = next(iter(found[0].layers.values()))[0].device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         identity = identity_of(
             server_args,
             groups,
-            hf_config=ModelConfig.from_server_args(server_args).hf_config,
+            hf_config=model.hf_config,
             page_size=params.page_size,
             tp_size=mine.size,
             is_eagle=params.is_eagle,

@@ -54,6 +54,8 @@ def identity_of(
         "pairs of tokens": is_eagle,
         "KV cache groups": [(each.pool, each.layers, each.replicated) for each in groups.all],
     })  # fmt: skip
+    if any(each.ranks_per_head > 1 for each in groups.all):
+        known.update({"ranks that share a head": [(each.pool, each.ranks_per_head) for each in groups.all]})
     for each in arguments(server_args):
         if each not in ignored.ARGUMENTS:
             known.add(each, argument(server_args, each))

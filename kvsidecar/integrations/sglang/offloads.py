@@ -71,14 +71,12 @@ class Offloads:
     Args:
         notes: of a group's blocks with these keys, joined.
         num_pages: of the pool of full attention.
-        is_first_rank: of those that split a page. It alone stores what is the same on all of them.
+        rank: among those that split a page. Of what is the same on several, the first one stores it.
     """
 
-    def __init__(
-        self, shared: Shared, notes: Callable[[int, bytes], bytes], num_pages: int, *, is_first_rank: bool
-    ) -> None:
+    def __init__(self, shared: Shared, notes: Callable[[int, bytes], bytes], num_pages: int, *, rank: int) -> None:
         self._jobs, self._groups = shared.jobs, shared.groups
-        self._notes, self._is_first_rank = notes, is_first_rank
+        self._notes, self._rank = notes, rank
         self._most_held = max(1, int(num_pages * HELD_FRACTION))
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._pending: deque[_Offload] = deque()
@@ -104,7 +102,7 @@ class Offloads:
         offload, known = _Offload(held=sum(pages.count for pages in offered)), False
         for pages in offered:
             group = self._groups.of(pages.pool)
-            if group is None or (group.replicated and not self._is_first_rank):
+            if group is None or not group.is_stored_by(self._rank):
                 continue
             tags = tags_of(group.index, pages.keys, pages.count)
             missing = np.flatnonzero(~self._known.find(tags))

@@ -29,6 +29,8 @@ class Pool:
     layers: Mapping[int, tuple[torch.Tensor, ...]]
     """By layer of the pipeline stage: tensors ``[pages, ...]`` that hold all of its bytes."""
     replicated: bool
+    heads: int = 0
+    """KV heads of this rank; 0: it is not known, or this is no attention with heads."""
 
     @property
     def num_pages(self) -> int:
@@ -48,24 +50,29 @@ def pools_of(kvcache: Any, params: Any, page_size: int, components: set[Any]) ->
     """
     kind = type(kvcache).__name__
     if kind in ("MHATokenToKVPool", "MLATokenToKVPool"):
-        pools = [Pool(KV, _attention(kvcache, page_size, _own_layers(kvcache)), _is_mla(kvcache))]
+        pools = [_pool(KV, kvcache, page_size, _own_layers(kvcache))]
     elif kind == "SWAKVPool" and "MAMBA" not in {each.name for each in components}:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _swa_layer_mappings
 
         full, window = _swa_layer_mappings(kvcache)
         pools = [
-            Pool(KV, _attention(kvcache.full_kv_pool, page_size, full), _is_mla(kvcache.full_kv_pool)),
-            Pool(SWA, _attention(kvcache.swa_kv_pool, page_size, window), _is_mla(kvcache.swa_kv_pool)),
+            _pool(KV, kvcache.full_kv_pool, page_size, full),
+            _pool(SWA, kvcache.swa_kv_pool, page_size, window),
         ]
     elif kind == "HybridLinearKVPool" and type(kvcache.full_kv_pool).__name__ == "MHATokenToKVPool":
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _stage_local_layer_mapping
 
         mapping = _stage_local_layer_mapping(kvcache.full_attention_layer_id_mapping, kvcache.start_layer)
-        pools = [Pool(KV, _attention(kvcache.full_kv_pool, page_size, mapping), False), _states(kvcache, params)]
+        pools = [_pool(KV, kvcache.full_kv_pool, page_size, mapping), _states(kvcache, params)]
     else:
         return _ready_made(kvcache, params, page_size, components)
     pools[0] = _with_drafts(pools[0], params, page_size)
     return pools, 1 + max(layer for pool in pools for layer in pool.layers)
+
+
+def _pool(name: str, pool: Any, page_size: int, mapping: Mapping[int, int]) -> Pool:
+    heads = 0 if _is_mla(pool) else int(getattr(pool, "head_num", 0))
+    return Pool(name, _attention(pool, page_size, mapping), _is_mla(pool), heads)
 
 
 def _own_layers(pool: Any) -> dict[int, int]:
@@ -166,7 +173,8 @@ def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
             )
         for tensors in _attention(draft, page_size, _own_layers(draft)).values():
             layers[last] = (*layers[last], *tensors)
-    return replace(full, layers=layers)
+    # Which of the layers are the draft's, with heads of its own, is not known behind this.
+    return replace(full, layers=layers, heads=full.heads if layers == full.layers else 0)
 
 
 def facts_of(pools: Sequence[Pool]) -> list[str]:
@@ -195,7 +203,7 @@ def export(pools: Sequence[Pool], groups: Groups, rank: int, size: int) -> RankM
     layouts = []
     for group in groups.all:
         pool = by_name[group.pool]
-        shard, shards = (0, 1) if group.replicated else (rank, size)
+        shard, shards = group.shard(rank, size)
         slices = []
         for layers in group.slices.values():
             tensors = [tensor[: pool.num_pages] for layer in layers for tensor in pool.layers[layer]]

@@ -107,7 +107,7 @@ class RankSide:
         self._touches = Touches(shared, facts.trailing)
         self._tool_tokens = frozenset(options.tool_tokens)
         num_pages = max(layout.num_blocks for layout in self._layouts)
-        self._offloads = Offloads(shared, notes, num_pages, is_first_rank=ranks.rank == 0)
+        self._offloads = Offloads(shared, notes, num_pages, rank=ranks.rank)
         self._failures: set[str] = set()
         """Those that the log has already."""
         self._attach(self._client, facts.instance, facts.memory)

@@ -142,7 +142,8 @@ def staging_for(
     if not nbytes:
         return None
     num_chunks = chunks_of(sum(pieces), groups.num_chunks)
-    own = groups_of([(pool.name, pool.layers, pool.replicated)], groups.ends[-1], num_chunks)
+    per_head = {pool.name: groups.all[0].ranks_per_head}
+    own = groups_of([(pool.name, pool.layers, pool.replicated)], groups.ends[-1], num_chunks, per_head)
     try:
         staging = Staging(pool, own, layouts[0], nbytes)
     except (ValueError, NotExportable, torch.OutOfMemoryError) as error:

@@ -3,14 +3,15 @@ have different ones."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvsidecar.integrations.kv_heads import kv_heads_of, ranks_per_head
 
 
 class Kind(StrEnum):
@@ -216,15 +217,11 @@ def _replicas(spec: Any, mla: bool, kv_heads: int | None, parallel: Any) -> int:
         return ranks
     layers = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     one_each = all(getattr(each, "num_kv_heads", None) == 1 and "MambaSpec" not in _names(each) for each in layers)
-    return ranks // kv_heads if kv_heads and one_each and kv_heads < ranks and ranks % kv_heads == 0 else 1
+    return ranks_per_head(kv_heads, ranks) if one_each else 1
 
 
 def _kv_heads(vllm_config: Any) -> int | None:
-    """KV heads of every layer that is no MLA; None: they may differ, or nobody says.
-
-    vLLM does not tell the number of a layer, only how many a rank has of it, which is one where there are fewer heads
-    than ranks. So a model whose configuration has more than one such number is not trusted.
-    """
+    """KV heads of every layer that is no MLA, also of a draft model; None: they may differ, or nobody says."""
     model = getattr(vllm_config, "model_config", None)
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     found = {_kv_heads_of(each) for each in (model, draft) if each is not None}
@@ -232,32 +229,10 @@ def _kv_heads(vllm_config: Any) -> int | None:
 
 
 def _kv_heads_of(model_config: Any) -> int | None:
-    """Those of one model, whose layers all have as many."""
     config = getattr(model_config, "hf_text_config", None)
     if config is None or getattr(getattr(model_config, "model_arch_config", None), "per_layer_overrides", None):
         return None
-    found = list(_numbers_of_kv_heads(config.to_dict()))
-    if len(set(map(repr, found))) != 1 or not isinstance(found[0], int):
-        return None
-    return found[0] if found[0] == model_config.get_total_num_kv_heads() else None
-
-
-_KV_HEADS = re.compile(
-    r"kv_(n_)?heads|key_value_heads|n_head_kv|head_kv|multi_query_group|attention_groups|heads_in_group"
-)
-
-
-def _numbers_of_kv_heads(config: Any) -> Iterator[Any]:
-    """All that a model's configuration says of KV heads, for whichever layers."""
-    if isinstance(config, Mapping):
-        for name, value in config.items():
-            if value is not None and _KV_HEADS.search(str(name)):
-                yield value
-            else:
-                yield from _numbers_of_kv_heads(value)
-    elif isinstance(config, (list, tuple)):
-        for each in config:
-            yield from _numbers_of_kv_heads(each)
+    return kv_heads_of(config.to_dict(), model_config.get_total_num_kv_heads())
 
 
 def _is_sharded(spec: Any) -> bool:
