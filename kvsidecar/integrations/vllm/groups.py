@@ -148,7 +148,10 @@ def groups_of(
         if not getattr(each.kv_cache_spec, "prefix_cacheable", True) or not getattr(each, "enable_kv_transfer", True):
             continue
         if getattr(each, "host_resident", False):
-            raise ValueError(f"KV cache group {index} is in host memory")
+            raise ValueError(
+                f"KV cache group {index} is in host memory, where HiSparse reads it, and a hit needs what is evicted "
+                "from there: use MooncakeStoreConnector or OffloadingConnector with HiSparse"
+            )
         kind, window, mla = _kind(index, each.kv_cache_spec)
         block_tokens = each.kv_cache_spec.block_size * (dcp if _is_sharded(each.kv_cache_spec) else 1)
         if block_tokens % hash_tokens or alignment % block_tokens:
