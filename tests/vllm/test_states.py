@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.harness import DEVICE, DaemonProcess
+from tests.marks import promise
 from tests.vllm import models
 from tests.vllm.engine import Prompt, forget, join, joined, kvsidecar, prompt, running
 
@@ -71,6 +72,7 @@ def right(states: str) -> dict[Prompt, tuple[int, ...]]:
     return {each: answer.tokens for each, answer in found.items()}
 
 
+@promise("a hit from the pool ends where one on the GPU would")
 def test_hits_end_where_those_of_the_engine_itself_do(
     states: str, daemon: DaemonProcess, right: dict[Prompt, tuple[int, ...]]
 ) -> None:
