@@ -1655,8 +1655,8 @@ _INTEGRATIONS = (
     _bug(
         "windows and states of earlier turns are touched with each request, and never go",
         "integrations/vllm/hits.py",
-        "            blocks.update(dict.fromkeys(needed_blocks(group, end, 0)[:most] if end else ()))",
-        "            blocks.update(dict.fromkeys(range(end // group.block_tokens)))",
+        "            needed = dict.fromkeys(i for each in blocks for i in each)",
+        "            needed = dict.fromkeys(i for each in blocks for i in range(each.stop))",
         "integrations/test_touches.py",
     ),
     _bug(

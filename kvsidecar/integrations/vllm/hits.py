@@ -48,15 +48,14 @@ def hashes_to_go_on(
         most: hashes of a group, the first ones.
     """
     found: dict[int, Sequence[bytes]] = {}
+    ends = sorted(end for each in tokens if (end := limit(groups, each, 0)))
     for group in groups:
-        blocks: dict[int, None] = {}
-        for each in sorted(tokens):
-            end = limit(groups, each, 0)
-            blocks.update(dict.fromkeys(needed_blocks(group, end, 0)[:most] if end else ()))
+        blocks = [needed_blocks(group, end, 0) for end in ends]
         if group.chained:
-            found[group.index] = group.hashes(block_hashes, 0, len(blocks))
+            found[group.index] = group.hashes(block_hashes, 0, min(most, blocks[-1].stop)) if blocks else ()
         else:
-            found[group.index] = [name for i in blocks for name in group.hashes(block_hashes, i, i + 1)][:most]
+            needed = dict.fromkeys(i for each in blocks for i in each)
+            found[group.index] = [name for i in needed for name in group.hashes(block_hashes, i, i + 1)][:most]
     return found
 
 
