@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvsidecar.cli.size.models import KNOWN
+
 
 def _every(layers: int, interval: int, last: str, others: str) -> list[str]:
     return [others if (layer + 1) % interval else last for layer in range(layers)]
@@ -142,13 +144,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "mla_use_nope": True,
-        "linear_attn_config": {
-            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
-            "kda_layers": [layer for layer in range(1, 27) if layer % 4],
-            "num_heads": 32,
-            "head_dim": 128,
-            "short_conv_kernel_size": 4,
-        },
+        "linear_attn_config": KNOWN["Kimi-Linear-48B-A3B"]["linear_attn_config"],
         "num_experts": 256,
         "num_experts_per_token": 8,
         "num_shared_experts": 1,

@@ -180,7 +180,7 @@ class LookupQuery:
     lease: int = 0
     """Of an earlier lookup, that these hits are added to; 0: a new one."""
     lease_last: Mapping[int, int] | None = None
-    """By group: how many of its hits to lease, the last ones. All of other groups."""
+    """How many hits of a group to lease, the last ones; all of a group that is missing here."""
     touch: bool = False
     """The blocks were used, and nothing is to be known."""
     pause_seconds: int = 0

@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_NAMES = re.compile(
-    r"kv_(n_)?heads|key_value_heads|n_head_kv|head_kv|multi_query_group|attention_groups|heads_in_group"
-)
+_NAMES = re.compile(r"kv_(n_)?heads|key_value_heads|head_kv|multi_query_group|attention_groups|heads_in_group")
 
 
 def kv_heads_of(config: Mapping[str, Any], total: int) -> int | None:

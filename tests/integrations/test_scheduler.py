@@ -728,6 +728,16 @@ def test_a_daemon_that_hangs_with_few_blocks_is_not_given_up() -> None:
     assert not any(made.build_plan(Step()).give_up for _ in range(2 * REPORT_STEPS))
 
 
+def test_a_request_that_ends_with_all_of_it_considered_asks_for_no_room() -> None:
+    """Every refusal of room is counted."""
+    made, pool = pooled(9, waits=False)
+    request, _ = computed(made, pool, 16)
+    assert len(stored_hashes(made.build_plan(Step({"r": 1})).stores)) == 4
+    before = made.counters.held_back_stores
+    made.request_finished(request)
+    assert made.counters.held_back_stores == before
+
+
 def test_where_vllm_cannot_wait_stores_leave_the_engine_half_of_its_blocks() -> None:
     made, pool = pooled(9, waits=False)
     computed(made, pool, 24)

@@ -69,8 +69,8 @@ class Group:
 
     @property
     def most_needed(self) -> int:
-        """Blocks of a prefix that a request needs at most to continue after it, and for each block that `eagle` drops
-        one more; 0: every block."""
+        """The most blocks of a prefix that a request needs to continue after it, with the one that `eagle` asks for; 0:
+        every block."""
         if self.chained:
             return 0
         return -(-self.window // self.block_tokens) + 1 + self.eagle if self.window else 1

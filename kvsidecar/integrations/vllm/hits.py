@@ -41,7 +41,7 @@ def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, m
 def hashes_to_go_on(
     groups: Sequence[Group], block_hashes: Sequence[bytes], tokens: Sequence[int], most: int
 ) -> dict[int, Sequence[bytes]]:
-    """By group: the hashes of the blocks that a request needs which goes on after so many tokens of this one.
+    """The hashes of the blocks, by group, that later requests need which go on where this one has so many tokens.
 
     Args:
         tokens: several numbers, for requests that go on at several places.

@@ -49,7 +49,7 @@ class Offer:
     hashes: Mapping[int, bytes] = field(default_factory=dict)
     """By group: the joined hashes that were looked up, from the first block after ``local``."""
     last: Mapping[int, bytes] = field(default_factory=dict)
-    """By group: the hash of the block inside which the hit ends, if it does."""
+    """The hash of the block inside which the hit ends, by group; empty if it ends with a block."""
     answered: float | None = None
     waiting_since: float | None = None
     """Since when its lookup cannot be sent, while that is so."""

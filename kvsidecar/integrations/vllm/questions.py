@@ -74,7 +74,8 @@ class Question:
         self.sent = 0.0
         """When it was sent."""
         self.lease_last: dict[int, int] = {}
-        """Of the round: by group, how many of its hits to lease. The others may be of what is not needed any more."""
+        """How many hits of each group the round leases, the last ones; all of a group that is missing. Those before
+        them may be left of an earlier turn."""
         self.hashes_asked = 0
         self.missing: dict[int, list[bytes]] = {}
         """Hashes that were asked for and not found, by group."""
@@ -168,20 +169,17 @@ class Question:
         yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
 
     def _not_leased(self, end: int, leased: Mapping[int, int]) -> Places:
-        """What a hit of so many tokens needs, and no round has leased; nothing if it needs what is last.
+        """The blocks that a hit of so many tokens needs, of groups of which others were leased.
 
         Args:
             leased: by group, how many of its blocks that are there, the last ones.
         """
         more: dict[int, Sequence[int]] = {}
         for group in self._groups:
-            if not (most := leased.get(group.index, 0)):
-                continue
-            flags, first = self._found[group.index], self._first[group.index]
-            last = set([place for place, flag in enumerate(flags) if flag][-most:])
-            needed = [each - first for each in hits.needed_blocks(group, end, self._now_local)]
-            if not last.issuperset(needed):
-                more[group.index] = needed
+            blocks, first = hits.needed_blocks(group, end, self._now_local), self._first[group.index]
+            most = leased.get(group.index, 0)
+            if blocks and most and sum(self._found[group.index][blocks.start - first :]) > most:
+                more[group.index] = [each - first for each in blocks]
         return more
 
     def _ends(self, assumed: Sequence[Group] = ()) -> tuple[int, int]:

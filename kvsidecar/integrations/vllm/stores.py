@@ -203,8 +203,7 @@ class Stores:
             if tokens < progress.done + alignment and (progress.inside_done or not self._grain):
                 continue  # most requests of most steps
             tokens -= sum(step.get(request_id, 0) for step in in_flight)
-            if self._grain and not progress.inside_done:
-                self._consider_inside(progress, tokens)
+            self._consider_inside(progress, tokens)
             if tokens >= progress.done + alignment:
                 self._consider(progress, tokens)
                 self._next = self._now + self._interval
@@ -295,7 +294,7 @@ class Stores:
         """Tokens of a request's prompt after which a later request may go on inside a block, and the hash of that
         block; 0: at the end of a block, or nowhere."""
         end = hits.limit_inside(self._groups, progress.request.num_prompt_tokens)
-        if not self._grain or end % self._alignment == 0:
+        if end % self._alignment == 0:
             return 0, ()
         return end, progress.request.block_hashes[end // self._hash_tokens - 1 :][:1]
 
@@ -307,15 +306,17 @@ class Stores:
             tokens: of the request that are computed.
         """
         assert self._pool is not None
+        if not self._grain or progress.inside_done:
+            return
         end, hashes = self._end_inside(progress)
-        if progress.inside_done or tokens < end:
+        if tokens < end:
             return
         find = self._pool.cached_block_hash_to_block.get_one_block
         blocks = {group: find(each + group_suffix(group.index)) for group in self._groups for each in hashes}
         if any(block is not None and block.block_id in self._written.unwritten for block in blocks.values()):
             return
         # Of the other groups the full block serves as well, which vLLM may know by now instead.
-        if all(block is not None or group.chained for group, block in blocks.items()):
+        if blocks and all(block is not None or group.chained for group, block in blocks.items()):
             if self._room() < len(blocks):
                 return
             for group in blocks:

@@ -76,7 +76,7 @@ class WrittenBlocks:
         self._entry_of: dict[int, _Entry] = {}
         """By id of a block that is not known to be written: its last entry."""
         self._mutable: dict[int, str] = {}
-        """By id of a block with a state that ends inside it: the request that goes on in it, unless vLLM moves it."""
+        """The request that will write over a state which ends inside a block, by the id of the block."""
         self._in_output = False
         """Whether vLLM is processing an output: what it enters now was written by that step or an earlier one."""
         self._wrong: set[str] = set()
@@ -136,8 +136,9 @@ class WrittenBlocks:
         self._entered(entry.request_id if entry is not None else "", [dst_block])
 
     def _entered(self, request_id: str, blocks: Sequence[Any]) -> None:
-        for block in blocks:
-            self._mutable.pop(block.block_id, None)
+        if self._mutable:  # nearly never, and a step may enter hundreds of blocks
+            for block in blocks:
+                self._mutable.pop(block.block_id, None)
         if self._in_output:
             return
         entry = _Entry(request_id, [block.block_id for block in blocks if not block.is_null])
