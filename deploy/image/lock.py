@@ -22,7 +22,7 @@ FILES = (*EXTRAS, "requirements-build.txt")
 
 def python() -> str:
     """The image's version, such as 3.12."""
-    return re.findall(r"^ARG BASE=python:(\d+\.\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[0]
+    return str(re.findall(r"^ARG BASE=python:(\d+\.\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[0])
 
 
 def wanted(file: str) -> list[str]:

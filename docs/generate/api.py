@@ -28,7 +28,7 @@ CONNECTORS = {
 def exported() -> dict[str, Path]:
     """Name -> file that defines it, of everything that `kvsidecar.client` exports."""
     tree = ast.parse((PACKAGE / "client" / "__init__.py").read_text())
-    found = {}
+    found: dict[str, Path] = {}
     for node in ast.walk(tree):  # some names exist on Linux only
         if isinstance(node, ast.ImportFrom) and node.module:
             path = PACKAGE.parent / (node.module.replace(".", "/") + ".py")

@@ -34,7 +34,7 @@ RECIPES: Final = (
     ("MoE, MLA, states", "Kimi-Linear-48B-A3B", 4),
 )
 """Kind, known name, and GPUs of an engine."""
-SHOWN: Final = "Llama-3.3-70B"
+SHOWN: str = "Llama-3.3-70B"
 """The one whose whole output is shown."""
 
 
