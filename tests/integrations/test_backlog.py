@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
+from kvsidecar.integrations.vllm.groups import Kind
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
+from kvsidecar.integrations.vllm.selection import group_suffix
 from kvsidecar.integrations.vllm.stores import RETRY_SECONDS
 from kvsidecar.integrations.vllm.waking import Alarm
 from tests.integrations.engine import (
@@ -27,10 +29,13 @@ from tests.integrations.engine import (
     NewRequest,
     Request,
     Step,
+    TinyDaemon,
     TinyPool,
     attached,
     chain,
     computed,
+    full,
+    group,
     pooled,
     run,
     side,
@@ -123,16 +128,74 @@ def test_what_a_step_has_no_room_for_when_a_request_ends_is_stored_by_later_step
     assert pool.num_free == 79
 
 
-def test_what_is_due_leaves_the_engine_seven_eighths_of_its_blocks() -> None:
+@pytest.mark.parametrize(("waits", "most"), [(True, 12), (False, 4)], ids=["waits", "never waits"])
+def test_what_is_due_leaves_room_for_the_longest_request_or_most_blocks_where_vllm_cannot_wait(
+    waits: bool, most: int
+) -> None:
     pool = TinyPool(33)
-    made = side(pool=pool)
-    request = over(made, pool, 44)
+    made = side(pool=pool, longest_blocks=20, waits=waits)
+    request = over(made, pool, 80)
     made.take_report(ATTACHED)
     (job,) = made.build_plan(IDLE).stores
-    assert len(stored_hashes((job,))) == 4
+    assert len(stored_hashes((job,))) == most
     assert made.build_plan(IDLE).stores == ()
     made.take_report(RankReport(stored={job.number: 1}))
     assert [each for one in [stored_hashes((job,)), *drain(made)] for each in one] == request.block_hashes
+
+
+def test_a_step_takes_as_many_blocks_that_are_due_as_it_computes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "BACKLOG_BLOCKS", 2)
+    pool = TinyPool(80)
+    made = side(pool=pool)
+    request = over(made, pool, 44)
+    made.take_report(ATTACHED)
+    taken = [stored_hashes(made.build_plan(step).stores) for step in (IDLE, Step({"other": 1}), Step({"other": 5}))]
+    assert [len(each) for each in taken] == [2, 2, 5]
+    assert {each for one in taken for each in one} < set(request.block_hashes)
+
+
+def test_of_a_request_that_ends_what_is_stored_already_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
+    made, pool = pooled(80)
+    request, blocks = computed(made, pool, 32)
+    ends(made, pool, request, blocks)
+    drain(made)
+    longer = Request("longer", list(range(44)))
+    more = pool.take(3)
+    for block, each in zip(more, longer.block_hashes[8:], strict=True):
+        pool.cache(block, each + bytes(4))
+    pool.touch(blocks)
+    made.update_state_after_alloc(longer, LiveTables([[*blocks, *more]]), 0)
+    ends(made, pool, longer, [*blocks, *more])
+    assert pool.num_free == 76, "the new ones are held, and not left for later"
+    assert drain(made) == [longer.block_hashes[8:]]
+
+
+def test_what_a_running_request_has_no_room_for_is_stored_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STEP_BLOCKS", 4)
+    made, pool = pooled(80, store_interval="1h")
+    request, _ = computed(made, pool, 44)
+    made.take_report(RankReport())
+    jobs = [stored_hashes(made.build_plan(Step({"r": 1})).stores) for _ in range(4)]
+    assert jobs == [request.block_hashes[:4], request.block_hashes[4:8], request.block_hashes[8:], []]
+
+
+def test_null_blocks_before_what_a_request_has_hit_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [full(), group(1, Kind.SLIDING_WINDOW, 4, window=8)]
+    daemon, pool = TinyDaemon(), TinyPool(80)
+    made = attached(groups, pool=pool, daemon=daemon)
+    request = Request("r", list(range(80)))
+    daemon.put(0, request.block_hashes[:16])
+    daemon.put(1, request.block_hashes[14:16])
+    assert made.get_num_new_matched_tokens(request, 0) == (64, True)
+    table = LiveTables([pool.take(20), [pool.null_block] * 14 + pool.take(6)])
+    made.update_state_after_alloc(request, table, 64)
+    looked_for: list[bytes] = []
+    monkeypatch.setattr(pool.cached_block_hash_to_block, "get_one_block", looked_for.append)
+    made.request_finished(request)
+    nulls = {each + group_suffix(1) for each in request.block_hashes[:14]}
+    assert looked_for
+    assert nulls.isdisjoint(looked_for)
 
 
 def test_what_was_computed_without_a_daemon_is_stored_when_there_is_one_as_far_as_the_gpu_has_it() -> None:

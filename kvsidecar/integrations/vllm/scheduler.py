@@ -194,6 +194,10 @@ class SchedulerSide:
                 self.counters.unknown_adapters += 1
                 self._counts = True
         progress.tables = getattr(blocks, "blocks", ())
+        if self._begun[0] == request_id:
+            progress.began = self._begun[1] + num_external_tokens
+        elif request_id in self._failed:
+            progress.began = 0
         needed = self._needed(request)
         if num_external_tokens <= 0:
             self._gains.count(needed)

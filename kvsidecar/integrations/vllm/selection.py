@@ -62,6 +62,8 @@ class RequestProgress:
     request: Any
     done: int = 0
     """Tokens; a multiple of the alignment."""
+    began: int = 0
+    """Tokens that were hit when it last began, on the GPU or in the daemon."""
     declined: bool = False
     """Whether the daemon has declined some of it: what is behind is useless without that, and is not offered."""
     inside_done: bool = False

@@ -38,7 +38,8 @@ from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
 BACKLOG_BLOCKS = 512
-"""Most blocks that one step takes from the backlog: to find them in the GPU's cache takes longest."""
+"""Most blocks that one step takes from the backlog: to find them in the GPU's cache takes longest. One that computes
+more tokens than this takes as many blocks: it lasts longer, and its requests need the GPU's blocks."""
 RETRY_SECONDS = 1.0
 """When the blocks of a failed store are tried again; twice as long after each further failure."""
 MAX_RETRY_SECONDS = 8.0
@@ -116,8 +117,8 @@ class Stores:
         usable = pool.num_gpu_blocks - 1
         self._most_hung = min(usable // 2, max(usable - self._longest, usable // 8))
         self._most_held = usable if self._waits else self._most_hung
-        # The backlog can wait. A request that arrives meanwhile must find room.
-        self._most_held_backlog = min(self._most_hung, max(1, usable // 8))
+        # A request that arrives meanwhile must find room, but what is not held is overwritten where the GPU is full.
+        self._most_held_backlog = self._most_hung if self._waits else min(self._most_hung, max(1, usable // 8))
         self._backlog = Backlog(pool.num_gpu_blocks)  # the GPU cannot have more
         self._is_held = np.zeros(pool.num_gpu_blocks, np.bool_)
         # A watermark above the number of blocks would only make the walks rarer.
@@ -183,7 +184,7 @@ class Stores:
             self._step_eager(requests, scheduler_output)
         may_plan_backlog = self._backlog.count and self._now >= self._retry
         if may_plan_backlog and not (self._lazy and scheduler_output.total_num_scheduled_tokens):
-            self._plan_backlog()
+            self._plan_backlog(scheduler_output.total_num_scheduled_tokens)
 
     def _step_eager(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -195,6 +196,7 @@ class Stores:
         if self._now < self._next:
             return  # a block per step and request would mean many small jobs; requests that end need no wait
         lag, alignment, in_flight = self._lag, self._alignment, self._written.tokens_in_flight()
+        left = False
         for request_id in scheduler_output.num_scheduled_tokens:
             progress = requests.get(request_id)
             if progress is None:
@@ -205,8 +207,10 @@ class Stores:
             tokens -= sum(step.get(request_id, 0) for step in in_flight)
             self._consider_inside(progress, tokens)
             if tokens >= progress.done + alignment:
-                self._consider(progress, tokens)
+                left |= self._consider(progress, tokens)
                 self._next = self._now + self._interval
+        if left:
+            self._next = self._now
         self._plan()
 
     def store_remaining(self, progress: RequestProgress, store: bool = True) -> None:
@@ -265,29 +269,35 @@ class Stores:
             aligned = min(aligned, first * group.block_tokens // self._alignment * self._alignment)
         return aligned
 
-    def _consider(self, progress: RequestProgress, tokens: int) -> None:
-        """Add a request's next blocks, up to ``tokens`` tokens, to the candidates, as far as there is room."""
+    def _consider(self, progress: RequestProgress, tokens: int) -> bool:
+        """Add a request's next blocks, up to ``tokens`` tokens, to the candidates, as far as there is room. Returns
+        whether some are left.
+
+        Blocks that are stored already, and null blocks, turn out to need no room when they are planned.
+        """
         aligned, end = self._bounds(progress, tokens)
         aligned = self._written_end(progress, aligned, end)
-        if aligned <= progress.done or progress.declined:
-            return
-        room = self._room()
-        if self._considered and room < (aligned - progress.done) // self._alignment * self._unit_blocks:
-            self._plan()  # blocks that are stored already need no room
+        while aligned > progress.done and not progress.declined:
             room = self._room()
-        units = (room - self._extra_blocks) // self._unit_blocks
-        if units <= 0:
-            return
-        aligned = min(aligned, progress.done + units * self._alignment)
-        for group in self._groups:
-            self._considered += self._add(self._candidates[group.index], group, progress, aligned, end)
-        progress.done = aligned
+            if self._considered and room < (aligned - progress.done) // self._alignment * self._unit_blocks:
+                self._plan()
+                room = self._room()
+            units = (room - self._extra_blocks) // self._unit_blocks
+            if units <= 0:
+                return True
+            until = min(aligned, progress.done + units * self._alignment)
+            for group in self._groups:
+                self._considered += self._add(self._candidates[group.index], group, progress, until, end)
+            progress.done = until
+        return False
 
     def _add(self, candidates: Candidates, group: Group, progress: RequestProgress, aligned: int, end: int) -> int:
         """Add the blocks of one group to the candidates. Returns how many."""
         request, indices = progress.request, block_range(group, progress.done, aligned, end)
-        hashes = group.hashes(request.block_hashes, indices.start, indices.stop)
-        candidates.add(request, indices.start, hashes, progress.table(group.index))
+        # A request that begins with a hit has null blocks before what it needs of the hit.
+        first = max(indices.start, min(group.first_needed(progress.began), indices.stop))
+        hashes = group.hashes(request.block_hashes, first, indices.stop)
+        candidates.add(request, first, hashes, progress.table(group.index))
         return len(hashes)
 
     def _end_inside(self, progress: RequestProgress) -> tuple[int, Sequence[bytes]]:
@@ -392,10 +402,12 @@ class Stores:
         if self._events is not None:
             self._events.not_stored(group, hashes)
 
-    def _plan_backlog(self) -> None:
+    def _plan_backlog(self, tokens: int) -> None:
+        """Plan stores of the backlog in a step that computes so many tokens."""
         if self.running.silent_for(HUNG_SECONDS, self._now):
             return
-        room = min(BACKLOG_BLOCKS, STEP_BLOCKS - self._num_planned, self._most_held_backlog - self._num_held)
+        most = min(max(BACKLOG_BLOCKS, tokens), STEP_BLOCKS - self._num_planned)
+        room = min(most, self._most_held_backlog - self._num_held)
         hashes_of: dict[Terms, dict[int, dict[bytes, None]]] = {}
         # Reversed, so that the oldest are freed, and so evicted, first.
         for part in reversed(self._backlog.take(room)):
