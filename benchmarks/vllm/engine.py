@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bundles.check_vllm import LLAMA, OFFLINE
-from benchmarks.vllm import peers
+from benchmarks.vllm import cutedsl, peers
 from benchmarks.vllm.conversations import Conversations
 from benchmarks.vllm.hooks import Hooks
 from benchmarks.vllm.sessions import Sessions
@@ -114,6 +114,8 @@ class Engine:
         if not self._cuda:
             os.environ.update(CPU_ENVIRONMENT)
         began = time.perf_counter()
+        if self._cuda:
+            cutedsl.stand_in_if_missing()
         import vllm
 
         self._import_seconds = time.perf_counter() - began

@@ -387,6 +387,7 @@ class Client(OperatorCalls):
         fetch_tokens: int = 0,
         lease: int | None = None,
         lease_last: Mapping[int, int] | None = None,
+        tails: Mapping[int, int] | None = None,
         timeout: float | None = None,
     ) -> LookupResult:
         """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
@@ -407,6 +408,11 @@ class Client(OperatorCalls):
                 not answered. None: a new one.
             lease_last: in `LookupMode.BITMAP`, by group, how many of its hits to lease, the last ones; for groups of
                 which only the end of a prefix is needed. All of groups that are missing here.
+            tails: in `LookupMode.BITMAP`, by group, how many of its hashes to look for: the last ones before the end of
+                what all groups that are missing here have in a row, and the one behind it; all, if it has no more. For
+                groups of which only the end of a prefix is needed; `GroupHits.first` says where the answer begins. The
+                first group has none, and those with the same object as hashes send it once. Then at most 8,192 hashes
+                are looked for.
             timeout: seconds, instead of ``step_budget``.
 
         Raises:
@@ -424,6 +430,7 @@ class Client(OperatorCalls):
             fetch_tokens,
             lease or 0,
             lease_last,
+            tails,
         )
         return self._lookups.lookup(query, timeout)
 
@@ -440,6 +447,7 @@ class Client(OperatorCalls):
         fetch_tokens: int = 0,
         lease: int | None = None,
         lease_last: Mapping[int, int] | None = None,
+        tails: Mapping[int, int] | None = None,
     ) -> PendingLookup | None:
         """Send a lookup, and take the answer later: several lookups then share one wait.
 
@@ -459,6 +467,7 @@ class Client(OperatorCalls):
             fetch_tokens,
             lease or 0,
             lease_last,
+            tails,
         )
         return self._lookups.begin(query)
 

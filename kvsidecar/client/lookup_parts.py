@@ -12,6 +12,7 @@ from itertools import repeat
 
 from kvsidecar.client.messages import LookupQuery
 from kvsidecar.client.types import GroupHits, LookupResult
+from kvsidecar.errors import ClientError
 from kvsidecar.types import LookupMode
 
 PART_HASHES = 8192
@@ -34,6 +35,8 @@ class LookupParts:
     def __init__(self, query: LookupQuery) -> None:
         self._query = query
         self._single = query.hashes <= PART_HASHES
+        if query.tails and not self._single:
+            raise ClientError(f"a lookup with tails looks for {query.hashes} hashes, and may for {PART_HASHES}")
         self._pieces: Iterator[list[_Piece]] = iter(()) if self._single else _pieces(query)
         self._sent: list[_Piece] = []
         self._results: dict[int, list[GroupHits]] = {group: [] for group in query.groups}

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 FIELDS_BYTES = 64
 """Upper bound of what the integers of a job, or of a group, take in a message."""
+MANY = (1 << 32) - 1
+"""More hashes than a group has."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Leaves room for what a transport adds. A larger message would end the stream, with every job on it."""
 MAX_TTL_SECONDS = MAX_MILLISECONDS = 2**32 - 1
@@ -181,6 +183,8 @@ class LookupQuery:
     """Of an earlier lookup, that these hits are added to; 0: a new one."""
     lease_last: Mapping[int, int] | None = None
     """How many hits of a group to lease, the last ones; all of a group that is missing here."""
+    tails: Mapping[int, int] | None = None
+    """Groups of which only the end of a prefix is looked for: so many hashes."""
     touch: bool = False
     """The blocks were used, and nothing is to be known."""
     pause_seconds: int = 0
@@ -188,7 +192,9 @@ class LookupQuery:
 
     @property
     def hashes(self) -> int:
-        """Number of hashes, of all groups together."""
+        """Number of hashes that are looked for, of all groups together."""
+        if self.tails:
+            return sum([min(self.count(group), self.tails.get(group, MANY) + 1) for group in self.groups])
         return sum([self.count(group) for group in self.groups])
 
     def request(self, token: bytes) -> pb.LocalRequest:
@@ -208,13 +214,20 @@ class LookupQuery:
         if self.lease and self.lease_seconds:
             message.lookup.lease = self.lease
         message.lookup.touch, message.lookup.pause_seconds = self.touch, self.pause_seconds
-        wanted, lease_last = self.wanted or {}, self.lease_last or {}
+        wanted, lease_last, tails = self.wanted or {}, self.lease_last or {}, self.tails or {}
+        shared = next(iter(self.groups.values()), None) if tails else None
         add, size = message.lookup.groups.add, len(start)  # message.ByteSize() takes as long as to serialize it
         for group, hashes in self.groups.items():
-            packed = pack_hashes(hashes)
+            packed = b"" if group in tails and hashes is shared else pack_hashes(hashes)
             bits = _bitmap(wanted[group]) if group in wanted else b""
             size += FIELDS_BYTES + len(packed) + len(bits)
-            add(group=group, hashes=packed, wanted=bits, lease_last=lease_last.get(group, 0))
+            add(
+                group=group,
+                hashes=packed,
+                wanted=bits,
+                lease_last=lease_last.get(group, 0),
+                tail=min(tails.get(group, 0), MANY),
+            )
         if size > MAX_REQUEST_BYTES:
             raise ClientError(
                 f"the lookup has {size} bytes and at most {MAX_REQUEST_BYTES} are allowed: use a shorter namespace, or "
@@ -223,17 +236,15 @@ class LookupQuery:
         return message
 
     def result(self, reply: pb.LookupReply) -> LookupResult:
+        def hits(group: pb.GroupHits) -> GroupHits:
+            count = group.count if self.tails else self.count(group.group)
+            return GroupHits(
+                group.hits, _bits(group.bitmap, count), group.coming, _bits(group.held, count), group.first
+            )
+
         return LookupResult(
             ready=reply.ready,
-            groups={
-                each.group: GroupHits(
-                    each.hits,
-                    _bits(each.bitmap, self.count(each.group)),
-                    each.coming,
-                    _bits(each.held, self.count(each.group)),
-                )
-                for each in reply.groups
-            },
+            groups={each.group: hits(each) for each in reply.groups},
             lease=reply.lease or None,
             lease_seconds=reply.lease_ms / 1000,
             asking=reply.asking,

@@ -86,6 +86,8 @@ class GroupHits:
     held: tuple[bool, ...] = ()
     """If the caller chooses what is fetched: one flag per hash, whether it is missing and a slower tier has it; empty
     for none."""
+    first: int = 0
+    """The place of the hash to which the first flag belongs: more than 0 only for a group with a tail."""
 
 
 @dataclass(frozen=True, slots=True)

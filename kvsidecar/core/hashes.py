@@ -26,8 +26,9 @@ class PackedHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self.packed) // self._width
 
-    def first(self, count: int) -> PackedHashes:
-        return PackedHashes(self.packed[: count * self._width], self._width)
+    def part(self, first: int, end: int) -> PackedHashes:
+        """Those from ``first`` to before ``end``."""
+        return PackedHashes(self.cut(first, end), self._width)
 
     def cut(self, first: int, end: int) -> bytes:
         """Those from ``first`` to before ``end``, joined."""

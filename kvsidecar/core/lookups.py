@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import repeat
+from typing import Any
 
 from kvsidecar.cache.arrays import Bools
 from kvsidecar.cache.block_cache import BlockCache, Part
@@ -45,6 +46,8 @@ class GroupAnswer:
     """One flag per hash in `LookupMode.BITMAP`; empty in `LookupMode.PREFIX`."""
     coming: int = 0
     """Blocks from the first miss on, or of those that were wanted, that are being fetched from a slower tier."""
+    first: int = 0
+    """The place of the first flag among the group's hashes: more than 0 only with a tail."""
     held: Sequence[bool] = ()
     """If the caller chooses: one flag per hash, whether it is missing and a slower tier has it; empty for none."""
 
@@ -169,6 +172,7 @@ class LookupService:
         fetch_seconds: float = 0.0,
         prefill_rate: float = 0.0,
         choice: Choice | None = None,
+        tails: Sequence[int] = (),
     ) -> LookupAnswer:
         """Which of these blocks are readable, of the first `MAX_LOOKUP_BLOCKS`: what is behind them is a miss.
 
@@ -185,7 +189,27 @@ class LookupService:
             fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
+            tails: by group, in `LookupMode.BITMAP`: how many blocks to look for before the end of what all groups
+                without a tail have in a row, beside the one behind it; all, if the group has no more. 0, or nothing for
+                any group: it has no tail.
+
+        Raises:
+            InvalidRequest: no group is without a tail, or together they name more than `MAX_LOOKUP_BLOCKS`.
         """
+        if any(tails):
+            return self._lookup_with_tails(
+                namespace,
+                groups,
+                tails,
+                mode,
+                lease=lease,
+                lease_last=lease_last,
+                choice=choice,
+                lease_seconds=lease_seconds,
+                owner=owner,
+                fetch_seconds=fetch_seconds,
+                prefill_rate=prefill_rate,
+            )
         self.guard.keep_awake()
         asked = sum([len(hashes) for _, hashes in groups])
         if asked > MAX_LOOKUP_BLOCKS:
@@ -244,6 +268,55 @@ class LookupService:
                         result, asking = _Missing(*missing).fetch()
                         break
         return LookupAnswer(True, result, granted.id if granted else None, lease_seconds if granted else 0.0, asking)
+
+    def _lookup_with_tails(
+        self,
+        namespace: Namespace,
+        groups: Sequence[tuple[int, Sequence[bytes]]],
+        tails: Sequence[int],
+        mode: LookupMode,
+        *,
+        lease: int,
+        lease_last: Sequence[int],
+        choice: Choice | None,
+        **options: Any,
+    ) -> LookupAnswer:
+        """Look up the groups without a tail, and then of the others what is at the end of what those have."""
+        lengths = [len(hashes) for _, hashes in groups]
+        counts = [min(each, tail + 1) if tail else each for each, tail in zip(lengths, tails, strict=True)]
+        whole, cut = [i for i, tail in enumerate(tails) if not tail], [i for i, tail in enumerate(tails) if tail]
+        if not whole or sum(counts) > MAX_LOOKUP_BLOCKS:
+            raise InvalidRequest(
+                f"a lookup with tails has a group without one, and looks for at most {MAX_LOOKUP_BLOCKS} blocks"
+            )
+
+        def look_up(which: Sequence[int], named: Sequence[tuple[int, Sequence[bytes]]], lease: int) -> LookupAnswer:
+            return self.lookup(
+                namespace,
+                named,
+                mode,
+                lease=lease,
+                lease_last=[lease_last[i] for i in which] if lease_last else (),
+                choice=replace(choice, wanted=[choice.wanted[i] for i in which]) if choice is not None else None,
+                **options,
+            )
+
+        first = look_up(whole, [groups[i] for i in whole], lease)
+        if not first.ready:
+            return LookupAnswer(False, tuple(GroupAnswer(group, 0) for group, _ in groups))
+        run = min(list(each.found).index(False) if False in each.found else len(each.found) for each in first.groups)
+        ranges = {i: _tail(run, tails[i], lengths[i]) for i in cut}
+        named = [(groups[i][0], _part(groups[i][1], ranges[i].start, ranges[i].stop)) for i in cut]
+        last = look_up(cut, named, first.lease or lease)
+        answers = dict(zip(whole, first.groups, strict=True))
+        answers |= {i: replace(each, first=ranges[i].start) for i, each in zip(cut, last.groups, strict=True)}
+        return LookupAnswer(
+            True,
+            tuple(answers[i] for i in range(len(groups))),
+            last.lease or first.lease,
+            last.lease_seconds or first.lease_seconds,
+            first.asking or last.asking,
+        )
 
     def report(self, namespace: Namespace, needed_tokens: int, loaded_tokens: int) -> None:
         """Count what an engine says of prompts that it has begun: tokens that it did not have itself, and those of them
@@ -391,10 +464,16 @@ def _first_of(groups: Sequence[tuple[int, Sequence[bytes]]]) -> list[tuple[int, 
     for number, at in enumerate(sorted(range(len(groups)), key=lambda at: len(groups[at][1]))):
         counts[at] = min(len(groups[at][1]), left // (len(groups) - number))
         left -= counts[at]
-    return [
-        (group, hashes.first(count) if isinstance(hashes, PackedHashes) else hashes[:count])
-        for (group, hashes), count in zip(groups, counts, strict=True)
-    ]
+    return [(group, _part(hashes, 0, count)) for (group, hashes), count in zip(groups, counts, strict=True)]
+
+
+def _tail(run: int, tail: int, count: int) -> range:
+    """The places of a group's tail where ``run`` blocks are there in a row: all, if the group has no more."""
+    return range(count) if count <= tail else range(min(max(0, run - tail), count), min(run + 1, count))
+
+
+def _part(hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
+    return hashes.part(first, end) if isinstance(hashes, PackedHashes) else hashes[first:end]
 
 
 def _padded(answers: Sequence[GroupAnswer], groups: Sequence[tuple[int, Sequence[bytes]]]) -> tuple[GroupAnswer, ...]:

@@ -237,6 +237,10 @@ class Handler:
             return pb.LookupReply(epoch=self.epoch)
         groups = _groups(request, namespace, "a lookup")
         mode = convert.mode_from(request.mode)
+        bitmap = mode is LookupMode.BITMAP
+        tails = [group.tail for group in request.groups] if bitmap else []
+        if any(tails):
+            groups = [(group, hashes or groups[0][1]) for group, hashes in groups]
         owner = self.instances.peer(request.token).token if request.token else None
         result = self.lookups.lookup(
             namespace,
@@ -245,22 +249,23 @@ class Handler:
             lease_seconds=request.lease_ms / 1000,
             owner=owner,
             lease=request.lease,
-            lease_last=[group.lease_last for group in request.groups] if mode is LookupMode.BITMAP else (),
+            lease_last=[group.lease_last for group in request.groups] if bitmap else (),
             touch=request.touch,
             pause=convert.pause_from(request.pause_seconds),
             fetch_seconds=request.fetch_ms / 1000,
             prefill_rate=request.prefill_rate,
-            choice=convert.choice_from(request, namespace.hash_bytes)
-            if request.choose and mode is LookupMode.BITMAP
-            else None,
+            choice=convert.choice_from(request, namespace.hash_bytes) if request.choose and bitmap else None,
+            tails=tails,
         )
         reply = pb.LookupReply(ready=result.ready, epoch=self.epoch, asking=result.asking)
         if result.lease:
             reply.lease, reply.lease_ms = result.lease, int(result.lease_seconds * 1000)
         for group in result.groups:
             hits = reply.groups.add(group=group.group, hits=group.hits, coming=group.coming)
-            if mode is LookupMode.BITMAP:
+            if bitmap:
                 hits.bitmap = convert.bitmap_to(group.found)
+            if any(tails):
+                hits.first, hits.count = group.first, len(group.found)
             if group.held:
                 hits.held = convert.bitmap_to(group.held)
         return reply

@@ -376,16 +376,18 @@ class AttachReply(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., done: _Optional[_Union[JobDone, _Mapping]] = ..., flushed: _Optional[_Union[Flushed, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., wait_issued: _Optional[_Union[WaitIssued, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ...) -> None: ...
 
 class LookupGroup(_message.Message):
-    __slots__ = ("group", "hashes", "wanted", "lease_last")
+    __slots__ = ("group", "hashes", "wanted", "lease_last", "tail")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     LEASE_LAST_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
     wanted: bytes
     lease_last: int
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ..., lease_last: _Optional[int] = ...) -> None: ...
+    tail: int
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., wanted: _Optional[bytes] = ..., lease_last: _Optional[int] = ..., tail: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "groups", "mode", "lease_ms", "token", "fetch_ms", "prefill_rate", "choose", "fetch_tokens", "lease", "touch", "pause_seconds", "needed_tokens", "loaded_tokens")
@@ -444,18 +446,22 @@ class LookupReply(_message.Message):
     def __init__(self, ready: bool = ..., epoch: _Optional[int] = ..., lease: _Optional[int] = ..., lease_ms: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHits, _Mapping]]] = ..., asking: bool = ...) -> None: ...
 
 class GroupHits(_message.Message):
-    __slots__ = ("group", "hits", "bitmap", "coming", "held")
+    __slots__ = ("group", "hits", "bitmap", "coming", "held", "first", "count")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     group: int
     hits: int
     bitmap: bytes
     coming: int
     held: bytes
-    def __init__(self, group: _Optional[int] = ..., hits: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., coming: _Optional[int] = ..., held: _Optional[bytes] = ...) -> None: ...
+    first: int
+    count: int
+    def __init__(self, group: _Optional[int] = ..., hits: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., coming: _Optional[int] = ..., held: _Optional[bytes] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease",)

@@ -10,6 +10,7 @@ from kvsidecar.client import LookupMode
 from kvsidecar.client.lookup_parts import PART_HASHES, LookupParts
 from kvsidecar.client.messages import MAX_REQUEST_BYTES, LookupQuery
 from kvsidecar.client.types import GroupHits, LookupResult
+from kvsidecar.errors import ClientError
 from tests.harness import NAMESPACE
 
 WIDTH = NAMESPACE.hash_bytes
@@ -123,3 +124,13 @@ def test_a_daemon_that_declines_meanwhile_has_no_hits() -> None:
 
 def test_the_largest_part_is_well_below_the_limit_of_a_message() -> None:
     assert PART_HASHES * 64 < MAX_REQUEST_BYTES / 2, "hashes have at most 64 bytes"
+
+
+def test_a_lookup_with_tails_is_one_message_or_an_error() -> None:
+    hashes = bytes(WIDTH * (PART_HASHES - 3))
+    fits = LookupQuery(NAMESPACE, {0: hashes, 1: hashes}, LookupMode.BITMAP, tails={1: 2})
+    assert LookupParts(fits).next() is fits
+    request = fits.request(b"").lookup
+    assert [(len(each.hashes), each.tail) for each in request.groups] == [(len(hashes), 0), (0, 2)]
+    with pytest.raises(ClientError, match="looks for 8193 hashes"):
+        LookupParts(LookupQuery(NAMESPACE, {0: hashes, 1: hashes}, LookupMode.BITMAP, tails={1: 3}))

@@ -13,6 +13,7 @@ from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.lookups import LookupAnswer, LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
+from kvsidecar.errors import InvalidRequest
 from kvsidecar.types import LookupMode
 from tests.cache.integrity import check_integrity
 from tests.cache.support import PAGE, keys, limits, namespace, new_cache, open_space, store
@@ -22,8 +23,8 @@ USERS = {b"a1": [b"a1", b"a2"], b"a2": [b"a1", b"a2"], b"b": [b"b"]}
 
 
 class World:
-    def __init__(self) -> None:
-        self.cache = new_cache(8)
+    def __init__(self, slots: int = 8) -> None:
+        self.cache = new_cache(slots)
         self.metrics = Metrics("host")
         self.readiness = DaemonReadiness(1 << 20)
         self.readiness.pinning()
@@ -144,3 +145,63 @@ def test_of_a_long_touch_only_what_is_looked_for_counts_as_used(world: World, mo
     world.lookups.lookup(namespace(), [(0, packed)], LookupMode.PREFIX, touch=True)
     store(world.cache, open_space(world.cache, "other"), *range(6))
     assert world.cache.lookup(world.cache.spaces[0], NAMES, LookupMode.BITMAP) == [True, True, False, False]
+
+
+def tailed(world: World, tails: list[int], chain: int = 6, lease: bool = True) -> LookupAnswer:
+    """Of 6 blocks, the first 4 are there in group 0, and all in group 1."""
+    six = PackedHashes(b"".join(keys(*range(6))), 32)
+    groups = [(0, six.part(0, chain)), *((1, six) for _ in tails[1:])]
+    seconds = 9.0 if lease else 0.0
+    return world.lookups.lookup(namespace(), groups, LookupMode.BITMAP, lease_seconds=seconds, owner=b"b", tails=tails)
+
+
+@pytest.fixture
+def two_groups(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(grants, "LEAST_ROOM", 1)
+    world = World(slots=16)
+    store(world.cache, open_space(world.cache, group=1), *range(6))
+    return world
+
+
+@pytest.mark.parametrize("lease", [True, False])
+@pytest.mark.parametrize(
+    ("chain", "tail", "first", "count"), [(6, 2, 2, 3), (3, 2, 1, 3), (6, 5, 0, 5), (6, 6, 0, 6), (6, 1 << 32, 0, 6)]
+)
+def test_a_tail_is_looked_for_at_the_end_of_what_other_groups_have_and_one_block_behind(
+    two_groups: World, chain: int, tail: int, first: int, count: int, lease: bool
+) -> None:
+    answer = tailed(two_groups, [0, tail], chain, lease)
+    whole, end = answer.groups
+    assert list(whole.found) == [each < 4 for each in range(chain)]
+    assert (end.group, end.first, list(end.found)) == (1, first, [True] * count)
+    assert two_groups.cache.held(b"b") == ((1, min(chain, 4) + count) if lease else (0, 0)), "what is found is leased"
+
+
+def test_the_tail_is_that_of_the_group_that_has_the_least(two_groups: World) -> None:
+    six = PackedHashes(b"".join(keys(*range(6))), 32)
+    groups = [(1, six), (1, six), (0, six.part(0, 5))]
+    answer = two_groups.lookups.lookup(namespace(), groups, LookupMode.BITMAP, tails=[0, 1, 0])
+    assert [(each.first, len(each.found)) for each in answer.groups] == [(0, 6), (3, 2), (0, 5)]
+
+
+def test_where_nothing_is_there_the_tail_is_the_first_block(two_groups: World) -> None:
+    six = PackedHashes(b"".join(keys(*range(6))), 32)
+    answer = two_groups.lookups.lookup(namespace(), [(2, six), (1, six)], LookupMode.BITMAP, tails=[0, 2])
+    assert [(each.hits, each.first, len(each.found)) for each in answer.groups] == [(0, 0, 6), (1, 0, 1)]
+
+
+def test_tails_need_a_group_without_one_and_are_within_the_bound_of_a_lookup(
+    two_groups: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequest, match="has a group without one"):
+        tailed(two_groups, [1, 1])
+    monkeypatch.setattr(module, "MAX_LOOKUP_BLOCKS", 9)
+    assert tailed(two_groups, [0, 2]).groups[1].hits == 3
+    with pytest.raises(InvalidRequest, match="at most 9 blocks"):
+        tailed(two_groups, [0, 3])
+
+
+def test_a_daemon_that_is_not_ready_says_so_of_tails_too(two_groups: World) -> None:
+    two_groups.readiness.drain("for an update")
+    answer = tailed(two_groups, [0, 2])
+    assert (answer.ready, [each.hits for each in answer.groups]) == (False, [0, 0])

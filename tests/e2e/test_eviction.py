@@ -60,6 +60,21 @@ def test_only_the_last_hits_of_a_group_are_leased_if_the_client_says_so(short_di
         rank.close()
 
 
+@both_protocols
+def test_of_a_group_with_a_tail_the_daemon_looks_only_at_its_end(short_dir: Path, local: bool) -> None:
+    with DaemonProcess(short_dir, local=local) as daemon:
+        daemon.wait_ready()
+        rank = Rank(daemon)
+        store(rank, "a")
+        joined = b"".join(hashes(*names("a"), "nobody's"))
+        cut = bytes(bytearray(joined))  # equal, but another object: sent as well
+        for tail in (joined, cut):
+            found = rank.client.lookup(NAMESPACE, {0: joined, 7: tail}, mode=LookupMode.BITMAP, tails={7: 1})
+            assert found.groups[0].found == (*[True] * NUM_BLOCKS, False)
+            assert (found.groups[7].first, found.groups[7].found) == (NUM_BLOCKS - 1, (False, False))
+        rank.close()
+
+
 def thrash(rank: Rank) -> None:
     """Two prompts that are longer than the pool come in turns: an order by the last use would hit none of them."""
     for turn in range(10):

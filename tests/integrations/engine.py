@@ -289,8 +289,22 @@ class TinyDaemon:
         fetch_tokens: int = 0,
         lease: int | None = None,
         lease_last: Mapping[int, int] | None = None,
+        tails: Mapping[int, int] | None = None,
         timeout: float | None = None,
     ) -> LookupResult:
+        if tails:
+            return self._lookup_tails(
+                namespace,
+                groups,
+                tails,
+                mode=mode,
+                lease_seconds=lease_seconds,
+                fetch_seconds=fetch_seconds,
+                wanted=wanted,
+                lease=lease,
+                lease_last=lease_last,
+                timeout=timeout,
+            )
         assert fetch_seconds > 0, "a slower tier may have what is missed"
         assert namespace == NAMESPACE
         assert timeout is not None
@@ -323,6 +337,34 @@ class TinyDaemon:
         if self.coming and 0 in answers:
             answers[0] = replace(answers[0], coming=self.coming)
         return LookupResult(True, answers, lease, lease_seconds, asking=self.asking)
+
+    def _lookup_tails(
+        self,
+        namespace: Namespace,
+        groups: Mapping[int, bytes | Sequence[bytes]],
+        tails: Mapping[int, int],
+        *,
+        lease: int | None,
+        **options: Any,
+    ) -> LookupResult:
+        whole = {index: each for index, each in groups.items() if index not in tails}
+        assert next(iter(groups)) in whole
+        first = self.lookup(namespace, whole, lease=lease, **options)
+        if first.reason:
+            return replace(first, groups={index: GroupHits(0) for index in groups})
+        run = min((*each.found, False).index(False) for each in first.groups.values())
+        whole_tails = {index for index, tail in tails.items() if len(groups[index]) // 32 <= tail}
+        starts = {index: 0 if index in whole_tails else max(0, run - tail) for index, tail in tails.items()}
+        ends = {index: None if index in whole_tails else 32 * (run + 1) for index in tails}
+        cut = {index: groups[index][32 * start : ends[index]] for index, start in starts.items()}
+        last = self.lookup(namespace, cut, lease=first.lease or lease, **options)
+        found = {index: replace(each, first=starts[index]) for index, each in last.groups.items()}
+        return replace(
+            last,
+            groups={**first.groups, **found},
+            lease=last.lease or first.lease,
+            asking=first.asking or last.asking,
+        )
 
     def _choose(self, index: int, packed: bytes, answer: GroupHits, wanted: Sequence[bool]) -> GroupHits:
         """The answer for a group with what is held, and what comes with the next lookup."""

@@ -319,11 +319,10 @@ class Computing:
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.15, 0.4, 3.0])
-@pytest.mark.parametrize(("early", "most"), [(True, 2), (False, 3)])
+@pytest.mark.parametrize("early", [True, False])
 def test_requests_that_wait_for_others_hit_in_their_second_step_however_long_steps_are(
-    short_dir: Path, early: bool, most: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+    short_dir: Path, early: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a request was not told of before, where its hit ends is known in the second, and all of it in the third."""
     tokens = 7_024
     with engine(short_dir, gemma(), tokens, breaker=patient()) as made:
         computing = Computing(made, seconds, monkeypatch)
@@ -336,19 +335,18 @@ def test_requests_that_wait_for_others_hit_in_their_second_step_however_long_ste
                 computing.compute()
         known = computing.steps_until_known(requests)
         assert {hit for _, hit in known.values()} == {tokens}
-        assert max(step for step, _ in known.values()) <= most
+        assert max(step for step, _ in known.values()) <= 2
         assert made.side.counters.unanswered_lookups == 0
         for each in requests:
             made.side.request_finished(each)
         made.leaves_no_lease()
-        assert not made.side._lookups._questions._hit_ends
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_round_that_cannot_be_sent_before_the_requests_step_is_asked_for_again(
     short_dir: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = 7_024
+    tokens = 130_000  # too many hashes for one message
     with engine(short_dir, gemma(), tokens, breaker=patient()) as made:
         before, request, sent = asked_by(made), prompt("r", tokens), []
 

@@ -204,9 +204,14 @@ def ask_all(
     asked: list[tuple[int, int]] = []
     leased: set[tuple[int, int]] = set()
     while packed := question.next_round(local):
-        answers = {}
+        answers, run = {}, 10**9
         for index, joined in packed.items():
-            numbers = [int.from_bytes(joined[i : i + 32], "big") for i in range(0, len(joined), 32)]
+            numbers, first = [int.from_bytes(joined[i : i + 32], "big") for i in range(0, len(joined), 32)], 0
+            if (tail := question.tails.get(index)) is None:
+                run = min(run, [*(found[index][each] for each in numbers), False].index(False))
+            elif tail < len(numbers):
+                first = max(0, run - tail)
+                numbers = numbers[first : run + 1]
             there = [(index, each) for each in numbers if found[index][each]]
             asked += [(index, each) for each in numbers if (index, each) not in asked or (index, each) not in there]
             leased.update(there[-question.lease_last.get(index, 0) :])
@@ -215,7 +220,9 @@ def ask_all(
             if question.mode is LookupMode.PREFIX:
                 answers[index] = GroupHits((*flags, False).index(False))
             else:
-                answers[index] = GroupHits(sum(flags), flags, held=elsewhere if any(elsewhere) else ())
+                answers[index] = GroupHits(
+                    sum(flags), flags, held=elsewhere if any(elsewhere) else (), first=min(first, len(joined) // 32)
+                )
         question.take(LookupResult(True, answers))
     assert len(set(asked)) == len(asked), "nothing is asked twice"
     assert leased.issuperset(needed_of(question, local)), "what the hit loads is leased"
@@ -270,7 +277,7 @@ def test_a_question_in_rounds_finds_what_one_about_everything_does(
         found[each.index] += [False] * missing
         held[each.index] += [False] * missing
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvsidecar.integrations.vllm.questions.BUDGETED_HASHES", data.draw(st.sampled_from([0, 2048])))
+        patch.setattr("kvsidecar.integrations.vllm.questions.PART_HASHES", data.draw(st.sampled_from([0, 2048])))
         question = Question(groups, numbered(hashes), local, most, prefix=data.draw(st.booleans()))
         count = ask_all(question, local, by_hash(groups, found, local, hashes), by_hash(groups, held, local, hashes))
     assert count <= sum(map(len, found.values()))
@@ -285,13 +292,13 @@ def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
     whole = {index: [True] * 3000 for index in range(3)}
     nothing = {index: [False] * 3000 for index in range(3)}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
-    assert ask_all(question, 0, whole, nothing) == 3000 + 10 + 20
+    assert ask_all(question, 0, whole, nothing) == 3000 + 11 + 21
     assert longest_hit(groups, question.found(0), 0, 12_000) == 12_000
     assert not question.missing
-    assert set(question.packed(0, 32)) == {1}
+    assert set(question.packed(0, 32)) == {0, 1, 2}
     short = {**whole, 1: [True] * 2000 + [False] * 1000}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
-    assert ask_all(question, 0, short, nothing) == 3000 + 10 + 20
+    assert ask_all(question, 0, short, nothing) == 3000 + 12 + 22
     assert longest_hit(groups, question.found(400), 400, 11_600) == 7600
     assert {index: len(each) for index, each in question.missing.items()} == {1: 1000}
     gone = {**short, 2: [each < 1000 or each > 1990 for each in range(3000)]}
@@ -305,7 +312,7 @@ def test_a_hit_ends_where_the_windows_have_hashes() -> None:
     groups = [full(0), group(1, Kind.SLIDING_WINDOW, 4, window=1, eagle=True)]
     found = {0: [True] * 3000, 1: [True] * 3000}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
-    assert ask_all(question, 0, found, {index: [False] * 3000 for index in found}) == 3000 + 1
+    assert ask_all(question, 0, found, {index: [False] * 3000 for index in found}) == 3000 + 3
     assert longest_hit(groups, question.found(0), 0, 12_000) == 11_996
 
 
@@ -358,18 +365,20 @@ def test_what_can_be_hit_inside_a_block_of_a_long_prompt_is_asked_for_within_a_b
     assert question.end_inside()[0] == 9_501 * 4
 
 
-def test_of_windows_and_states_that_are_asked_for_whole_the_last_ones_are_leased_and_what_a_shorter_hit_needs() -> None:
+def test_of_states_the_last_one_is_leased_and_that_of_a_shorter_hit() -> None:
     groups = [full(), group(1, Kind.SLIDING_WINDOW, 4, window=9), group(2, Kind.STATE, 4)]
     whole = [True] * 20
     question = Question(groups, numbered(20), 0, 80, prefix=True)
     ask_all(question, 0, {0: whole, 1: whole, 2: whole}, {index: [False] * 20 for index in range(3)})
-    assert question.hit_end() == 80
     short = [True] * 10 + [False] * 10
     question = Question(groups, numbered(20), 0, 80, prefix=True)
     rounds = []
     while packed := question.next_round(0):
         rounds.append({index: (len(each) // 32, question.lease_last.get(index, 0)) for index, each in packed.items()})
+        firsts = {1: 6} if 1 in question.tails else {}
         numbers = {index: [each[i + 31] for i in range(0, len(each), 32)] for index, each in packed.items()}
+        numbers |= {index: each[first:11] for index, each in numbers.items() if (first := firsts.get(index))}
         flags = {index: tuple((short if index == 0 else whole)[i] for i in each) for index, each in numbers.items()}
-        question.take(LookupResult(True, {index: GroupHits(sum(each), each) for index, each in flags.items()}))
-    assert rounds == [{0: (20, 0), 1: (20, 4), 2: (20, 1)}, {1: (2, 0), 2: (1, 0)}]
+        answers = {index: GroupHits(sum(each), each, first=firsts.get(index, 0)) for index, each in flags.items()}
+        question.take(LookupResult(True, answers))
+    assert rounds == [{0: (20, 0), 1: (20, 0), 2: (20, 1)}, {2: (1, 0)}]

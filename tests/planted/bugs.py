@@ -1443,11 +1443,18 @@ _CLIENT = (
         "integrations/test_scheduler.py",
     ),
     _bug(
-        "where a request's hit ended is forgotten when it is asked for again",
+        "windows are asked for in a second message",
         "integrations/vllm/questions.py",
-        "        guess = self._hit_ends.get(request.request_id, 0)",
-        "        guess = 0",
+        "        self.tails = {} if self._aim else self._tails()",
+        "        self.tails = {}",
         "integrations/test_long_prompts.py",
+    ),
+    _bug(
+        "the block behind the end of what is there is not looked for in a tail",
+        "core/lookups.py",
+        "min(run + 1, count)",
+        "min(run, count)",
+        "core/test_lookups.py",
     ),
     _bug(
         "any number of jobs is outstanding",

@@ -116,7 +116,7 @@ class Lookups:
         self.used = bool(self._leased or self._questions)
 
     def forget(self, request_id: str) -> None:
-        self._questions.forget(request_id)
+        self._questions.cancel(request_id)
         self._release_lease(request_id)
         self._offers.pop(request_id, None)
 
@@ -165,7 +165,7 @@ class Lookups:
             inside = hits.limit_inside(self._groups, request.num_tokens) - local
             if max(most, inside) > 0 and self._sending >= self._options.lookup_budget:
                 return None  # the next step sends it
-            question = self._questions.new(request, local, most)
+            question = self._questions.new(request, local, most, local + offer.aim if offer.aim else 0)
             if not question:
                 offer.tokens, offer.answered = 0, now
                 return 0

@@ -2,9 +2,9 @@
 
 Sent when a request arrives, it is mostly answered by the request's first step.
 
-A long prompt is asked for in rounds. A hit needs every block of some groups, but of a sliding window's group only the
-last few before its end: they are asked for when it is known where the hit may end. Where an earlier answer has said
-that, one round is mostly enough.
+A hit needs every block of some groups, but of a sliding window's group only the last few before its end. Where that is,
+the daemon works out from the others, so that one message is mostly enough. What is left is asked for in rounds: blocks
+of a window at another place, where it has gone or a slower tier has more, and windows whose blocks are of another size.
 
 Where hits may end inside a block, the last round asks for what is stored of the block behind the hit.
 """
@@ -16,6 +16,8 @@ from itertools import compress
 from typing import Any
 
 from kvsidecar.client import PendingLookup
+from kvsidecar.client.lookup_parts import PART_HASHES
+from kvsidecar.client.messages import MANY
 from kvsidecar.client.types import LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.time_limits import BUDGETED_HASHES
@@ -41,13 +43,13 @@ class Question:
         local: tokens that the GPU has, or more that it may turn out to have; a multiple of the alignment.
         most: tokens that a hit after ``local`` may have.
         prefix: whether ``local`` is certain, so that nothing behind a group's first miss matters.
-        guess: tokens of the request after which the hit probably ends; 0: unknown.
+        aim: tokens of the request after which a hit ends whose blocks are to be fetched from a slower tier; 0: none is.
     """
 
     def __init__(
-        self, groups: Sequence[Group], request: Any, local: int, most: int, *, prefix: bool, guess: int = 0
+        self, groups: Sequence[Group], request: Any, local: int, most: int, *, prefix: bool, aim: int = 0
     ) -> None:
-        self._groups, self._guess = groups, guess
+        self._groups, self._aim = groups, aim
         self.local, self.end = local, local + most
         self.touched = 0.0
         self._hashes = hits.hashes(groups, request.block_hashes, local, most) if groups else {}
@@ -64,11 +66,9 @@ class Question:
         self._held_inside: dict[int, Sequence[bool]] = {}
         self._now_local = local
         self._rounds = self._plan()
-        self._round: Places = {}
+        self._round: dict[int, Sequence[int]] = {}
         self._packed: dict[int, bytes] = {}
         """Of groups of which all was asked at once: the hashes, joined."""
-        self.in_rounds = self._most_inside > local
-        """Whether not everything is asked at once."""
         self.pending: PendingLookup | None = None
         """Of the round that is under way."""
         self.sent = 0.0
@@ -76,6 +76,8 @@ class Question:
         self.lease_last: dict[int, int] = {}
         """How many hits of each group the round leases, the last ones; all of a group that is missing. Those before
         them may be left of an earlier turn."""
+        self.tails: dict[int, int] = {}
+        """Groups of which the round asks only for so many hashes at the end of what others have, and the one behind."""
         self.hashes_asked = 0
         self.missing: dict[int, list[bytes]] = {}
         """Hashes that were asked for and not found, by group."""
@@ -97,13 +99,21 @@ class Question:
         if self.reason or (self._round and not self.ready):
             return {}
         self._now_local = local
-        self._round, self.lease_last = {}, {}
-        for places in self._rounds:  # a round may turn out to need nothing
-            self._round = {index: each for index, each in places.items() if each}
+        self.lease_last, self.tails = {}, {}
+        for asked in self._rounds:  # a round may turn out to need nothing
+            self._round = {index: places for index, places in asked.items() if places}
             if self._round:
                 break
-        packed = {index: self._join(index, places) for index, places in self._round.items()}
-        self.hashes_asked += sum(map(len, self._round.values()))
+        else:
+            self._round = {}
+        packed: dict[int, bytes] = {}
+        for index, places in self._round.items():
+            self.hashes_asked += min(len(places), self.tails.get(index, MANY) + 1)
+            first = next(iter(packed), index)
+            if index in self.tails and len(self._hashes[first]) == len(places):
+                packed[index] = self._packed[index] = packed[first]  # the same hashes, which are sent once
+            else:
+                packed[index] = self._join(index, places)
         return packed
 
     def wanted(self, aim: int) -> dict[int, list[bool]]:
@@ -134,16 +144,8 @@ class Question:
         everything = {index: range(len(each)) for index, each in self._hashes.items()}
         windowed = [group for group in self._groups if group.kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL)]
         others = [group for group in self._groups if group not in windowed]
-        total = sum(map(len, everything.values()))
-        if total <= BUDGETED_HASHES or not windowed or not any(group.kind is Kind.FULL for group in others):
-            self.lease_last = {group.index: group.most_needed for group in self._groups if not group.chained}
-            leased = dict(self.lease_last)
-            yield everything
-            if (end := self._ends()[0]) and (more := self._not_leased(end, leased)):
-                self.lease_last = {}
-                yield more
-            return
-        self.in_rounds = True
+        if not any(group.chained for group in others):
+            others, windowed = list(self._groups), []
         asked: dict[int, set[int]] = {group.index: set() for group in windowed}
 
         def windows(*ends: int) -> Places:
@@ -157,16 +159,42 @@ class Question:
                 asked[group.index] |= places
             return new
 
-        guessed = min(self._guess, self.end) - self._now_local
-        yield {**{group.index: everything[group.index] for group in others}, **windows(guessed)}
+        self.tails = {} if self._aim else self._tails()
+        self.lease_last = {group.index: group.most_needed for group in others if not group.chained}
+        leased = dict(self.lease_last)
+        yield {
+            **{group.index: everything[group.index] for group in sorted(others, key=lambda group: not group.chained)},
+            **(windows(self._aim - self._now_local) if self._aim else {}),
+            **{group.index: everything[group.index] for group in windowed if group.index in self.tails},
+        }
+        for group in windowed:
+            asked[group.index] |= set(self._round.get(group.index, ()))
+        self.tails, self.lease_last = {}, {}
         ends = self._ends(assumed=windowed)
-        if not any(ends):
-            return
-        yield windows(*ends)
-        if self._ends() == ends:
+        more = self._not_leased(ends[0], leased) if ends[0] else {}
+        if (new := {**windows(*ends), **more}) and any(ends):
+            yield new
+        if not windowed or self._ends() == ends:
             return
         # A window has gone: the hit may end anywhere before.
         yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
+
+    def _tails(self) -> dict[int, int]:
+        """By group: how many blocks before the end of what the groups that need all have in a row answer whether it is
+        a hit. Nothing if the daemon cannot work it out in one message."""
+        chained = [group for group in self._groups if group.chained]
+        ending = [group for group in self._groups if group.block_tokens == chained[0].block_tokens] if chained else []
+        if len({group.block_tokens for group in chained}) != 1 or len(ending) == len(chained):
+            return {}
+        # The hit ends at a multiple of the alignment, and before the last block of a group with `eagle`.
+        behind = self._groups[0].alignment // chained[0].block_tokens - 1 + any(group.eagle for group in chained)
+        tails = {
+            group.index: MANY if group.kind is Kind.STATE else group.most_needed + behind
+            for group in ending
+            if not group.chained
+        }
+        counts = [min(len(each), tails.get(index, MANY) + 1) for index, each in self._hashes.items()]
+        return tails if sum(counts) <= PART_HASHES else {}
 
     def _not_leased(self, end: int, leased: Mapping[int, int]) -> Places:
         """The blocks that a hit of so many tokens needs, of groups of which others were leased.
@@ -233,6 +261,8 @@ class Question:
         all_found, all_held = (self._found_inside, self._held_inside) if inside else (self._found, self._held)
         for index, places in self._round.items():
             answer, hashes = result.groups[index], self._round_hashes(index)
+            if index in self.tails:
+                places = self._round[index] = range(answer.first, answer.first + len(answer.found))
             found: Sequence[bool] = answer.found
             if self.mode is LookupMode.PREFIX:
                 found = (True,) * answer.hits + (False,) * (len(places) - answer.hits)
@@ -246,11 +276,6 @@ class Question:
 
     def refused(self, reason: str) -> None:
         self.pending, self.lease, self.reason = None, None, reason
-
-    def hit_end(self) -> int:
-        """Tokens of the request after which its hit ends, as far as that is known; 0: there is none."""
-        end = self._ends()[0] if self.ready and not self.reason else 0
-        return end and self._now_local + end
 
     def found(self, local: int) -> dict[int, Sequence[bool]]:
         """By group, for each block from ``local`` on, whether it can be loaded."""
@@ -324,8 +349,6 @@ class Questions:
         self._chooses = hits.chooses(groups)
         self._questions: dict[str, Question] = {}
         """In the order in which steps have last asked for them."""
-        self._hit_ends: dict[str, int] = {}
-        """Tokens of each request after which its hit ended when that was last known, if it is asked for in rounds."""
 
     def __len__(self) -> int:
         return len(self._questions)
@@ -355,7 +378,7 @@ class Questions:
         if not self._chooses:
             return  # all is asked at once
         for request_id, question in list(self._questions.items()):
-            if not question.in_rounds or question.pending is None or not question.pending.wait(0.0):
+            if question.pending is None or not question.pending.wait(0.0):
                 continue
             if self._clock() >= deadline:
                 return
@@ -374,10 +397,9 @@ class Questions:
         question.sent = self._clock()
         return question.pending is not None
 
-    def new(self, request: Any, local: int, most: int) -> Question:
-        """A question about a request of which the GPU has ``local`` tokens."""
-        guess = self._hit_ends.get(request.request_id, 0)
-        return Question(self._groups, request, local, most, prefix=True, guess=guess)
+    def new(self, request: Any, local: int, most: int, aim: int) -> Question:
+        """A question about a request of which the GPU has ``local`` tokens. For ``aim`` see `Question`."""
+        return Question(self._groups, request, local, most, prefix=True, aim=aim)
 
     def find(self, request: Any, local: int, most: int) -> Question | None:
         """The question about this request, if there is one that answers what is to be known."""
@@ -407,6 +429,8 @@ class Questions:
         arguments: dict[str, Any] = {"mode": question.mode, "lease_seconds": self._lease_seconds}
         if question.lease_last:
             arguments["lease_last"] = question.lease_last
+        if question.tails:
+            arguments["tails"] = question.tails
         if question.lease is not None:
             arguments["lease"] = question.lease
         if self._chooses:
@@ -417,23 +441,13 @@ class Questions:
 
     def remove(self, request_id: str) -> None:
         """It is answered."""
-        self._note_end(request_id, self._questions.pop(request_id))
-
-    def forget(self, request_id: str) -> None:
-        """`cancel`, and forget where the request's hit ended."""
-        self.cancel(request_id)
-        self._hit_ends.pop(request_id, None)
-
-    def _note_end(self, request_id: str, question: Question) -> None:
-        if question.in_rounds and (end := question.hit_end()):
-            self._hit_ends[request_id] = end
+        del self._questions[request_id]
 
     def cancel(self, request_id: str) -> None:
         """Give it up, and the lease of its answer, also of one that is still to come."""
         question = self._questions.pop(request_id, None)
         if question is None:
             return
-        self._note_end(request_id, question)
         if question.pending is not None:
             question.pending.cancel()
         elif question.lease is not None:
