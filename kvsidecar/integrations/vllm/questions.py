@@ -167,13 +167,15 @@ class Question:
             **(windows(self._aim - self._now_local) if self._aim else {}),
             **{group.index: everything[group.index] for group in windowed if group.index in self.tails},
         }
-        for group in windowed:
-            asked[group.index] |= set(self._round.get(group.index, ()))
+        answered = {group.index: self._round.get(group.index, ()) for group in windowed}
         self.tails, self.lease_last = {}, {}
         ends = self._ends(assumed=windowed)
         more = self._not_leased(ends[0], leased) if ends[0] else {}
-        if (new := {**windows(*ends), **more}) and any(ends):
-            yield new
+        if not any(ends) or (not more and self._ends() == ends):
+            return
+        for index, places in answered.items():
+            asked[index] |= set(places)
+        yield {**windows(*ends), **more}
         if not windowed or self._ends() == ends:
             return
         # A window has gone: the hit may end anywhere before.
