@@ -175,7 +175,7 @@ class ProtocolMismatch(KVSidecarError):
 
 
 class UnknownPeer(KVSidecarError):
-    """The token does not belong to an open attach-socket connection."""
+    """The token belongs to no client that is there, or the client has gone."""
 
 
 class AccessDenied(KVSidecarError):

@@ -54,7 +54,7 @@ class Caller:
     identity: Identity | None
     grant: Grant
     token: bytes = b""
-    """Names its connection to the attach socket; empty without one."""
+    """Names its connection to the attach socket, or its stream; empty without one."""
 
     @property
     def uid(self) -> int | None:
@@ -142,8 +142,8 @@ def permit(caller: Caller, namespace: Namespace) -> None:
 def unidentified() -> UnknownPeer:
     """The refusal of a client without a token by a daemon with a policy."""
     return UnknownPeer(
-        "this daemon has a policy: connect to the attach socket, keep that connection open, and send the token it "
-        f"answered in the metadata {TOKEN_METADATA}"
+        "this daemon has a policy: send the token of an open Attach stream or connection to the attach socket in the "
+        f"metadata {TOKEN_METADATA}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A process connected to the attach socket, and the descriptors of memory that it sent."""
+"""A client that the kernel has identified, by the attach socket or on a gRPC stream, and its descriptors of memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsidecar.errors import InvalidRequest
 
 @dataclass(slots=True)
 class Peer:
-    """One process connected to the attach socket."""
+    """One process connected to the attach socket, or with an Attach stream over gRPC alone."""
 
     token: bytes
     pid: int
@@ -24,11 +24,12 @@ class Peer:
     client: str
     """Free text of the client, for logs."""
     fds: tuple[int | None, ...]
-    """Descriptors of memory that it sent; owned by this peer. None: closed."""
+    """Descriptors of memory that it sent or named; owned by this peer. None: closed."""
     caller: Caller
     """Its identity and grant. The grant is decided when it connects, and again when the policy changes."""
-    copiers: frozenset[int] = frozenset()
-    """Processes whose death its client can see. Ranks may attach to these only."""
+    copiers: frozenset[int] | None = frozenset()
+    """Processes whose death its client can see. Ranks may attach to these only. None: it sees none, and may attach to
+    any."""
     fence: int | None = None
     """Descriptor of its `kvsidecar.support.fence`, if it asked for one; owned by this peer."""
     on_closed: Callable[[int], None] = lambda _: None
@@ -83,7 +84,7 @@ class Peer:
         fd = self.fds[index] if index < len(self.fds) and index not in self._spent else None
         if fd is None:
             raise InvalidRequest(
-                f"fd_index {index} is not one of the {len(self.fds)} descriptors sent over the attach socket, or is "
+                f"fd_index {index} is not one of the {len(self.fds)} descriptors that came with the Hello, or is "
                 "one of physical memory that a registration has already used: connect again"
             )
         return fd

@@ -1,4 +1,4 @@
-"""Peers (processes on the attach socket, see `kvsidecar.core.peer`) and sessions (ranks with registered memory).
+"""Peers (clients that the kernel has identified, see `kvsidecar.core.peer`) and sessions (ranks with memory).
 
 The identity of a peer comes from the kernel (SO_PEERCRED), never from the client. A session is one rank's
 registration. A session ends in one order only: no new jobs, running copies drained, memory unmapped, leases dropped.
@@ -207,15 +207,15 @@ class Instances:
         fds: tuple[int, ...],
         *,
         groups: frozenset[int] = frozenset(),
-        copiers: frozenset[int] = frozenset(),
+        copiers: frozenset[int] | None = frozenset(),
         fence: int | None = None,
         on_closed: Callable[[int], None] = lambda _: None,
     ) -> Peer:
-        """A process has connected to the attach socket. Takes ownership of ``fds`` and ``fence``.
+        """A client was identified. Takes ownership of ``fds`` and ``fence``.
 
         Args:
             groups: supplementary groups.
-            copiers: the processes of copiers whose pidfds it was sent.
+            copiers: see `Peer.copiers`.
             on_closed: called with how many of ``fds`` were closed before it has gone.
         """
         token, identity = secrets.token_bytes(TOKEN_BYTES), Identity(who.uid, groups | {who.gid})
@@ -234,8 +234,8 @@ class Instances:
         peer = self._peers.get(token)
         if peer is None:
             raise UnknownPeer(
-                "the token does not belong to an open attach-socket connection: connect to the attach socket first, "
-                "keep that connection open, and send the token from its answer"
+                "the token does not belong to an open Attach stream or connection to the attach socket: send that of "
+                "the stream's Registered, or of the connection's Welcome, and keep the stream or connection open"
             )
         return peer
 
@@ -261,7 +261,7 @@ class Instances:
         return found is None or found.owner is None or self.uid_of(found.owner) == uid
 
     def remove_peer(self, peer: Peer) -> tuple[RankSession, ...]:
-        """The process has gone from the attach socket: its leases end now. Returns its sessions, still to be ended."""
+        """The client has gone: its leases end now. Returns its sessions, still to be ended."""
         if self._peers.pop(peer.token, None) is not None:
             del self._tokens_of[peer.uid][peer.token]
             if not self._tokens_of[peer.uid]:
@@ -362,7 +362,7 @@ class Instances:
             opened, process = await copier.open(
                 session_id, sources, registration.groups, registration.event_handles, peer.fence
             )
-            if process not in peer.copiers:
+            if peer.copiers is not None and process not in peer.copiers:
                 raise Unavailable("the device's copier has been replaced: connect again", refusal=Refusal.DEVICE_LOST)
             for memory, allocation in zip(opened.memories, registration.allocations, strict=True):
                 if memory.nbytes < allocation.size:

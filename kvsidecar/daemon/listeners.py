@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvsidecar.daemon.lifecycle import Lifecycle
 from kvsidecar.daemon.settings import Settings
+from kvsidecar.server.arrivals import Arrivals
 from kvsidecar.server.attach_socket import AttachSocket
 from kvsidecar.server.grpc_server import RpcServer
 from kvsidecar.server.handler import Handler
@@ -35,7 +36,7 @@ class Listeners:
     def __init__(
         self, settings: Settings, handler: Handler, life: Lifecycle, pidfds: Callable[[], dict[int, int]]
     ) -> None:
-        files = life.endpoint
+        files, arrivals = life.endpoint, Arrivals()
         self._attach = AttachSocket(
             files,
             epoch=handler.epoch,
@@ -49,9 +50,10 @@ class Listeners:
             refuse=handler.metrics.refuse,
             tasks=handler.tasks,
             turns=life.turns,
+            arrivals=arrivals,
             pidfds=pidfds,
         )
-        self._rpc = RpcServer(files, handler, life.turns)
+        self._rpc = RpcServer(files, handler, life.turns, arrivals)
         self._watch = SocketWatch(
             files,
             {files.grpc_path: self._rpc.start_again, files.attach_path: self._attach.start},

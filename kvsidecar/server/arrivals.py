@@ -1,4 +1,4 @@
-"""Connections to the attach socket, and the descriptors that they cost the daemon, from the moment they have them.
+"""Clients that attach, and the descriptors that they cost the daemon, from the moment they have them.
 
 A user with many unfinished Hellos would otherwise fill the descriptor table, which everybody needs.
 """
@@ -18,12 +18,13 @@ from kvsidecar.support.peer import close_all
 from kvsidecar.types import MAX_DESCRIPTORS
 
 MAX_CONNECTIONS = 1024
-"""Limit per user. An engine has three for each rank, and three for its scheduler."""
+"""Limit per user of connections to the attach socket, and of streams over gRPC alone. An engine has three for each
+rank, and three for its scheduler."""
 MAX_SHARED_FDS = MAX_DESCRIPTORS
 """Limit per user of the descriptors handed over and still open, on all of its connections: as many as a rank may have.
 Those of GPU memory are closed as soon as it is mapped, so that the next rank's have room."""
 CONNECTION_FDS = 3
-"""Descriptors of a connection itself: the socket, the client's pidfd, its fence."""
+"""Descriptors of a connection itself: the socket, the client's pidfd, its fence. (Over gRPC alone it is the pidfd.)"""
 TABLE_SHARE = 0.75
 """Share of the descriptor table for all connections together. The rest is for the other sockets, files and copiers."""
 _UNLIMITED = 1 << 20
@@ -31,7 +32,7 @@ _UNLIMITED = 1 << 20
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """One connection, and what it holds. Made by `Arrivals.begin`."""
+    """One client's connection, and what it holds. Made by `Arrivals.begin`."""
 
     connection: socket.socket
     uid: int
@@ -67,7 +68,7 @@ class Arrivals:
 
     def __init__(self, table: int | None = None) -> None:
         self._room = int(TABLE_SHARE * (_table_size() if table is None else table))
-        self._connections = Quota(MAX_CONNECTIONS, "connections to the attach socket")
+        self._connections = Quota(MAX_CONNECTIONS, "connections to the attach socket and streams without one")
         self._shared_fds = Quota(MAX_SHARED_FDS, "descriptors handed over")
         self._held: Counter[int] = Counter()
         """Descriptors by user."""

@@ -1,9 +1,9 @@
 """The attach socket: identity, shared memory and liveness of clients.
 
-gRPC transfers no file descriptors and, in Python, no peer identity (grpc issue 28755). So each client connects here
-first: the kernel identifies it (SO_PEERCRED), its descriptors arrive as SCM_RIGHTS, and it gets a token for gRPC. The
-connection stays open; when the process dies in any way, the kernel closes it. After the Welcome, the connection carries
-the local protocol, unless that is off.
+gRPC transfers no file descriptors and, in Python, no peer identity (grpc issue 28755). So clients connect here first,
+or attach over gRPC alone, with fewer kinds of memory (`stream_clients`). The kernel identifies a client (SO_PEERCRED),
+its descriptors arrive as SCM_RIGHTS, and it gets a token for gRPC. The connection stays open; when the process dies in
+any way, the kernel closes it. After the Welcome, the connection carries the local protocol, unless that is off.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 from kvsidecar.core.peer import Peer
@@ -51,6 +51,7 @@ class AttachSocket:
         local_connection: serves the local protocol to a peer; None if the protocol is off.
         turns: of the users, for the steps of their connections until the Welcome, and for the last one. What comes
             between them is `local_connection`'s.
+        arrivals: admits the connections, with those of other carriers.
         pidfds: returns the copiers' processes and a pidfd of each. A client gets them and the daemon's own with its
             Welcome: its memory may be in use until all of these processes have ended.
     """
@@ -64,10 +65,11 @@ class AttachSocket:
     refuse: Callable[[Refusal], None]
     tasks: TaskSet
     turns: Turns
+    arrivals: Arrivals = field(default_factory=Arrivals)
     pidfds: Callable[[], Mapping[int, int]] = dict
 
     def __post_init__(self) -> None:
-        self.poll_set, self.arrivals = PollSet(), Arrivals()
+        self.poll_set = PollSet()
         # In turn with what follows: else connections would come faster than their Hellos are read.
         self._listener = PathListener(
             self.socket_files, self.socket_files.attach_path, self._accepted, self.tasks, _caused, self.turns, TURNS

@@ -66,6 +66,11 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
             case "ranges":
                 indexes, sizes = tuple(allocation.ranges.fd_indexes), tuple(allocation.ranges.sizes)
                 allocations.append(RangesAllocation(indexes, sizes, allocation.size))
+            case "own_fd":
+                raise InvalidRequest(
+                    f"allocation {index} names own_fd: only a gRPC stream without a token takes it; with a token, send "
+                    "the descriptor with the Hello"
+                )
             case _:
                 raise InvalidRequest(f"allocation {index} names neither a CUDA IPC handle nor a file descriptor")
     groups: list[GroupLayout] = []

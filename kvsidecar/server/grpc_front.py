@@ -7,6 +7,7 @@ know the user; gRPC's own server listens at a socket that only this process can 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import select
 import socket
 from collections.abc import Callable, Hashable, Mapping
@@ -19,6 +20,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.handler import REASONS
 from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
 from kvsidecar.support import free_memory, log
+from kvsidecar.support.peer import Credentials
 from kvsidecar.support.poll_set import READABLE, WRITABLE, PollSet
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
@@ -91,6 +93,17 @@ ALL_BYTES = LIMITS.everyone.memory(CONNECTION_BYTES)  # 768 MiB
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A connection of the Unix socket."""
+
+    connection: socket.socket
+    """Closed once the client's end is."""
+    who: Credentials
+    at: float
+    """When it was accepted, on the clock of the boot (CLOCK_BOOTTIME)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
     """Who is at the other end of a connection."""
 
@@ -100,6 +113,17 @@ class Client:
     """The same for the log."""
     name: str = ""
     """Abstract name at which gRPC's server sees the connection; empty: it sees none."""
+    opened: Opened | None = None
+    """On the Unix socket: the connection, and the process that has opened it."""
+
+
+_ABSTRACT = "unix-abstract:"
+"""Before the name of a connection, in what gRPC says of it."""
+
+
+def new_name() -> str:
+    """For one connection: nobody else can have bound it before."""
+    return f"kvsidecar-{secrets.token_hex(16)}"
 
 
 MakeEnd = Callable[[PollSet, Callable[[], None], Callable[[], None]], "End"]
@@ -131,8 +155,8 @@ class GrpcFront:
         self.turns, self.poll_set = turns, PollSet()
         self.relays: set[_Relay] = set()
         """Those of the connections that are open."""
-        self._users: dict[str, Hashable] = {}
-        """Of the connections that gRPC's server sees at a name."""
+        self._clients: dict[str, Client] = {}
+        """Those whose connections gRPC's server sees at a name."""
         self._seconds: asyncio.Task[None] | None = None
         self._caused = log.limited("rpc")
         """For lines that clients cause."""
@@ -165,14 +189,14 @@ class GrpcFront:
             make_end(self.poll_set, _nothing, _nothing).close()
             return
         if client.name:
-            self._users[client.name] = client.user
+            self._clients[client.name] = client
         relay = _Relay(self, client, make_end)
         self.relays.add(relay)
         relay.client_readable()  # what TLS has read already, the socket does not announce
 
-    def user_at(self, name: str) -> Hashable:
-        """Whose connection gRPC's server sees at this name; None once it has ended."""
-        return self._users.get(name)
+    def client_at(self, peer: str) -> Client | None:
+        """Whose connection it is of which gRPC's server says that this is at its other end; None once it has ended."""
+        return self._clients.get(peer.removeprefix(_ABSTRACT))
 
     def connect(self, client: Client) -> socket.socket:
         """A connection to gRPC's server. Raises OSError."""
@@ -198,7 +222,7 @@ class GrpcFront:
     def ended(self, relay: _Relay) -> None:
         if relay in self.relays:
             self.relays.discard(relay)
-            self._users.pop(relay.client.name, None)
+            self._clients.pop(relay.client.name, None)
             self._connections_of.give_back(relay.client.user)
 
     async def _each_second(self) -> None:

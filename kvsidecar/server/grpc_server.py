@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,12 +17,14 @@ from grpc_reflection.v1alpha import reflection
 from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
+from kvsidecar.server.arrivals import Arrivals
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, Client, End, GrpcFront
+from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, Client, End, GrpcFront, Opened, new_name
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.service import Service
 from kvsidecar.server.socket_files import SocketFiles
+from kvsidecar.server.stream_clients import StreamClients
 from kvsidecar.support import log
 from kvsidecar.support.peer import Credentials
 from kvsidecar.support.tasks import TaskSet
@@ -115,22 +118,28 @@ def unix_listener(socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, t
     """Accepts on the gRPC socket for the front, which knows each client by its user (SO_PEERCRED)."""
 
     def accepted(connection: socket.socket, who: Credentials) -> None:
-        front.admit(Client(who.uid, {"uid": who.uid}), partial(End, connection))
+        opened = Opened(connection, who, time.clock_gettime(time.CLOCK_BOOTTIME))
+        front.admit(Client(who.uid, {"uid": who.uid}, new_name(), opened), partial(End, connection))
 
     # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.
     return PathListener(socket_files, socket_files.grpc_path, accepted, tasks, _caused, turns, "grpc-accept")
 
 
 class RpcServer:
-    """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready."""
+    """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready.
 
-    def __init__(self, socket_files: SocketFiles, handler: Handler, turns: Turns) -> None:
+    Args:
+        arrivals: counts who attaches without a connection to the attach socket.
+    """
+
+    def __init__(self, socket_files: SocketFiles, handler: Handler, turns: Turns, arrivals: Arrivals) -> None:
         self._readiness, self._tasks, refuse = handler.readiness, handler.tasks, handler.metrics.refuse
         self.health = health.aio.HealthServicer()
         self._clients_gone = ClientsGone(refuse)
         front = GrpcFront(LIMITS, refuse, self._tasks, turns)
         streams = ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION)
-        self._inner = InnerServer(socket_files, front, Service(handler), self.health, [streams])
+        service = Service(handler, StreamClients(handler, arrivals, turns, front.client_at))
+        self._inner = InnerServer(socket_files, front, service, self.health, [streams])
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._inner.server)
         self._listener = unix_listener(socket_files, front, self._tasks, turns)

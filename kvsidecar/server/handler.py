@@ -53,6 +53,8 @@ REASONS: Mapping[type[KVSidecarError], Refusal] = {
 }
 """The reason that is counted for each error. (A registration that is refused for another reason has its own.)"""
 
+_GONE = "the process, or the connection to the attach socket, that"
+
 _log = log.get("rpc")
 _caused = log.limited("rpc")
 
@@ -110,7 +112,7 @@ class Handler:
                 copier that has the rank's memory.
         """
         session.on_lost = on_lost
-        registered = self._registered(session.id)
+        registered = self._registered(session.id, session.peer)
         registered.device_order = bool(session.num_events)
         registered.device_order_refused = session.device_order_refused
         send(pb.AttachReply(registered=registered))
@@ -143,12 +145,14 @@ class Handler:
         self._watching.add(stream)
         stream.on_close = self._watching.discard
         # The number is no rank's: a watcher has nothing that could outlive the stream.
-        stream.begin(self._registered(secrets.randbits(ID_BITS) | 1))
+        stream.begin(self._registered(secrets.randbits(ID_BITS) | 1, peer))
         return stream
 
-    def _registered(self, session: int) -> pb.Registered:
+    def _registered(self, session: int, peer: Peer) -> pb.Registered:
         readiness = readiness_to_wire(self.readiness.now)
-        return pb.Registered(epoch=self.epoch, session=session, readiness=readiness, version=__version__)
+        return pb.Registered(
+            epoch=self.epoch, session=session, readiness=readiness, version=__version__, token=peer.token
+        )
 
     def peer_gone(self, peer: Peer) -> None:
         """The process of a client is gone: end its watches, and the sessions of its ranks."""
@@ -159,7 +163,7 @@ class Handler:
     def end_watches(self, peer: Peer) -> None:
         for stream in tuple(self._watching):
             if stream.peer is peer:
-                stream.lost(UnknownPeer("the connection to the attach socket whose token this watch named has ended"))
+                stream.lost(UnknownPeer(f"{_GONE} this watch belongs to has ended"))
 
     def permit_watches(self) -> None:
         """The policy has changed: end the streams of those who may not watch any more."""
@@ -182,7 +186,7 @@ class Handler:
         on_lost = session.on_lost
         await self.end(session, gone=True)
         if on_lost is not None:
-            on_lost(UnknownPeer("the connection to the attach socket whose token this rank registered with has ended"))
+            on_lost(UnknownPeer(f"{_GONE} this rank belongs to has ended"))
 
     def copier_lost(self, copier: Copier) -> None:
         """The process that copied for a device has ended, and its copies with it: its ranks must attach again."""
@@ -372,8 +376,8 @@ def _admit(caller: Caller, what: str) -> None:
 def _not_admin(caller: Caller, what: str) -> KVSidecarError:
     if caller.identity is None:
         return UnknownPeer(
-            f"only admins may {what}: connect to the attach socket, keep that connection open, and send the token of "
-            f"its Welcome in the metadata {TOKEN_METADATA}"
+            f"only admins may {what}: send the token of an open Attach stream or connection to the attach socket in "
+            f"the metadata {TOKEN_METADATA}"
         )
     return NotPermitted(f"only admins may {what}, and {caller.identity} is not an admin")
 

@@ -13,6 +13,7 @@ from kvsidecar.errors import KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.server.attachment import MAX_UNREAD_BYTES, Attachment
 from kvsidecar.server.handler import INTERNAL, Handler
 from kvsidecar.server.status_codes import code_of
+from kvsidecar.server.stream_clients import StreamClient, StreamClients
 from kvsidecar.support import log
 from kvsidecar.support.turns import Turns
 from kvsidecar.types import TOKEN_METADATA
@@ -67,8 +68,13 @@ def token_of(request: Any, context: Context) -> bytes:
 
 
 class Service(pb_grpc.SidecarServicer):
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    """
+    Args:
+        clients: admits those that attach without a token; None: nobody may.
+    """
+
+    def __init__(self, handler: Handler, clients: StreamClients | None = None) -> None:
+        self._handler, self._clients = handler, clients
         self._large_lookups = Turns(handler.steps.loop_time, share=LOOKUP_SHARE, burst_seconds=LOOKUP_BURST_SECONDS)
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
@@ -105,15 +111,17 @@ class Service(pb_grpc.SidecarServicer):
         await abort(context, error)
 
     async def Attach(self, _requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:  # noqa: N802
-        await _Attached(self._handler, context).serve()
+        await _Attached(self._handler, context, self._clients).serve()
 
 
 class _Attached(Attachment):
     """One Attach stream of gRPC. What waits to be written is written in a task of its own."""
 
-    def __init__(self, handler: Handler, context: Context) -> None:
+    def __init__(self, handler: Handler, context: Context, clients: StreamClients | None) -> None:
         super().__init__(handler)
-        self._context = context
+        self._context, self._clients = context, clients
+        self._client: StreamClient | None = None
+        """Whose only connection this stream is; None if it has a token of the attach socket."""
         self._unread: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
         self._unread_bytes = 0
         self._over: asyncio.Future[KVSidecarError | None] = asyncio.get_running_loop().create_future()
@@ -146,6 +154,8 @@ class _Attached(Attachment):
             self.gone()
             reader.cancel()
             writer.cancel()
+            if self._client is not None:
+                self._client.end()
         if error is not None:
             await abort(self._context, error)
 
@@ -165,6 +175,11 @@ class _Attached(Attachment):
         except TimeoutError:
             self.lose(LimitExceeded(f"no message arrived within {FIRST_MESSAGE_SECONDS:g} s: register at once"))
             return
+        try:
+            self._client = await self._admit(message)
+        except KVSidecarError as error:
+            self.lose(error)
+            return
         while message is not grpc.aio.EOF:
             many = self._unread.qsize() >= MAX_UNREAD
             if many or self._unread_bytes >= MAX_UNREAD_BYTES:
@@ -179,6 +194,13 @@ class _Attached(Attachment):
                 await self._handler.steps.loop_time.turn()
             message = await self._context.read()
         self.finish()
+
+    async def _admit(self, message: Any) -> StreamClient | None:
+        """Give a client without a token one. Raises KVSidecarError."""
+        kind = message.WhichOneof("message") if isinstance(message, pb.AttachRequest) else None
+        if self._clients is None or kind not in ("register", "watch") or getattr(message, kind).token:
+            return None
+        return await self._clients.admit(self._context.peer(), getattr(message, kind))
 
     async def _write(self) -> None:
         try:

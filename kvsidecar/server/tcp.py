@@ -14,7 +14,7 @@ from grpc_health.v1 import health
 
 from kvsidecar.core.access import Caller, Identity
 from kvsidecar.errors import NotPermitted, UnknownPeer
-from kvsidecar.server.grpc_front import GrpcFront
+from kvsidecar.server.grpc_front import Client, GrpcFront
 from kvsidecar.server.grpc_server import InnerServer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Context, Service
@@ -36,8 +36,6 @@ _OPTIONS = [
     ("grpc.max_connection_age_ms", 3_600_000),
     ("grpc.max_connection_age_grace_ms", 30_000),
 ]
-_PEER = "unix-abstract:"
-"""Before the name of a connection, in what gRPC says of it."""
 
 
 def _refused(text: str) -> Any:
@@ -51,17 +49,17 @@ class RemoteService(Service):
     """`Service` for other hosts: a certificate identifies the caller. Calls that need the same host are refused.
 
     Args:
-        names_at: the names in the certificate of the connection that has this name; None if it has ended.
+        client_at: see `GrpcFront.client_at`. A client's user is the names in its certificate.
     """
 
-    def __init__(self, handler: Handler, names_at: Callable[[str], Any]) -> None:
+    def __init__(self, handler: Handler, client_at: Callable[[str], Client | None]) -> None:
         super().__init__(handler)
-        self._names_at = names_at
+        self._client_at = client_at
 
     def _names(self, context: Context) -> tuple[str, ...]:
-        names: tuple[str, ...] | None = self._names_at(context.peer().removeprefix(_PEER))
-        if names is None:
+        if (client := self._client_at(context.peer())) is None:
             raise UnknownPeer("the connection has ended")
+        names: tuple[str, ...] = client.user  # type: ignore[assignment]
         return names
 
     Release = Renew = _refused("over TCP there are no leases")
@@ -101,7 +99,7 @@ class RemoteServer:
         self._address = address
         front = GrpcFront(LIMITS, handler.metrics.refuse, handler.tasks, turns)
         self._listener = TlsFront(certificates, front, handler.tasks)
-        self._inner = InnerServer(socket_files, front, RemoteService(handler, front.user_at), health_of, _OPTIONS)
+        self._inner = InnerServer(socket_files, front, RemoteService(handler, front.client_at), health_of, _OPTIONS)
 
     async def start(self) -> int:
         """Bind and serve. Returns the port, chosen by the system if it was 0.

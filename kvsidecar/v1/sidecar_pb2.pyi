@@ -30,16 +30,18 @@ class Namespace(_message.Message):
     def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., hash_algorithm: _Optional[str] = ..., hash_bytes: _Optional[int] = ..., extra: _Optional[str] = ...) -> None: ...
 
 class Allocation(_message.Message):
-    __slots__ = ("cuda_ipc_handle", "fd_index", "ranges", "size")
+    __slots__ = ("cuda_ipc_handle", "fd_index", "ranges", "own_fd", "size")
     CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
     FD_INDEX_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    OWN_FD_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     cuda_ipc_handle: bytes
     fd_index: int
     ranges: Ranges
+    own_fd: int
     size: int
-    def __init__(self, cuda_ipc_handle: _Optional[bytes] = ..., fd_index: _Optional[int] = ..., ranges: _Optional[_Union[Ranges, _Mapping]] = ..., size: _Optional[int] = ...) -> None: ...
+    def __init__(self, cuda_ipc_handle: _Optional[bytes] = ..., fd_index: _Optional[int] = ..., ranges: _Optional[_Union[Ranges, _Mapping]] = ..., own_fd: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Ranges(_message.Message):
     __slots__ = ("fd_indexes", "sizes")
@@ -116,20 +118,22 @@ class Option(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("epoch", "session", "readiness", "version", "device_order", "device_order_refused")
+    __slots__ = ("epoch", "session", "readiness", "version", "device_order", "device_order_refused", "token")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     READINESS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ORDER_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ORDER_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     session: int
     readiness: Readiness
     version: str
     device_order: bool
     device_order_refused: str
-    def __init__(self, epoch: _Optional[int] = ..., session: _Optional[int] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., version: _Optional[str] = ..., device_order: bool = ..., device_order_refused: _Optional[str] = ...) -> None: ...
+    token: bytes
+    def __init__(self, epoch: _Optional[int] = ..., session: _Optional[int] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., version: _Optional[str] = ..., device_order: bool = ..., device_order_refused: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class Readiness(_message.Message):
     __slots__ = ("state", "pool_bytes", "pinned_bytes", "pin_bytes_per_second", "eta_seconds", "reason", "serves_kept")

@@ -93,8 +93,9 @@ class SidecarServicer(object):
         """One stream per rank. The first message must be `register`; its reply carries epoch, session and readiness. Then the
         client sends store, load and flush, and the daemon sends done, flushed and readiness. The stream is the liveness
         signal: when it ends, the rank is gone, its copies are drained and its memory is unmapped. The stream ends with
-        UNAUTHENTICATED when the attach-socket connection that issued the rank's token closes. After a half-close, the
-        daemon ends the stream once it has unmapped the rank's memory, so the client may free the memory then.
+        UNAUTHENTICATED when the attach-socket connection that issued the rank's token closes, or, without such a token,
+        when the process that has opened the connection ends. After a half-close, the daemon ends the stream once it has
+        unmapped the rank's memory, so the client may free the memory then.
 
         The first message may be `watch` instead: then no memory is registered, and the daemon sends registered, readiness
         and residency until either side ends the stream.

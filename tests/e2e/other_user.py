@@ -15,6 +15,7 @@ from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.types import Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
+from tests.e2e.wire import register
 from tests.harness import hashes, layout
 
 
@@ -25,6 +26,14 @@ def answer(client: Client, socket: str, request: dict[str, Any]) -> object:
             buffer = HostBuffer(1 << 20)
             client.attach(instance=request["name"], namespace=namespace, buffers=buffer.kv_buffers(), groups=[layout()])
             return "attached"
+        case "attach over gRPC alone":
+            buffer = HostBuffer(1 << 20)
+            first = register(b"", buffer, instance=request["name"])
+            first.namespace.CopyFrom(namespace_to_wire(namespace))
+            first.allocations[0].own_fd = buffer.fd
+            with grpc.insecure_channel(f"unix:{socket}") as channel:
+                replies = pb_grpc.SidecarStub(channel).Attach(iter([pb.AttachRequest(register=first)]), timeout=30)
+                return next(reply.WhichOneof("message") for reply in replies)
         case "lookup":
             found = client.lookup(namespace, {0: hashes(request["name"])}, lease_seconds=request.get("lease", 0))
             return found.groups[0].hits, found.lease

@@ -89,6 +89,15 @@ def test_a_user_gets_the_namespaces_of_the_policy_and_is_refused_others(ruled: D
 
 
 @needs_root
+def test_who_attaches_over_grpc_alone_is_who_the_kernel_says_and_gets_no_more(ruled: DaemonProcess) -> None:
+    with user(ruled, ALICE, carrier="grpc") as alice, user(ruled, BOB, carrier="grpc") as bob:
+        assert alice.ask("attach over gRPC alone", HERS) == "registered"
+        assert "the policy grants uid 41002 no namespace" in bob.ask("attach over gRPC alone", HERS)
+        assert ruled.refused("denied") == 1
+        assert bob.ask("attach over gRPC alone", HIS) == "registered", "after a refusal"
+
+
+@needs_root
 def test_a_status_shows_a_user_what_is_its_own(ruled: DaemonProcess) -> None:
     with user(ruled, ALICE) as alice, user(ruled, BOB) as bob:
         alice.ask("attach", HERS, "engine-of-alice")
