@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,14 +56,18 @@ class AttachStream:
     readiness: DaemonReadiness
     runner: JobRunner
     watches: Watches
+    on_close: Callable[[AttachStream], object] = lambda _: None
     _flushes: int = 0
 
     def __post_init__(self) -> None:
         self._stop_listening = forward_readiness(self.readiness, self.send)
+        self._calls = asyncio.Lock()
+        """Held by the call that begins its job: the next ones wait, in their order."""
 
     def close(self) -> None:
-        """Accept no more requests. The results of running jobs are still sent."""
+        """Accept no more requests. The results of running jobs are still sent. May be called more than once."""
         self._stop_listening()
+        self.on_close(self)
 
     def handle(self, message: pb.AttachRequest) -> None:
         """Handle one request. Jobs start in the order of their messages.
@@ -73,9 +77,9 @@ class AttachStream:
         """
         match message.WhichOneof("message"):
             case "store":
-                self._start(message.store, Direction.STORE)
+                self._start(message.store, Direction.STORE, partial(self._done, message.store.job))
             case "load":
-                self._start(message.load, Direction.LOAD)
+                self._start(message.load, Direction.LOAD, partial(self._done, message.load.job))
             case "flush":
                 self._flush(message.flush)
             case "idle":
@@ -86,25 +90,61 @@ class AttachStream:
                 # From a newer client. The protocol number refuses incompatible clients; unknown extras are ignored.
                 _caused.warning("unknown attach message ignored", instance=self.session.registration.instance)
 
-    def _start(self, message: pb.Store | pb.Load, direction: Direction) -> None:
+    async def call(
+        self, message: pb.Store | pb.Load, direction: Direction, turn: Callable[[], Awaitable[None]]
+    ) -> pb.JobDone:
+        """Run a job that comes in a call of its own. Cancelled, it lets a copy that has not started never start; the
+        job ends all the same.
+
+        Args:
+            turn: waits for a step of the loop's time: many calls may arrive in one iteration.
+
+        Raises:
+            InvalidRequest: the job's number is in use.
+        """
+        answer: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
+
+        def done(result: JobResult) -> None:
+            self._report(result)
+            if not answer.done():  # the call was cancelled
+                answer.set_result(result)
+
+        async with self._calls:
+            await turn()
+            while self.session.beginning:
+                await turn()
+            self._start(message, direction, done)
+        job = self.session.jobs.get(message.job)
+        try:
+            return convert.job_done_to(message.job, await answer)
+        except asyncio.CancelledError:
+            if job is not None:
+                job.cancel(Refusal.CANCELLED)
+            raise
+
+    def _start(self, message: pb.Store | pb.Load, direction: Direction, done: Callable[[JobResult], None]) -> None:
         """Start a job, or decline it at once. When this returns, the blocks of a load are referenced: the next message
-        may release their lease."""
+        may release their lease.
+
+        Args:
+            done: called once, with the result.
+        """
         session, runner = self.session, self.runner
         if message.job in session.jobs:
             raise InvalidRequest(f"job {message.job} is still running: a job number may be reused after its JobDone")
         refusal = self._refusal()
         if refusal is not None:
-            self._done(message.job, runner.decline(direction, refusal))
+            done(runner.decline(direction, refusal))
             return
         try:
-            job = self._job(message, direction)
+            job = self._job(message, direction, done)
         except InvalidRequest as error:
-            self._done(message.job, runner.decline(direction, Refusal.INVALID_REQUEST, str(error)))
+            done(runner.decline(direction, Refusal.INVALID_REQUEST, str(error)))
             return
         blocks = max(1, job.num_blocks)
         too_many = session.outstanding_blocks + blocks > MAX_OUTSTANDING_BLOCKS
         if too_many or session.of_user.blocks + blocks > MAX_BLOCKS_OF_USER:
-            self._done(message.job, runner.decline(direction, Refusal.LIMIT))
+            done(runner.decline(direction, Refusal.LIMIT))
             return
         runner.start(session, job, deadline=message.deadline_ms / 1000 if message.deadline_ms else None)
 
@@ -117,7 +157,7 @@ class AttachStream:
         too_many = len(self.session.jobs) >= MAX_JOBS or self.session.of_user.jobs >= MAX_JOBS_OF_USER
         return Refusal.LIMIT if too_many else None
 
-    def _job(self, message: pb.Store | pb.Load, direction: Direction) -> Job:
+    def _job(self, message: pb.Store | pb.Load, direction: Direction, done: Callable[[JobResult], None]) -> Job:
         parts = convert.blocks_from(message.blocks, self.session.registration.namespace.hash_bytes)
         order, lease, ttl, idle_ttl, priority = None, None, 0.0, 0.0, Priority.NORMAL
         if isinstance(message, pb.Store):
@@ -142,15 +182,19 @@ class AttachStream:
             idle_ttl=idle_ttl,
             priority=priority,
             traceparent=message.traceparent,
-            on_done=partial(self._done, message.job),
+            on_done=done,
         )
 
     def _done(self, job: int, result: JobResult) -> None:
+        self._report(result)
+        self.send(pb.AttachReply(done=convert.job_done_to(job, result)))
+
+    def _report(self, result: JobResult) -> None:
+        """Log a job that was refused as invalid."""
         if result.reason is Refusal.INVALID_REQUEST:
             _caused.warning(
                 "a job was refused as invalid", instance=self.session.registration.instance, error=result.error
             )
-        self.send(pb.AttachReply(done=convert.job_done_to(job, result)))
 
     def _order(self, event: int) -> StoreOrder:
         """The event that a store waits for. Raises InvalidRequest if the rank's ring has no event of this number."""

@@ -12,7 +12,7 @@ from functools import partial
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvsidecar.errors import Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
@@ -34,6 +34,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 STREAMS_PER_CONNECTION = 512
 """Open calls of one connection. A client keeps further calls back until others have ended."""
@@ -125,6 +126,20 @@ def unix_listener(socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, t
     return PathListener(socket_files, socket_files.grpc_path, accepted, tasks, _caused, turns, "grpc-accept")
 
 
+def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
+    """Serve reflection under the names of both of its versions, whose messages are the same on the wire. The package
+    knows the older one alone; newer clients ask for the other first, and some for no other."""
+    handlers = {
+        "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+            reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+            reflection_pb2.ServerReflectionRequest.FromString,
+            reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+    }
+    for name in (reflection.SERVICE_NAME, REFLECTION_V1):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
 class RpcServer:
     """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready.
 
@@ -141,7 +156,7 @@ class RpcServer:
         service = Service(handler, StreamClients(handler, arrivals, turns, front.client_at))
         self._inner = InnerServer(socket_files, front, service, self.health, [streams])
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._inner.server)
+        _add_reflection(self._inner.server, names)
         self._listener = unix_listener(socket_files, front, self._tasks, turns)
         self.start_again = self._listener.start
         """To listen at another socket, because this one was removed. Who is connected notices nothing."""

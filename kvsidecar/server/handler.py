@@ -39,7 +39,7 @@ from kvsidecar.support import failpoints, log
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.user_time import UserTime
-from kvsidecar.types import PROTOCOL, TOKEN_METADATA, LookupMode, Namespace
+from kvsidecar.types import PROTOCOL, TOKEN_METADATA, Direction, LookupMode, Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 INTERNAL = "internal error; see the daemon's log"
@@ -83,6 +83,8 @@ class Handler:
     steps: Steps
     user_time: UserTime = field(default_factory=UserTime)
     _watching: set[WatchStream] = field(default_factory=set)
+    _streams: dict[int, AttachStream] = field(default_factory=dict)
+    """Those that take jobs, by session."""
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,10 @@ class Handler:
         send(pb.AttachReply(registered=registered))
         if session.lost:  # since it was registered, when nobody could be told yet
             on_lost(_lost(session))
-        return AttachStream(session, send, self.instances, self.readiness, self.runner, self.watches)
+        stream = AttachStream(session, send, self.instances, self.readiness, self.runner, self.watches)
+        self._streams[session.id] = stream
+        stream.on_close = lambda _: self._streams.pop(session.id, None)
+        return stream
 
     def watch(
         self,
@@ -228,6 +233,14 @@ class Handler:
             imported_bytes=session.imported_bytes,
         )
         return session
+
+    async def job(self, session: int, message: pb.Store | pb.Load, direction: Direction, token: bytes) -> pb.JobDone:
+        """Run a job of this client's rank that comes in a call of its own; see `AttachStream.call`. Raises
+        KVSidecarError."""
+        peer, stream = self.instances.peer(token), self._streams.get(session)
+        if stream is None or stream.session.peer is not peer:
+            raise UnknownPeer(f"no session {session} was registered with this token, or its stream has ended")
+        return await stream.call(message, direction, self.steps.loop_time.turn)
 
     # -- lookups and leases ----------------------------------------------------------------------------------------
 

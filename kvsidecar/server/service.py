@@ -16,7 +16,7 @@ from kvsidecar.server.status_codes import code_of
 from kvsidecar.server.stream_clients import StreamClient, StreamClients
 from kvsidecar.support import log
 from kvsidecar.support.turns import Turns
-from kvsidecar.types import TOKEN_METADATA
+from kvsidecar.types import TOKEN_METADATA, Direction
 from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 
@@ -85,6 +85,20 @@ class Service(pb_grpc.SidecarServicer):
             if sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES:
                 return await self._large_lookups.run(self._user(request, context), lookup)
             return lookup()
+        except KVSidecarError as error:
+            await self._refuse(context, error)
+
+    async def Store(self, request: pb.StoreRequest, context: Context) -> pb.JobDone:  # noqa: N802
+        return await self._job(request, request.store, Direction.STORE, context)
+
+    async def Load(self, request: pb.LoadRequest, context: Context) -> pb.JobDone:  # noqa: N802
+        return await self._job(request, request.load, Direction.LOAD, context)
+
+    async def _job(
+        self, request: Any, message: pb.Store | pb.Load, direction: Direction, context: Context
+    ) -> pb.JobDone:
+        try:
+            return await self._handler.job(request.session, message, direction, token_of(request, context))
         except KVSidecarError as error:
             await self._refuse(context, error)
 

@@ -63,7 +63,9 @@ class RemoteService(Service):
         return names
 
     Release = Renew = _refused("over TCP there are no leases")
-    Attach = _refused("a rank must attach over the Unix socket of its own host: memory cannot be shared between hosts")
+    Attach = Store = Load = _refused(
+        "a rank must attach over the Unix socket of its own host: memory cannot be shared between hosts"
+    )
 
     def _caller(self, request: Any, context: Context, *, for_admins: bool = False) -> Caller:
         if isinstance(request, pb.LookupRequest) and (request.lease_ms or request.token):

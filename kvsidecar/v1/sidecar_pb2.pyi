@@ -223,6 +223,22 @@ class Load(_message.Message):
     traceparent: bytes
     def __init__(self, job: _Optional[int] = ..., lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Blocks, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[bytes] = ...) -> None: ...
 
+class StoreRequest(_message.Message):
+    __slots__ = ("session", "store")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    store: Store
+    def __init__(self, session: _Optional[int] = ..., store: _Optional[_Union[Store, _Mapping]] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("session", "load")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    load: Load
+    def __init__(self, session: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
 class Flush(_message.Message):
     __slots__ = ("flush", "jobs", "timeout_ms", "mode")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

@@ -39,6 +39,16 @@ class SidecarStub(object):
                 request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.AttachRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Store = channel.unary_unary(
+                '/kvsidecar.v1.Sidecar/Store',
+                request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.StoreRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.JobDone.FromString,
+                _registered_method=True)
+        self.Load = channel.unary_unary(
+                '/kvsidecar.v1.Sidecar/Load',
+                request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.LoadRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.JobDone.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/kvsidecar.v1.Sidecar/Lookup',
                 request_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.SerializeToString,
@@ -100,6 +110,23 @@ class SidecarServicer(object):
         The first message may be `watch` instead: then no memory is registered, and the daemon sends registered, readiness
         and residency until either side ends the stream.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Store(self, request, context):
+        """A job of a rank whose Attach stream is open, for clients that would rather make a call than read the stream: the same
+        as that message on the stream, but that the answer is this call's. The call needs the token of the rank's client.
+        Calls begin in the order in which they arrive; whoever needs an order waits for an answer before the next call. When
+        the call is cancelled, or its deadline passes, a copy that has not started never starts; one that has started is
+        finished, and Flush on the stream tells when. A job number that is still in use is refused with INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Load(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -176,6 +203,16 @@ def add_SidecarServicer_to_server(servicer, server):
                     request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.AttachRequest.FromString,
                     response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.AttachReply.SerializeToString,
             ),
+            'Store': grpc.unary_unary_rpc_method_handler(
+                    servicer.Store,
+                    request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.StoreRequest.FromString,
+                    response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.JobDone.SerializeToString,
+            ),
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.LoadRequest.FromString,
+                    response_serializer=kvsidecar_dot_v1_dot_sidecar__pb2.JobDone.SerializeToString,
+            ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
                     request_deserializer=kvsidecar_dot_v1_dot_sidecar__pb2.LookupRequest.FromString,
@@ -249,6 +286,60 @@ class Sidecar(object):
             '/kvsidecar.v1.Sidecar/Attach',
             kvsidecar_dot_v1_dot_sidecar__pb2.AttachRequest.SerializeToString,
             kvsidecar_dot_v1_dot_sidecar__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Store(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.v1.Sidecar/Store',
+            kvsidecar_dot_v1_dot_sidecar__pb2.StoreRequest.SerializeToString,
+            kvsidecar_dot_v1_dot_sidecar__pb2.JobDone.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.v1.Sidecar/Load',
+            kvsidecar_dot_v1_dot_sidecar__pb2.LoadRequest.SerializeToString,
+            kvsidecar_dot_v1_dot_sidecar__pb2.JobDone.FromString,
             options,
             channel_credentials,
             insecure,

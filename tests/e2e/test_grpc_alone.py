@@ -22,7 +22,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from kvsidecar.v1 import sidecar_pb2_grpc as pb_grpc
 from tests.e2e.leftovers import nothing_is_left_of, open_fds
 from tests.e2e.wire import raw_client, register, stub
-from tests.harness import NAMESPACE, ROW_BYTES, SECONDS, DaemonProcess, eventually, hashes
+from tests.harness import FIRST, NAMESPACE, ROW_BYTES, SECONDS, DaemonProcess, Gate, eventually, hashes
 from tests.marks import lent_daemon, promise
 
 pytestmark = lent_daemon
@@ -54,6 +54,22 @@ class StubRank:
         """Send a job, and return how it has ended."""
         self._requests.put(pb.AttachRequest(**message))
         return self._next("done").done
+
+    def begin_store(self, job: int, name: object, block: int) -> Any:
+        store = pb.Store(job=job, blocks=blocks(name, block))
+        request = pb.StoreRequest(session=self.registered.session, store=store)
+        return self.sidecar.Store.future(request, timeout=SECONDS, metadata=self.metadata)  # type: ignore[attr-defined]
+
+    def store(self, job: int, name: object, block: int) -> pb.JobDone:
+        """The same, and wait for its end."""
+        ended: pb.JobDone = self.begin_store(job, name, block).result()
+        return ended
+
+    def pending(self, *jobs: int) -> list[int]:
+        """Which of these the daemon has, and has not ended."""
+        flush = pb.Flush(flush=1, jobs=jobs, mode=pb.Flush.MODE_FINISH)
+        self._requests.put(pb.AttachRequest(flush=flush))
+        return list(self._next("flushed").flushed.pending)
 
     def hits(self, *names: object, lease_ms: int = 0) -> pb.LookupReply:
         group = pb.LookupGroup(group=0, hashes=b"".join(hashes(*names)))
@@ -101,6 +117,75 @@ def test_a_client_with_the_stubs_alone_stores_looks_up_and_loads_every_byte(daem
         assert rank.ask(load=load).outcome == pb.JobDone.OUTCOME_DONE
         assert bytes(rank.buffer.memory[5 * ROW_BYTES : 6 * ROW_BYTES]) == wanted
         assert rank.sidecar.Release(pb.ReleaseRequest(lease=found.lease), metadata=rank.metadata).released
+
+
+def test_calls_store_and_load_without_a_word_on_the_stream_but_the_registration(daemon: DaemonProcess) -> None:
+    with stub_rank(daemon) as rank, stub(daemon) as another_channel:
+        rank.buffer.memory[:ROW_BYTES] = os.urandom(ROW_BYTES)
+        wanted = bytes(rank.buffer.memory[:ROW_BYTES])
+        stored = rank.store(1, "a", 0)
+        assert (stored.job, stored.outcome, stored.copied_blocks) == (1, pb.JobDone.OUTCOME_DONE, 1)
+        assert rank.store(1, "a", 0).skipped_blocks == 1, "the number is free again"
+        lease = rank.hits("a", lease_ms=600_000).lease
+        load = pb.LoadRequest(session=rank.registered.session, load=pb.Load(job=2, lease=lease, blocks=blocks("a", 5)))
+        loaded = another_channel.Load(load, timeout=SECONDS, metadata=rank.metadata)
+        assert (loaded.job, loaded.outcome) == (2, pb.JobDone.OUTCOME_DONE)
+        assert bytes(rank.buffer.memory[5 * ROW_BYTES : 6 * ROW_BYTES]) == wanted
+        declined = rank.store(3, "b", 8)
+        assert (declined.outcome, declined.reason) == (pb.JobDone.OUTCOME_DECLINED, "invalid_request")
+
+
+def test_a_call_for_the_rank_of_another_client_is_refused(daemon: DaemonProcess) -> None:
+    """Also of the same user: it would write into memory that this client has not registered."""
+    with stub_rank(daemon) as rank, stub_rank(daemon) as other:
+        rank.store(1, "a", 0)
+        request = pb.LoadRequest(session=rank.registered.session, load=pb.Load(job=2, blocks=blocks("a", 1)))
+        for metadata in (other.metadata, None, ((TOKEN_METADATA, b"guessed"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                rank.sidecar.Load(request, timeout=SECONDS, metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        session = rank.registered.session
+        rank.half_close()
+        assert [reply for reply in rank.call if reply.HasField("done")] == []
+        with pytest.raises(grpc.RpcError) as caught:
+            rank.store(3, "b", 0)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.RpcError, match=f"session {session}"):
+            other.sidecar.Load(request, timeout=SECONDS, metadata=other.metadata)
+        assert other.store(1, "b", 0).outcome == pb.JobDone.OUTCOME_DONE
+
+
+def test_a_call_after_the_end_of_its_stream_is_refused_though_its_client_is_there(daemon: DaemonProcess) -> None:
+    buffer = HostBuffer(1 << 20)
+    with raw_client(daemon, buffer) as raw, stub(daemon) as sidecar:
+        token = raw.welcome.token
+        first = pb.AttachRequest(register=register(token, buffer))
+        registered, *_ = sidecar.Attach(iter([first]), timeout=SECONDS)
+        assert registered.registered.token == token
+        request = pb.StoreRequest(session=registered.registered.session, store=pb.Store(job=1, blocks=blocks("a", 0)))
+        with pytest.raises(grpc.RpcError, match="its stream has ended"):
+            sidecar.Store(request, timeout=SECONDS, metadata=((TOKEN_METADATA, token),))
+
+
+def test_a_call_that_is_given_up_before_its_copy_starts_leaves_no_reservation(short_dir: Path, gate: Gate) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS=f"store.in_flight@{FIRST}={gate}") as daemon:
+        daemon.wait_ready()
+        with stub_rank(daemon) as rank:
+            running, waiting = (rank.begin_store(number, number, number) for number in (1, 2))
+            eventually(lambda: rank.pending(1, 2) == [1, 2])
+            with pytest.raises(grpc.RpcError, match="job 1 is still running"):
+                rank.store(1, "c", 3)
+            reserved = daemon.metric("kvsidecar_pool_reserved_bytes")
+            waiting.cancel()
+            eventually(lambda: rank.pending(1, 2) == [1], "it still runs")
+            assert 0 < daemon.metric("kvsidecar_pool_reserved_bytes") < reserved
+            running.cancel()  # too late: a copy that has started is finished
+            gate.let_pass()
+            eventually(lambda: rank.pending(1, 2) == [])
+            assert [rank.hits(number).groups[0].hits for number in (1, 2)] == [1, 0]
+            assert daemon.metric("kvsidecar_pool_reserved_bytes") == 0
+            assert daemon.refused("cancelled") == 1
+            assert rank.store(2, 2, 2).copied_blocks == 1, "its number is free again"
 
 
 def test_the_end_of_the_stream_ends_the_rank_its_lease_and_its_descriptors(daemon: DaemonProcess) -> None:

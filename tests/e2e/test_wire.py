@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from kvsidecar.client import HostBuffer
 from kvsidecar.protocol.framing import frame
@@ -22,7 +22,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.leftovers import open_fds
 from tests.e2e.wire import framed, hello, register, stub, welcome
 from tests.harness import FIRST, NAMESPACE, SECONDS, DaemonProcess, Gate, Rank, done, eventually, hashes
-from tests.marks import lent_daemon, promise
+from tests.marks import lent_daemon
 
 pytestmark = lent_daemon
 
@@ -154,13 +154,23 @@ def test_jobs_may_follow_the_registration_at_once_and_the_end_comes_behind_them(
     buffer.close()
 
 
-@promise("serves store, load and lookup requests over gRPC")
-def test_reflection_lists_the_service(daemon: DaemonProcess) -> None:
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+def test_reflection_lists_the_service_and_its_calls(daemon: DaemonProcess, version: str) -> None:
+    """To a client that knows one version only, as each does at some time."""
     with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        (reply,) = reflection.ServerReflectionInfo(iter([request]), timeout=SECONDS)
-    assert "kvsidecar.v1.Sidecar" in [service.name for service in reply.list_services_response.service]
+        reflect = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            reflection_pb2.ServerReflectionRequest.SerializeToString,
+            reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvsidecar.v1.Sidecar"),
+        ]
+        listed, described = reflect(iter(requests), timeout=SECONDS)
+    assert "kvsidecar.v1.Sidecar" in [service.name for service in listed.list_services_response.service]
+    (file,) = described.file_descriptor_response.file_descriptor_proto
+    assert b"StoreRequest" in file
 
 
 def test_an_attach_client_of_another_protocol_is_told_both_numbers(daemon: DaemonProcess) -> None:

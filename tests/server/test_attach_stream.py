@@ -11,7 +11,7 @@ import pytest
 
 from kvsidecar.core.job import Job, JobResult
 from kvsidecar.core.sessions import RankSession, Work
-from kvsidecar.errors import Refusal
+from kvsidecar.errors import InvalidRequest, Refusal
 from kvsidecar.protocol.wire import pack_ids
 from kvsidecar.server import attach_stream
 from kvsidecar.server.attach_stream import AttachStream
@@ -50,7 +50,9 @@ class Stream:
         self.replies: list[pb.AttachReply] = []
         registration: Any = SimpleNamespace(namespace=NAMESPACE)
         nobody: Any = None
-        self.session = RankSession(1, nobody, registration, nobody, 1, (), {}, 0.0, TaskSet(lambda *_: None))
+        self.failures: list[object] = []
+        tasks = TaskSet(lambda *failure: self.failures.append(failure))
+        self.session = RankSession(1, nobody, registration, nobody, 1, (), {}, 0.0, tasks)
         self.stream = AttachStream(
             self.session,
             self.replies.append,
@@ -123,6 +125,71 @@ async def test_jobs_of_all_ranks_of_a_user_are_limited_together(monkeypatch: pyt
     await other.finish()
     assert one.session.of_user == Work()
     await another_users.finish()
+
+
+class Turns:
+    """Turns of the loop that the test gives."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._given = asyncio.Semaphore(0)
+
+    async def __call__(self) -> None:
+        self.asked += 1
+        await self._given.acquire()
+
+    async def give(self) -> None:
+        self._given.release()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+def store_of(job: int) -> pb.Store:
+    return pb.Store(job=job, blocks=[pb.Blocks(hashes=bytes(32), block_ids=pack_ids([job]))])
+
+
+async def test_calls_begin_one_in_a_turn_of_the_loop_in_their_order_and_behind_a_job_that_still_begins() -> None:
+    stream, turns = Stream(), Turns()
+    calls = [asyncio.ensure_future(stream.stream.call(store_of(job), Direction.STORE, turns)) for job in (1, 2, 3, 4)]
+    await asyncio.sleep(0)
+    assert not stream.session.jobs
+    calls[1].cancel()
+    await turns.give()
+    assert list(stream.session.jobs) == [1]
+    beginning: Any = object()
+    stream.session.beginning.append(beginning)
+    for _ in range(3):
+        await turns.give()
+    assert list(stream.session.jobs) == [1]
+    stream.session.beginning.clear()
+    await turns.give()
+    await turns.give()
+    assert list(stream.session.jobs) == [1, 3, 4]
+    calls[3].cancel()
+    await asyncio.sleep(0)
+    assert [each.stopped for each in stream.session.jobs.values()] == [None, None, Refusal.CANCELLED]
+    await stream.finish()
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert [each.job for each in ended if isinstance(each, pb.JobDone)] == [1, 3]
+    assert not stream.replies, "their answers are the calls'"
+    assert not stream.failures, "of the one that nobody waits for"
+
+
+async def test_a_call_is_held_to_the_limits_of_the_stream_and_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach_stream, "MAX_JOBS", 2)
+    stream = Stream()
+
+    async def at_once() -> None:
+        pass
+
+    await stream.handle(1, 2)
+    declined = await stream.stream.call(store_of(3), Direction.STORE, at_once)
+    assert declined.reason == "limit"
+    with pytest.raises(InvalidRequest, match="job 1 is still running"):
+        await stream.stream.call(store_of(1), Direction.STORE, at_once)
+    await stream.finish()
+    stream.session.ending = True
+    assert (await stream.stream.call(store_of(3), Direction.STORE, at_once)).reason == "draining"
 
 
 async def test_what_flushes_of_a_user_wait_for_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,5 +39,5 @@ def test_whoever_adds_a_call_decides_whether_other_hosts_may_make_it() -> None:
     hosts may not make it."""
     calls = {method.name for method in pb.DESCRIPTOR.services_by_name["Sidecar"].methods}
     refused = {name for name in calls if name in vars(RemoteService)}
-    assert refused == {"Attach", "Release", "Renew"}
+    assert refused == {"Attach", "Store", "Load", "Release", "Renew"}
     assert calls - refused == {"Lookup", "Status", "Clear", "Pin", "Unpin", "Drain", "CancelDrain"}
