@@ -2,8 +2,7 @@
 //
 //   npm install && node lookup.js demo-model sha256-of-block-0 sha256-of-block-1 ...
 //
-// It needs the .proto only (here that of the repository). Memory is attached over a second socket, which passes file
-// descriptors: docs/wire.md describes it. To look up, a router needs neither.
+// It needs the .proto only (here that of the repository). engine.js attaches memory, too.
 "use strict";
 
 const path = require("node:path");

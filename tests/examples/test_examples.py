@@ -109,16 +109,37 @@ def test_an_example_that_finds_nobody_says_so_in_a_sentence(words: tuple[str, ..
 # -- another language ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(NODE is None or NPM is None, reason="Node and npm are not installed")
-def test_a_router_in_node_finds_what_an_engine_has_stored(daemon: DaemonProcess, tmp_path: Path) -> None:
-    place = tmp_path / "examples" / "node"
+@pytest.fixture(scope="module")
+def node_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples of Node, installed as their page says."""
+    if NODE is None or NPM is None:
+        pytest.skip("Node and npm are not installed")
+    root = tmp_path_factory.mktemp("node")
+    place = root / "examples" / "node"
     shutil.copytree(EXAMPLES / "node", place, ignore=shutil.ignore_patterns("node_modules"))
-    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    shutil.copytree(ROOT / "proto", root / "proto")
     quiet = ("--no-audit", "--no-fund", "--no-package-lock", "--loglevel=error")
     run(str(NPM), "install", *quiet, cwd=place)
+    return place
+
+
+def test_an_engine_in_node_stores_looks_up_and_loads_with_the_stubs_alone(
+    daemon: DaemonProcess, node_place: Path
+) -> None:
+    said = run(str(NODE), "engine.js", cwd=node_place, KVSIDECAR_SOCKET=daemon.socket)
+    assert said.splitlines() == [
+        "store: OUTCOME_DONE, 4096 bytes",
+        "1 of 1 blocks can be loaded",
+        "load: OUTCOME_DONE, the bytes are equal",
+    ]
+    assert daemon.metric("kvsidecar_attached_ranks") == 0
+    assert daemon.metric("kvsidecar_leases") == 0
+
+
+def test_a_router_in_node_finds_what_an_engine_has_stored(daemon: DaemonProcess, node_place: Path) -> None:
     run(sys.executable, str(EXAMPLES / "engine.py"), KVSIDECAR_SOCKET=daemon.socket)
     hashes = [hashlib.sha256(b"block %d" % number).hexdigest() for number in (0, 1, 2, 99)]
-    said = run(str(NODE), "lookup.js", "my-model", *hashes, cwd=place, KVSIDECAR_SOCKET=daemon.socket)
+    said = run(str(NODE), "lookup.js", "my-model", *hashes, cwd=node_place, KVSIDECAR_SOCKET=daemon.socket)
     assert "STATE_READY" in said
     assert "3 of 4 blocks can be loaded" in said
 
@@ -321,4 +342,5 @@ def test_no_example_is_forgotten_by_the_page() -> None:
     page = (EXAMPLES / "README.md").read_text()
     shown = {name for name in re.findall(r"\]\(([\w./]+)\)", page) if not name.startswith("..")}
     there = {name for name in os.listdir(EXAMPLES) if name not in ("README.md", "compose", "node", "__pycache__")}
-    assert there | {"node/lookup.js"} == shown
+    in_node = {f"node/{each.name}" for each in (EXAMPLES / "node").glob("*.js")}
+    assert there | in_node == shown
