@@ -64,8 +64,14 @@ def failing(home: Path, rules: str, *flags: str) -> DaemonProcess:
 
 
 @pytest.fixture
-def daemon(home: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(home, *POOL) as process:
+def pool() -> tuple[str, ...]:
+    """Flags of `daemon`; a test may have its own."""
+    return POOL
+
+
+@pytest.fixture
+def daemon(home: Path, pool: tuple[str, ...]) -> Iterator[DaemonProcess]:
+    with DaemonProcess(home, *pool) as process:
         yield process.wait_ready()
 
 

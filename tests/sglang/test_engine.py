@@ -12,6 +12,7 @@ from kvsidecar.integrations.sglang.counters import HELP
 from tests.harness import DaemonProcess, eventually
 from tests.marks import promise
 from tests.open_files import open_files
+from tests.sglang.conftest import POOL
 from tests.sglang.engine import PAGE, WHOLE, Answer, SGLangProcess, forgotten, join, stored
 from tests.vllm.engine import LONG, blocks, prompt
 
@@ -21,6 +22,7 @@ AMID_TOKENS = 500
 
 
 @promise("the next request hits the daemon's blocks")
+@pytest.mark.parametrize("pool", [POOL, (*POOL, "--local-protocol", "off")], ids=["local", "grpc"])
 def test_an_external_hit_gives_the_tokens_that_were_computed(engine: SGLangProcess, daemon: DaemonProcess) -> None:
     join(engine, daemon)
     cold = stored(engine, daemon, LONG)

@@ -12,7 +12,7 @@ from kvsidecar.client import Blocks, Client
 from tests.harness import DaemonProcess
 from tests.marks import promise
 from tests.vllm import models
-from tests.vllm.conftest import Truth
+from tests.vllm.conftest import POOL, Truth
 from tests.vllm.engine import LONG, WHOLE, ask_again, blocks, forget, hits, joined, kvsidecar, prompt
 from tests.vllm.models import BLOCK
 
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.older
 
 
 @promise("a restarted engine gets hits at once")
+@pytest.mark.parametrize("pool", [POOL, (*POOL, "--local-protocol", "off")], ids=["local", "grpc"])
 def test_an_external_hit_gives_the_tokens_of_a_run_without_the_connector(
     model: str, daemon: DaemonProcess, truth: Truth
 ) -> None:
