@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 import shutil
@@ -276,6 +277,48 @@ def test_all_that_an_extra_installs_is_imported(extra: str) -> None:
     names = [Requirement(each).name for each in EXTRAS[extra]]
     assert names
     assert [name for name in names if MODULES.get(name, name) not in IMPORTED] == []
+
+
+OF_MODULES = {
+    "cuda": "cuda-python",
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic",
+}
+"""The packages of modules with another name."""
+WITH_ENGINES = {"prometheus-client", "sglang", "structlog", "torch", "triton", "vllm"}
+"""What the client uses where an engine, or the daemon, has brought it."""
+WITH_EXTRAS = {"mooncake", "msgspec", "opentelemetry", "torch"}
+"""What the daemon and its commands use where an extra has brought it, or an engine."""
+
+
+def needed(of_client: bool) -> set[str]:
+    """Packages that the modules of one of the distributions import."""
+    client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["only-include"]
+    found = set[str]()
+    for path in (ROOT / "kvsidecar").rglob("*.py"):
+        parts = {str(each) for each in (path.relative_to(ROOT), *path.relative_to(ROOT).parents)}
+        if parts.isdisjoint(client) is of_client:
+            continue
+        for each in ast.walk(ast.parse(path.read_text())):
+            if isinstance(each, ast.Import):
+                found.update(name.name.partition(".")[0] for name in each.names)
+            elif isinstance(each, ast.ImportFrom) and each.module and not each.level:
+                found.add(each.module.partition(".")[0])
+    return {OF_MODULES.get(each, each) for each in found - sys.stdlib_module_names - {"kvsidecar"}}
+
+
+def test_each_distribution_requires_itself_what_its_modules_import() -> None:
+    """Not through the other one, which may stop to need it."""
+    daemon = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    # The daemon's log is written by a module of the client's, which does without where there is no daemon.
+    required = {Requirement(each).name for each in daemon["dependencies"]} - {"structlog"}
+    assert needed(of_client=False) == required | WITH_EXTRAS
+    assert needed(of_client=True) == {Requirement(each).name for each in client["dependencies"]} | WITH_ENGINES
 
 
 OTHERS = {"click", "cuda-python", "numpy", "protobuf", "pydantic", "rich"}
