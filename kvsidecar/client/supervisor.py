@@ -517,7 +517,7 @@ def _how_lost(transport: Transport, session: Session | None) -> str:
     if transport.connection.process.gone():
         return "its process has ended"
     if transport.connection.ended():
-        return "it closed the attach socket"
+        return "it closed the connection"
     if session is not None and session.ended:
         return session.error.text if session.error else "it ended the connection"
     return ""
