@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from kvsidecar.client import (
     Region,
 )
 from kvsidecar.errors import DriverUnusable
+from kvsidecar.protocol.wire import namespace_to_wire, pack_ids
 from kvsidecar.support.cuda_driver import (
     FABRIC,
     POSIX_DESCRIPTOR,
@@ -33,8 +35,11 @@ from kvsidecar.support.cuda_driver import (
     ipc_handle,
     physical_ranges,
 )
+from kvsidecar.types import PROTOCOL, TOKEN_METADATA
+from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.gpu_engine import ENGINE
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces, with_pid
+from tests.e2e.wire import stub
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, hashes
 
 pytestmark = [
@@ -186,6 +191,45 @@ def test_what_is_loaded_is_what_was_stored_and_nothing_else_is_touched(
         assert np.array_equal(found, wanted), "a store wrote to its source"
     one.close()
     two.close()
+
+
+def test_a_client_with_the_stubs_alone_stores_and_loads_memory_of_a_gpu(
+    cuda_daemon: DaemonProcess, context: CudaContext
+) -> None:
+    """Its handle is all that it has to send: there is no connection to the attach socket."""
+    size = LAYERS * BLOCKS * ROW
+    address = context.alloc(size)
+    written, read = np.random.default_rng(7).integers(0, 256, size, np.uint8), np.empty(size, np.uint8)
+    context.copy_to_device(address, written)
+    region = pb.Region(row_stride=BLOCKS * ROW, block_stride=ROW, row_bytes=ROW, num_rows=LAYERS)
+    first = pb.Register(
+        protocol=PROTOCOL,
+        instance="gpu",
+        namespace=namespace_to_wire(NAMESPACE),
+        world_size=1,
+        device=context.uuid,
+        allocations=[pb.Allocation(cuda_ipc_handle=ipc_handle(address), size=size)],
+        groups=[pb.Group(num_blocks=BLOCKS, num_shards=1, regions=[region])],
+    )
+    requests: SimpleQueue[pb.AttachRequest | None] = SimpleQueue()
+    requests.put(pb.AttachRequest(register=first))
+    with stub(cuda_daemon) as sidecar:
+        stream = sidecar.Attach(iter(requests.get, None), timeout=SECONDS)
+        registered = next(stream).registered
+        metadata = ((TOKEN_METADATA, registered.token),)
+        (name,) = hashes("a")
+        blocks = [pb.Blocks(hashes=name, block_ids=pack_ids([each])) for each in (0, 9)]
+        store = pb.StoreRequest(session=registered.session, store=pb.Store(job=1, blocks=blocks[:1]))
+        assert sidecar.Store(store, timeout=SECONDS, metadata=metadata).outcome == pb.JobDone.OUTCOME_DONE
+        load = pb.LoadRequest(session=registered.session, load=pb.Load(job=2, blocks=blocks[1:]))
+        assert sidecar.Load(load, timeout=SECONDS, metadata=metadata).outcome == pb.JobDone.OUTCOME_DONE
+        requests.put(None)
+        assert [each for each in stream if each.HasField("done")] == []
+    context.copy_from_device(read, address)
+    rows = written.reshape(LAYERS, BLOCKS, ROW)
+    rows[:, 9] = rows[:, 0]
+    assert np.array_equal(read, written)
+    context.free(address)
 
 
 def test_ranks_on_two_gpus_store_and_load_what_the_other_one_loads_and_stores(cuda_daemon: DaemonProcess) -> None:

@@ -1025,6 +1025,20 @@ _SERVER = (
         "server/test_attach_socket.py",
     ),
     _bug(
+        "a rank over gRPC alone outlives its process in whoever has inherited its connection",
+        "server/stream_clients.py",
+        "            owner.poll_set.watch(pidfd, READABLE, self._process_ended)\n",
+        "            pass\n",
+        "server/test_stream_clients.py",
+    ),
+    _bug(
+        "a call that was given up leaves its job to run",
+        "server/attach_stream.py",
+        "                job.cancel(Refusal.CANCELLED)\n            raise",
+        "                pass\n            raise",
+        "server/test_attach_stream.py",
+    ),
+    _bug(
         "a child is started by a fork where the kernel has no process for it",
         "support/child_process.py",
         "return subprocess.Popen(command, close_fds=False, **options)",

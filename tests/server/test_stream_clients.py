@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from kvsidecar.support.peer import Credentials
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.turns import Turns
 from kvsidecar.v1 import sidecar_pb2 as pb
+from tests.harness import eventually_in_loop
 
 
 @pytest.fixture
@@ -99,6 +101,22 @@ async def test_a_client_without_a_number_here_is_admitted_and_its_connection_tel
     bench = Bench(connection, pid=0)
     (await bench.clients.admit("unix-abstract:name", pb.Register())).end()
     assert len(bench.gone) == 1
+
+
+async def test_a_client_whose_process_ends_has_gone_though_its_stream_goes_on(
+    connection: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a child of it has the connection."""
+    pidfd = os.eventfd(0)  # becomes readable when the test says so
+    monkeypatch.setattr(peers, "kernel_pidfd", lambda _: os.dup(pidfd))
+    bench = Bench(connection)
+    client = await bench.clients.admit("unix-abstract:name", pb.Register())
+    await asyncio.sleep(0)
+    assert not bench.gone
+    os.eventfd_write(pidfd, 1)
+    await eventually_in_loop(lambda: bench.gone)
+    client.end()
+    os.close(pidfd)
 
 
 async def test_clients_count_as_those_of_the_attach_socket_do_and_give_all_back(connection: socket.socket) -> None:
