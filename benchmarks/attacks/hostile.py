@@ -11,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from google.protobuf.message import Message
 from benchmarks.attacks.hostile_messages import METHODS, Generator, extremes
 from kvsidecar.protocol.framing import HEADER_BYTES, frame
 from kvsidecar.protocol.wire import layout_to_wire, namespace_to_wire, pack_ids
-from kvsidecar.types import PROTOCOL
+from kvsidecar.types import PROTOCOL, TOKEN_METADATA
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.frames import frames
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, hashes, layout
@@ -33,6 +34,7 @@ DOCUMENTED = {
     grpc.StatusCode.UNAVAILABLE,
 }
 ATTACKS = (*("unary",) * 3, *("attach",) * 3, *("local",) * 4, "hello", "garbage", "huge")
+JOB_CALLS = ("Store", "Load")
 LOCAL_CODES = DOCUMENTED | {grpc.StatusCode.UNIMPLEMENTED}
 LAST_CALL = 4711
 BUFFER_BYTES = 1 << 20
@@ -80,6 +82,11 @@ class Attacker:
                     self._attach_with(message)
                 else:
                     self.call(method, [message.SerializeToString()])
+        for name in JOB_CALLS:
+            with self._attached() as (session, token):
+                for message in extremes(self._job_call(name, session, job=1)):
+                    self.number += 1
+                    self.call(name, [message.SerializeToString()], token)
 
     def _attach_with(self, message: pb.AttachRequest) -> None:
         """A registration, or a job after a good one."""
@@ -93,8 +100,9 @@ class Attacker:
 
     # -- gRPC ------------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, requests: list[bytes]) -> list[Any]:
+    def call(self, name: str, requests: list[bytes], token: bytes = b"") -> list[Any]:
         """Send bytes to a method; its replies. The status must be a documented one, and come in time."""
+        metadata = ((TOKEN_METADATA, token),) if token else None
         method = METHODS[name]
         path = f"/{method.containing_service.full_name}/{name}"
         replies: list[Any] = []
@@ -103,7 +111,7 @@ class Attacker:
             if method.client_streaming:
                 replies += self._channel.stream_stream(path)(iter(requests), timeout=SECONDS)
             else:
-                replies.append(self._channel.unary_unary(path)(requests[0], timeout=SECONDS))
+                replies.append(self._channel.unary_unary(path)(requests[0], timeout=SECONDS, metadata=metadata))
         except grpc.RpcError as error:
             code, text = error.code(), error.details() or ""
         self.codes[name, code.name] += 1
@@ -114,8 +122,15 @@ class Attacker:
         return replies
 
     def _unary(self) -> None:
-        name = self.rng.choice(("Lookup", "Release", "Renew", "Status", "Clear", "Pin", "Unpin", "CancelDrain"))
-        self.call(name, [self._bytes(self._good(name))])
+        name = self.rng.choice(
+            ("Lookup", "Release", "Renew", "Status", "Clear", "Pin", "Unpin", "CancelDrain", *JOB_CALLS)
+        )
+        if name not in JOB_CALLS:
+            self.call(name, [self._bytes(self._good(name))])
+            return
+        with self._attached() as (session, token):
+            for _ in range(self.rng.choice((1, 5))):
+                self.call(name, [self._bytes(self._job_call(name, session))], token)
 
     def _huge(self) -> None:
         """Around the limit of a message, and far over it."""
@@ -238,6 +253,19 @@ class Attacker:
             yield welcome.token, connection
 
     @contextmanager
+    def _attached(self) -> Iterator[tuple[int, bytes]]:
+        """The session of a rank whose stream is open, and its token."""
+        with self._shared("good") as (token, _):
+            messages: SimpleQueue[bytes | None] = SimpleQueue()
+            messages.put(pb.AttachRequest(register=self._register(token, 1)).SerializeToString())
+            attach = self._channel.stream_stream(f"/{METHODS['Attach'].containing_service.full_name}/Attach")
+            replies = attach(iter(messages.get, None), timeout=SECONDS)
+            yield pb.AttachReply.FromString(next(replies)).registered.session, token
+            messages.put(None)
+            for _ in replies:
+                pass
+
+    @contextmanager
     def _connect(self) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(SECONDS)
@@ -302,6 +330,12 @@ class Attacker:
             pb.AttachRequest(flush=pb.Flush(flush=job, jobs=[1, 2], timeout_ms=10)),
             pb.AttachRequest(register=self._register(b"", 1)),
         ]
+
+    def _job_call(self, name: str, session: int, job: int | None = None) -> Message:
+        store, load, *_ = self._jobs(job)
+        if name == "Store":
+            return pb.StoreRequest(session=session, store=store.store)
+        return pb.LoadRequest(session=session, load=load.load)
 
     def __str__(self) -> str:
         return f"KVSIDECAR_HOSTILE_SEED={self.seed}, request {self.number}:"
