@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from enum import Enum, IntEnum, StrEnum
 
@@ -197,6 +198,11 @@ class Namespace:
         if not HASH_BYTES_MIN <= self.hash_bytes <= HASH_BYTES_MAX:
             return f"namespace.hash_bytes is {self.hash_bytes}; it must be {HASH_BYTES_MIN} to {HASH_BYTES_MAX}"
         return None
+
+    @property
+    def digest(self) -> str:
+        """Six digits by which people tell namespaces of the same name apart."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:6]
 
     def __str__(self) -> str:
         text = f"{self.model} {self.dtype} {self.kv_layout} b{self.block_size} tp{self.tp_size} pp{self.pp_size}"

@@ -23,7 +23,8 @@ promise = pytest.mark.promise
 """Shows a promise end to end: ``promise("its words in README.md or on a page of docs/")``."""
 
 processes = pytest.mark.processes
-"""Starts processes. Tests in the directories `PROCESSES`, of engines, and with a daemon of a fixture need no mark."""
+"""Starts processes. Tests in the directories `PROCESSES`, of engines, and with a daemon or a browser of a fixture need
+no mark."""
 
 long = pytest.mark.long
 """Takes seconds of a core, however the machine is: a simulation, or a property of many sizes."""
@@ -61,8 +62,8 @@ def directory_of(item: pytest.Item) -> str:
 def starts_processes(item: pytest.Item) -> bool:
     """Whether it is known to start processes."""
     named = any(item.get_closest_marker(each) for each in ("processes", "promise", "lent_daemon", "gpu"))
-    with_daemon = "daemon" in getattr(item, "fixturenames", ())
-    return named or with_daemon or directory_of(item) in (*PROCESSES, *ENGINES)
+    by_fixture = not {"daemon", "browser"}.isdisjoint(getattr(item, "fixturenames", ()))
+    return named or by_fixture or directory_of(item) in (*PROCESSES, *ENGINES)
 
 
 def goes_into_make_test(item: pytest.Item) -> bool:

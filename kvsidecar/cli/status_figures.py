@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsidecar.support.units import count, format_duration, format_size
@@ -83,6 +83,15 @@ def busiest(reply: pb.StatusReply, rates: Rates | None, limit: int) -> list[pb.R
         key=lambda rank: (-sum(by_rank.get(rank.session, (0.0, 0.0))), -rank.jobs_running, rank.instance, rank.rank),
     )
     return sorted(ranks[:limit], key=lambda rank: (rank.instance, rank.rank))
+
+
+def namespace_names(namespaces: Sequence[pb.NamespaceStatus]) -> list[str]:
+    """What people call each namespace: the name that requests give its model, or else that of the weights; with the
+    namespace's digest where others have this name too."""
+    names = [each.served_name or each.namespace.model for each in namespaces]
+    counted = Counter(names)
+    digests = [f" #{each.digest}" if counted[name] > 1 else "" for name, each in zip(names, namespaces, strict=True)]
+    return [name + digest for name, digest in zip(names, digests, strict=True)]
 
 
 def has_pool(readiness: pb.Readiness) -> bool:

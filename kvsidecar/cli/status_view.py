@@ -8,7 +8,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.status_figures import has_pool, hit_rate, jobs_now, pool_details, short_device, tier_details
+from kvsidecar.cli.status_figures import (
+    has_pool,
+    hit_rate,
+    jobs_now,
+    namespace_names,
+    pool_details,
+    short_device,
+    tier_details,
+)
 from kvsidecar.protocol.wire import STATE_FROM_WIRE
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -17,19 +25,21 @@ STATE_COLORS = {"ready": "green", "pinning": "yellow", "starting": "yellow", "dr
 BAR_WIDTH = 40
 CELL = 96
 """Maximum length of a client's text in a table cell; --json prints all of it."""
+WIDE = 110
+"""Columns of a terminal that has room for more of each namespace and engine than people look for first."""
 SHOWN = 32
 """Maximum number of namespaces and of engines that `kvsidecar status` lists."""
 
 
-def render(reply: pb.StatusReply) -> RenderableType:
-    """A StatusReply in sections, with the largest namespaces only."""
+def render(reply: pb.StatusReply, width: int) -> RenderableType:
+    """A StatusReply in sections, with the largest namespaces only, for a terminal of ``width`` columns."""
     pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply)
     parts: list[RenderableType] = [head(reply), pool, *map(tier_bar, reply.tiers)]
     if reply.shares:
         parts.append(_shares("Shares", reply.shares))
     parts += [_shares(f"Shares of the {tier.name}", tier.shares) for tier in reply.tiers if tier.shares]
     if reply.namespaces:
-        parts.append(_namespaces(reply))
+        parts.append(_namespaces(reply, is_wide=width >= WIDE))
     parts.append(_ranks(reply) if reply.ranks else no_engine(reply))
     if reply.partial:
         parts.append(Text("\nOnly your own namespaces and engines are shown. Admins see all.", style="dim"))
@@ -134,7 +144,7 @@ def rank_cells(rank: pb.RankStatus, name_columns: int = CELL) -> dict[str, Text]
         "stored": Text(format_size(rank.stored_bytes)),
         "loaded": Text(format_size(rank.loaded_bytes)),
         "attached": Text(format_duration(rank.attached_seconds)),
-        "model": brief(rank.namespace.model),
+        "model": brief(rank.served_name or rank.namespace.model),
     }
 
 
@@ -158,28 +168,30 @@ def _shares(title: str, shares: Sequence[pb.ShareStatus]) -> RenderableType:
     return _with_rest(table, len(shares) - SHOWN, "kvsidecar status --json")
 
 
-def _namespaces(reply: pb.StatusReply) -> RenderableType:
-    table = plain_table("\nNamespaces", "model", "layout", "tokens/block", "tp x pp", "blocks", "size", "hit rate")
-    shown = sorted(reply.namespaces, key=lambda each: -each.bytes)[:SHOWN]
-    for each in shown:
+def _namespaces(reply: pb.StatusReply, *, is_wide: bool) -> RenderableType:
+    columns = ["model", "tokens/block", "tp x pp", "blocks", "size", "hit rate", *(["layout"] if is_wide else [])]
+    table = plain_table("\nNamespaces", *columns)
+    named = zip(namespace_names(reply.namespaces), reply.namespaces, strict=True)
+    shown = sorted(named, key=lambda each: -each[1].bytes)[:SHOWN]
+    for name, each in shown:
         rate = hit_rate(each.loaded_tokens, each.needed_tokens)
         table.add_row(
-            brief(each.namespace.model),
-            brief(f"{each.namespace.dtype} {each.namespace.kv_layout}", CELL // 2),
+            brief(name),
             str(each.namespace.block_size),
             f"{each.namespace.tp_size} x {each.namespace.pp_size}",
             str(each.blocks),
             format_size(each.bytes),
             "-" if rate is None else f"{rate:.0%}",
+            *([brief(f"{each.namespace.dtype} {each.namespace.kv_layout}", CELL // 2)] if is_wide else []),
         )
     listed = _with_rest(table, reply.totals.namespaces - len(shown), "kvsidecar status --json")
-    return Group(listed, *(_differs(each) for each in shown if each.differs))
+    return Group(listed, *(_differs(name, each) for name, each in shown if each.differs))
 
 
-def _differs(status: pb.NamespaceStatus) -> Text:
+def _differs(name: str, status: pb.NamespaceStatus) -> Text:
     """Why a namespace shares nothing with the largest of its model."""
     space = status.namespace
-    text = Text.assemble(brief(space.model), ", ", brief(f"{space.dtype} {space.kv_layout}", CELL // 2))
+    text = Text.assemble(brief(name), ", ", brief(f"{space.dtype} {space.kv_layout}", CELL // 2))
     text.append(f", blocks: {status.blocks}, shares nothing with the largest namespace of this model. It differs in ")
     return text.append(Text(", ").join([brief(each) for each in status.differs])).append(".")
 

@@ -120,6 +120,7 @@ class Client(OperatorCalls):
         world_size: int = 1,
         events: EventRing | None = None,
         options: Mapping[str, str] | None = None,
+        served_name: str = "",
         retry: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -135,6 +136,8 @@ class Client(OperatorCalls):
             events: for stores that wait for the engine on the device.
             options: options that determine the namespace, with which `kvsidecar status` shows how namespaces of one
                 model differ: short values that are not secret, or ``#`` and a digest.
+            served_name: the name that requests give the model, for `kvsidecar status` and routers. Blocks are shared
+                whatever it is.
             retry: return at once, and attach in the background whenever a daemon answers.
             timeout: seconds to wait without ``retry``.
 
@@ -149,7 +152,7 @@ class Client(OperatorCalls):
         timeout = self._timeout if timeout is None else timeout
         handles = tuple(events.handles) if events is not None else ()
         registration = Registration(
-            instance, namespace, buffers, tuple(groups), rank, world_size, handles, dict(options or {})
+            instance, namespace, buffers, tuple(groups), rank, world_size, handles, dict(options or {}), served_name
         )
         self._jobs.events = events
         supervisor = self._supervisor

@@ -84,6 +84,7 @@ class Registration:
     world_size: int
     event_handles: tuple[bytes, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
+    served_name: str = ""
 
     @property
     def fds(self) -> list[Descriptor]:
@@ -103,6 +104,7 @@ class Registration:
             groups=[layout_to_wire(layout) for layout in self.groups],
             event_handles=self.event_handles,
             options=[pb.Option(name=name, value=value) for name, value in self.options.items()],
+            served_name=self.served_name,
         )
         indexes = count()
         for allocation in self.buffers.allocations:

@@ -1,6 +1,7 @@
-"""What engines say of the options behind their namespaces, for operators who wonder why two do not share.
+"""What engines say of their namespaces: under which name they serve the model, and the options behind a namespace, for
+operators who wonder why two do not share.
 
-Clients fill it, so it is bounded, and nothing but texts for people depends on it.
+Clients fill it, so it is bounded, and nothing but texts for people and routers depends on it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _FIELDS = tuple(each.name for each in fields(Namespace) if each.name not in ("mo
 
 @dataclass(frozen=True, slots=True)
 class _Said:
+    served_name: str
     options: Mapping[str, str]
     uid: int
     nbytes: int
@@ -55,15 +57,22 @@ class NamespaceOptions:
     def nbytes(self) -> int:
         return sum(self._bytes_of.values())
 
-    def add(self, namespace: Namespace, options: Mapping[str, str], uid: int) -> Namespace | None:
+    def add(
+        self, namespace: Namespace, options: Mapping[str, str], uid: int, served_name: str = ""
+    ) -> Namespace | None:
         """A rank with these options has attached. Returns another namespace of the model, the one that was said of
-        last, if this one was not known."""
-        if not options:
+        last, if this one was not known.
+
+        Args:
+            served_name: empty: it keeps the one that it has.
+        """
+        if not options and not served_name:
             return None
         known = self._forget(namespace)
-        nbytes = _bytes_of(namespace, options)
+        served_name = served_name or (known.served_name if known else "")
+        nbytes = _bytes_of(namespace, options, served_name)
         other = next((each for each in reversed(self._said) if each.model == namespace.model), None)
-        self._said[namespace] = _Said(options, uid, nbytes)
+        self._said[namespace] = _Said(served_name, options, uid, nbytes)
         self._bytes_of[uid] = self._bytes_of.get(uid, 0) + nbytes
         while self._bytes_of[uid] > MAX_BYTES_OF_USER:
             self._forget(next(each for each, said in self._said.items() if said.uid == uid))
@@ -71,14 +80,18 @@ class NamespaceOptions:
             self._forget(next(iter(self._said)))
         return None if known else other
 
-    def _forget(self, namespace: Namespace) -> bool:
+    def served_name(self, namespace: Namespace) -> str:
+        """The name that the latest engine serves the model under; empty if nobody has said it."""
+        said = self._said.get(namespace)
+        return "" if said is None else said.served_name
+
+    def _forget(self, namespace: Namespace) -> _Said | None:
         said = self._said.pop(namespace, None)
-        if said is None:
-            return False
-        self._bytes_of[said.uid] -= said.nbytes
-        if not self._bytes_of[said.uid]:
-            del self._bytes_of[said.uid]
-        return True
+        if said is not None:
+            self._bytes_of[said.uid] -= said.nbytes
+            if not self._bytes_of[said.uid]:
+                del self._bytes_of[said.uid]
+        return said
 
     def differences(self, one: Namespace, other: Namespace) -> list[str]:
         """In what two namespaces of one model differ: names of options, with both values where these are short."""
@@ -89,7 +102,7 @@ class NamespaceOptions:
         ]
         mine, others = self._said.get(one), self._said.get(other)
         more = 0
-        if mine is not None and others is not None:
+        if mine is not None and others is not None and mine.options and others.options:
             names = {name for name, _ in mine.options.items() ^ others.options.items()}
             shown = nsmallest(MAX_NAMED, names)
             more = len(names) - len(shown)
@@ -99,8 +112,8 @@ class NamespaceOptions:
         return [*differing, f"{more} more"] if more else differing
 
 
-def _bytes_of(namespace: Namespace, options: Mapping[str, str]) -> int:
-    values = [getattr(namespace, each.name) for each in fields(namespace)]
+def _bytes_of(namespace: Namespace, options: Mapping[str, str], served_name: str) -> int:
+    values = [served_name, *(getattr(namespace, each.name) for each in fields(namespace))]
     texts = [each for each in values if isinstance(each, str)]
     said = sum(len(name.encode()) + len(value.encode()) + OPTION_BYTES for name, value in options.items())
     return SAID_BYTES + sum(len(text.encode()) for text in texts) + said

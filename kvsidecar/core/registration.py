@@ -64,6 +64,8 @@ class RankRegistration:
     event_handles: tuple[bytes, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     """What the client says the namespace is made of."""
+    served_name: str = ""
+    """The name that requests give the model."""
 
     def checking(self) -> Generator[None, None, None]:
         """Refuse what can be refused before a driver or the cache is asked, in small steps.
@@ -75,7 +77,7 @@ class RankRegistration:
             raise InvalidRequest(problem)
         if not self.instance:
             raise InvalidRequest("instance is empty: name the engine deployment")
-        for name, text in (("instance", self.instance), ("device", self.device)):
+        for name, text in (("instance", self.instance), ("device", self.device), ("served_name", self.served_name)):
             if problem := text_problem(name, text):
                 raise InvalidRequest(problem)
         if not 0 <= self.rank < self.world_size:

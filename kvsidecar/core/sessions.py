@@ -406,7 +406,7 @@ class Instances:
 
     def _compare(self, registration: RankRegistration, uid: int) -> None:
         """Log once why a new namespace shares nothing with the others of its model."""
-        other = self.options.add(registration.namespace, registration.options, uid)
+        other = self.options.add(registration.namespace, registration.options, uid, registration.served_name)
         if other is not None:
             _log.info(
                 "a namespace of its own",

@@ -22,10 +22,12 @@ from typing import Any
 
 from kvsidecar.integrations.checkpoint import checkpoint_of
 from kvsidecar.integrations.weights import digest_of
-from kvsidecar.types import Namespace
+from kvsidecar.types import MAX_TEXT_BYTES, Namespace
 
 _log = logging.getLogger("kvsidecar")
 
+SERVED_CHARACTERS = MAX_TEXT_BYTES // 4
+"""Most of the name that requests give a model: the daemon refuses longer texts."""
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
 """Of one option. What is deeper or larger cannot be told."""
@@ -46,6 +48,8 @@ class Identity:
     namespace: Namespace
     options: Mapping[str, str]
     """What the namespace is made of: each option's value, or a digest of it."""
+    served_name: str = ""
+    """The name that requests give the model: no part of the namespace."""
 
 
 @dataclass(slots=True)
@@ -82,11 +86,13 @@ class Facts:
             )
         return _digest(json.dumps(self.found, sort_keys=True))
 
-    def identity(self, model: str, **fields: Any) -> Identity:
-        """In a namespace with all of them and these fields; a long name of the model becomes a digest."""
+    def identity(self, model: str, served_name: str, **fields: Any) -> Identity:
+        """In a namespace with all of them and these fields; a long name of the model becomes a digest, and a long name
+        under which it is served is cut."""
         name = model if len(model) <= 200 else _digest(model)
         namespace = Namespace(name, **fields, extra=self.digest())
-        return Identity(namespace, {name: _shown(name, value) for name, value in self.found.items()})
+        options = {name: _shown(name, value) for name, value in self.found.items()}
+        return Identity(namespace, options, served_name[:SERVED_CHARACTERS])
 
 
 def _digest(text: str) -> str:

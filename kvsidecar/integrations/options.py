@@ -64,7 +64,8 @@ class CommonOptions:
     model_name: str | None = option(
         None,
         read_text,
-        "name of the model in `status` and policies; engines share blocks only if their names are equal",
+        "name of the model in policies, and in `status` and routers' topics instead of the one that requests give it; "
+        "engines share blocks only if their names are equal",
     )
     local_protocol: bool = option(True, read_flag, "use the local protocol instead of gRPC, if the daemon offers it")
     tool_tokens: tuple[int, ...] = option(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
@@ -155,10 +155,13 @@ class Publisher:
         self._left_out = max(0, count)
 
     def _follow(self, reply: pb.StatusReply) -> None:
-        listed = [each.namespace for each in reply.namespaces] + [each.namespace for each in reply.ranks]
-        found = [each for each in dict.fromkeys(map(namespace_from_wire, listed)) if self._wants(each)]
+        names = names_of(reply, {namespace: each.name for namespace, each in self._followed.items()})
+        found = [each for each in names if self._wants(each, names[each])]
         is_all = reply.totals.namespaces <= len(reply.namespaces)
-        for namespace in [each for each in self._followed if is_all and each not in found]:
+        gone = [each for each in self._followed if is_all and each not in found]
+        # What was said under the name of before is taken back, and said again under this one.
+        renamed = [each for each in found if each in self._followed and self._followed[each].name != names[each]]
+        for namespace in gone + renamed:
             ended = self._followed.pop(namespace)
             ended.follower.end()
             self._ending.append(ended)
@@ -167,14 +170,16 @@ class Publisher:
         room = MAX_FOLLOWED - len(self._followed)
         self._say_left_out(len(new) - max(0, room))
         for namespace in new[: max(0, room)]:
-            topic = self._topic(self._options.topic_of(namespace.model))
-            client = self._watch(namespace)
-            self._followed[namespace] = _Followed(namespace, client, Follower(namespace.hash_bytes, client, topic))
+            name, client = names[namespace], self._watch(namespace)
+            topic = self._topic(self._options.topic_of(name))
+            follower = Follower(namespace.hash_bytes, client, topic)
+            self._followed[namespace] = _Followed(namespace, name, client, follower)
             _caused.info("namespace followed", model=namespace.model, topic=topic.name)
 
-    def _wants(self, namespace: Namespace) -> bool:
+    def _wants(self, namespace: Namespace, name: str) -> bool:
+        models = (name, namespace.model)
         patterns = self._options.models
-        return not patterns or any(fnmatchcase(namespace.model, each) for each in patterns)
+        return not patterns or any(fnmatchcase(model, each) for model in models for each in patterns)
 
     def _topic(self, name: str) -> Topic:
         if name not in self._topics:
@@ -314,8 +319,19 @@ class Publisher:
 
 
 class _Followed:
-    def __init__(self, namespace: Namespace, client: Client, follower: Follower) -> None:
-        self.namespace, self.client, self.follower = namespace, client, follower
+    def __init__(self, namespace: Namespace, name: str, client: Client, follower: Follower) -> None:
+        self.namespace, self.name, self.client, self.follower = namespace, name, client, follower
+
+
+def names_of(reply: pb.StatusReply, known: Mapping[Namespace, str]) -> dict[Namespace, str]:
+    """By namespace: the name that requests give its model. As long as no engine has said it, as after a restart of the
+    daemon, the one that is known, or else that of the weights."""
+    served: dict[Namespace, str] = {}
+    said = [(each.namespace, each.served_name) for each in reply.namespaces]
+    for message, name in said + [(each.namespace, each.served_name) for each in reply.ranks]:
+        namespace = namespace_from_wire(message)
+        served[namespace] = served.get(namespace) or name
+    return {each: name or known.get(each, each.model) for each, name in served.items()}
 
 
 def in_messages(events: list[Event]) -> Iterator[list[Event]]:

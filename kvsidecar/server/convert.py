@@ -94,6 +94,7 @@ def registration_from(message: pb.Register) -> Generator[None, None, RankRegistr
         groups=tuple(groups),
         event_handles=tuple(message.event_handles),
         options=taken((each.name, each.value) for each in message.options),
+        served_name=message.served_name,
     )
 
 

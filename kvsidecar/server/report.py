@@ -187,6 +187,8 @@ class Report:
             needed_tokens=usage.needed_tokens,
             loaded_tokens=usage.loaded_tokens,
             differs=self.instances.options.differences(namespace, largest),
+            served_name=self.instances.options.served_name(namespace),
+            digest=namespace.digest,
         )
 
     def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
@@ -269,6 +271,7 @@ class Report:
             idle=session.idle,
             stored_bytes=session.copied_bytes[Direction.STORE],
             loaded_bytes=session.copied_bytes[Direction.LOAD],
+            served_name=registration.served_name,
         )
 
     def _hold(self, hold: Hold) -> pb.PinStatus:

@@ -84,7 +84,7 @@ class Group(_message.Message):
     def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups", "event_handles", "options")
+    __slots__ = ("protocol", "token", "instance", "namespace", "rank", "world_size", "device", "allocations", "groups", "event_handles", "options", "served_name")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class Register(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     EVENT_HANDLES_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_NAME_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     token: bytes
     instance: str
@@ -107,7 +108,8 @@ class Register(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     event_handles: _containers.RepeatedScalarFieldContainer[bytes]
     options: _containers.RepeatedCompositeFieldContainer[Option]
-    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., instance: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[Allocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., event_handles: _Optional[_Iterable[bytes]] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ...) -> None: ...
+    served_name: str
+    def __init__(self, protocol: _Optional[int] = ..., token: _Optional[bytes] = ..., instance: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[Allocation, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., event_handles: _Optional[_Iterable[bytes]] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ..., served_name: _Optional[str] = ...) -> None: ...
 
 class Option(_message.Message):
     __slots__ = ("name", "value")
@@ -705,7 +707,7 @@ class PoolStatus(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., page_kind: _Optional[str] = ..., numa_nodes: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., evicted_bytes: _Optional[int] = ..., carrier: _Optional[str] = ..., kept_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., cold_start_reason: _Optional[str] = ..., unzeroed_bytes: _Optional[int] = ..., rounding_bytes: _Optional[int] = ..., eviction: _Optional[str] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("namespace", "blocks", "bytes", "hits", "misses", "differs", "needed_tokens", "loaded_tokens")
+    __slots__ = ("namespace", "blocks", "bytes", "hits", "misses", "differs", "needed_tokens", "loaded_tokens", "served_name", "digest")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -714,6 +716,8 @@ class NamespaceStatus(_message.Message):
     DIFFERS_FIELD_NUMBER: _ClassVar[int]
     NEEDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
     blocks: int
     bytes: int
@@ -722,10 +726,12 @@ class NamespaceStatus(_message.Message):
     differs: _containers.RepeatedScalarFieldContainer[str]
     needed_tokens: int
     loaded_tokens: int
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., differs: _Optional[_Iterable[str]] = ..., needed_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ...) -> None: ...
+    served_name: str
+    digest: str
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., differs: _Optional[_Iterable[str]] = ..., needed_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., served_name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace", "idle", "stored_bytes", "loaded_bytes")
+    __slots__ = ("session", "instance", "rank", "world_size", "device", "pid", "imported_bytes", "jobs_running", "attached_seconds", "namespace", "idle", "stored_bytes", "loaded_bytes", "served_name")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -739,6 +745,7 @@ class RankStatus(_message.Message):
     IDLE_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SERVED_NAME_FIELD_NUMBER: _ClassVar[int]
     session: int
     instance: str
     rank: int
@@ -752,7 +759,8 @@ class RankStatus(_message.Message):
     idle: bool
     stored_bytes: int
     loaded_bytes: int
-    def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., idle: bool = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ...) -> None: ...
+    served_name: str
+    def __init__(self, session: _Optional[int] = ..., instance: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., imported_bytes: _Optional[int] = ..., jobs_running: _Optional[int] = ..., attached_seconds: _Optional[float] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., idle: bool = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., served_name: _Optional[str] = ...) -> None: ...
 
 class JobsStatus(_message.Message):
     __slots__ = ("queued", "running", "oldest_inflight_seconds", "stores_done", "loads_done", "stored_bytes", "loaded_bytes", "loaded_tokens")

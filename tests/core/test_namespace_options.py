@@ -83,3 +83,24 @@ def test_namespaces_count_with_their_names_however_little_is_said_of_them() -> N
         texts = {name: f"{number}".rjust(MAX_TEXT_BYTES, name[0]) for name in ("dtype", "kv_layout", "extra")}
         options.add(replace(ONE, **texts), {"a": "1"}, 1)  # type: ignore[arg-type]
     assert len(options._said) * 3 * MAX_TEXT_BYTES < namespace_options.MAX_BYTES_OF_USER == 4 << 20
+
+
+def test_the_latest_engine_names_the_model_and_one_that_says_no_name_takes_none_away() -> None:
+    options = NamespaceOptions()
+    options.add(ONE, {}, 0, "old")
+    options.add(ONE, {"a": "1"}, 0, "new")
+    options.add(ONE, {"a": "2"}, 0)
+    assert (options.served_name(ONE), options.served_name(TWO)) == ("new", "")
+    options.add(TWO, {}, 0, "new")
+    (unknown,) = options.differences(TWO, ONE)
+    assert "unknown" in unknown, "of one whose engines said no options"
+
+
+def test_names_count_among_what_is_kept_for_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 64 * MAX_TEXT_BYTES
+    monkeypatch.setattr(namespace_options, "MAX_BYTES_OF_USER", most)
+    options = NamespaceOptions()
+    for number in range(100):
+        options.add(replace(ONE, extra=str(number)), {}, 1, "n" * MAX_TEXT_BYTES)
+    assert len(options._said) * (MAX_TEXT_BYTES + namespace_options.SAID_BYTES) < most
+    assert options.served_name(replace(ONE, extra="99"))

@@ -27,6 +27,7 @@ OF_OTHERS = {
     "--enable-fault-tolerance": "vLLM",
     "--prefix-match-unit": "vLLM",
     "--scheduling-policy": "vLLM",
+    "--served-model-name": "vLLM",
     "--enable-memory-saver": "SGLang",
     "--enable-metrics": "SGLang",
     "--lora-paths": "SGLang",

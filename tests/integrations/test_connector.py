@@ -45,9 +45,10 @@ SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch
 def vllm_config(socket: str, **changed: Any) -> Any:
     """What is read of vLLM's configuration."""
     extra = {"socket": socket, **changed.pop("extra", {})}
+    engine_id, served = changed.pop("engine_id", "e"), changed.pop("served_model_name", None)
     values = {
         "kv_transfer_config": KVTransferConfig(
-            kv_connector="KVSidecarConnector", kv_role="kv_both", engine_id="e", kv_connector_extra_config=extra
+            kv_connector="KVSidecarConnector", kv_role="kv_both", engine_id=engine_id, kv_connector_extra_config=extra
         ),
         "model_config": SimpleNamespace(
             model="org/model",
@@ -56,6 +57,7 @@ def vllm_config(socket: str, **changed: Any) -> Any:
             hf_config=SimpleNamespace(),
             use_mla=False,
             max_model_len=64,
+            served_model_name=served,
         ),
         "cache_config": SimpleNamespace(
             enable_prefix_caching=True,
@@ -165,6 +167,30 @@ def until(
         if report is not None:
             whole = whole.merged(report.report)
     return whole
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "shown"),
+    [
+        ("0dbe5f5a-4d0c-4a5f-8a2b-3d3f4a5b6c7d", "vllm 0dbe5f5a"),
+        ("0dbe5f5a-4d0c-4a5f-8a2b-3d3f4a5b6c7d_dp1", "vllm 0dbe5f5a_dp1"),
+        ("prefill-1", "vllm prefill-1"),
+    ],
+)
+def test_status_shows_the_served_name_and_a_short_engine_id(daemon: DaemonProcess, engine_id: str, shown: str) -> None:
+    worker = KVSidecarConnector(
+        vllm_config(daemon.socket, engine_id=engine_id, served_model_name="chat"),
+        KVConnectorRole.WORKER,
+        kv_cache_config(),
+    )
+    worker.kv_caches = allocated(worker)
+    worker.register_kv_caches(worker.kv_caches)
+    rank_of(worker)
+    with daemon.client() as client:
+        (rank,), (namespace,) = client.status().ranks, client.status().namespaces
+    assert (rank.instance, rank.served_name) == (shown, "chat")
+    assert (namespace.namespace.model, namespace.served_name) == ("org/model", "chat")
+    worker.shutdown()
 
 
 def test_memory_of_the_hook_is_stored_and_loaded(worker: KVSidecarConnector) -> None:

@@ -13,7 +13,7 @@ from kvsidecar.integrations.checkpoint import checkpoint_of
 from kvsidecar.integrations.namespace_facts import Identity
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.namespace import identity_of
-from kvsidecar.types import Namespace
+from kvsidecar.types import Namespace, text_problem
 
 GROUPS = (Group(0, Kind.FULL, ("layer",), 16, 16, 16),)
 
@@ -262,3 +262,22 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").symlink_to("/proc/self/mem")
     with pytest.raises(ValueError, match="cannot be identified"):
         namespace(vllm_config)
+
+
+@pytest.mark.parametrize(
+    ("served", "name", "told"),
+    [
+        ("chat", None, "chat"),
+        (None, None, "org/model"),
+        ("chat", "tenant/chat", "tenant/chat"),
+        ("é" * 999, None, "é" * 256),
+    ],
+)
+def test_an_engine_tells_the_name_that_requests_give_its_model(served: str | None, name: str | None, told: str) -> None:
+    """It may be as long as the daemon takes."""
+    vllm_config = config()
+    vllm_config.model_config.served_model_name = served
+    found = identity(vllm_config, name=name)
+    assert found.served_name == told
+    assert text_problem("served_name", found.served_name) is None
+    assert found.namespace == namespace(name=name), "whatever it is"

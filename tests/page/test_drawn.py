@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import Screen, render
-from kvsidecar.cli.status_figures import Sample, rates_between
+from kvsidecar.cli.status_figures import Sample, namespace_names, rates_between
 from kvsidecar.cli.status_view import pool_bar
 from kvsidecar.protocol.as_json import message_json
 from kvsidecar.server.http import PAGE, SHARED
@@ -165,6 +165,14 @@ def test_a_namespace_is_a_part_of_the_pool_with_its_hits(page: Page) -> None:
     assert page.text("#namespaces b") == "m" * (TEXT - 1) + "…"
     assert page.sizes("#namespaces .bar i") == [25]
     assert page.text("#namespaces p") == "3 blocks, 16 GiB, hits 25% of 4 tokens, differs: dtype: fp8"
+
+
+def test_namespaces_have_the_names_that_kvsidecar_status_shows(page: Page) -> None:
+    now = reply()
+    for model, served, digest in (("A", "chat", "0a"), ("B", "chat", "0b"), ("C", "code", "0c"), ("D", "", "0d")):
+        now.namespaces.add(namespace=pb.Namespace(model=model), served_name=served, digest=digest)
+    page.show(now)
+    assert page.texts("#namespaces b") == namespace_names(now.namespaces) == ["chat #0a", "chat #0b", "code", "D"]
 
 
 def test_the_pin_is_shown_while_it_goes_on(page: Page) -> None:

@@ -10,6 +10,7 @@ import urllib.request
 from array import array
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import zmq
 
@@ -83,8 +84,8 @@ TOPIC = f"kv@n1@{NAMESPACE.model}"
 class Engine:
     """An attached rank that notes tokens on what it stores, and stores chains of 4 blocks of 4 tokens."""
 
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self.rank = Rank(daemon)
+    def __init__(self, daemon: DaemonProcess, **attach: Any) -> None:
+        self.rank = Rank(daemon, **attach)
         self.known = KnownBlocks([full(0)], NAMESPACE.hash_bytes)
 
     def store(self, number: int, length: int = 4) -> set[int]:
@@ -99,8 +100,8 @@ class Engine:
         return {VLLM.number(each) for each in hashes}
 
 
-def subscribe(publisher: PublisherProcess) -> Subscriber:
-    return Subscriber(publisher.path, None, topic="kv@")
+def subscribe(publisher: PublisherProcess, topic: str = "kv@") -> Subscriber:
+    return Subscriber(publisher.path, None, topic=topic)
 
 
 def wait_for(router: Subscriber, blocks: set[int]) -> None:

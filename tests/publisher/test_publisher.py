@@ -13,8 +13,11 @@ import msgspec
 import pytest
 import zmq
 
+from kvsidecar.protocol.wire import namespace_to_wire
+from kvsidecar.publisher.publisher import names_of
 from kvsidecar.publisher.run import NICE
 from kvsidecar.support import child_process
+from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.docs.pages import fences
 from tests.harness import NAMESPACE, NUM_BLOCKS, SECONDS, DaemonProcess, Rank, eventually
 from tests.marks import lent_daemon
@@ -177,6 +180,39 @@ def test_a_namespace_that_ends_and_one_of_another_model(short_dir: Path, daemon:
         publisher.wait_log("namespace gone")
         assert "kv@n1@x" not in publisher.log
         second.close()
+
+
+def test_the_topic_has_the_name_that_requests_give_the_model(short_dir: Path, daemon: DaemonProcess) -> None:
+    """From when an engine says it: until then it is that of the weights."""
+    served = "kv@n1@org/chat"
+    with PublisherProcess(short_dir, daemon.socket, "--model", "org/*", "--model", "m") as publisher:
+        nameless = Engine(daemon)
+        with subscribe(publisher) as router, subscribe(publisher, served) as of_model:
+            blocks = nameless.store(1)
+            wait_for(router, blocks)
+            assert router.topics == {TOPIC}
+            engine = Engine(daemon, served_name="org/chat")
+            wait_for(of_model, blocks)
+            assert of_model.topics == {served}
+            with subscribe(publisher, TOPIC) as of_weights:
+                wait_for(of_model, blocks | engine.store(2))
+                wait_for(of_weights, set())
+        nameless.rank.close()
+        engine.rank.close()
+
+
+def test_a_name_that_no_engine_has_said_to_the_next_daemon_stays() -> None:
+    def reply(*names: str) -> pb.StatusReply:
+        wire = namespace_to_wire(NAMESPACE)
+        return pb.StatusReply(
+            namespaces=[pb.NamespaceStatus(namespace=wire, served_name=name) for name in names[:1]],
+            ranks=[pb.RankStatus(namespace=wire, served_name=name) for name in names[1:]],
+        )
+
+    assert names_of(reply("chat"), {}) == names_of(reply("", "chat"), {}) == {NAMESPACE: "chat"}
+    assert names_of(reply("chat", "other"), {NAMESPACE: "old"}) == {NAMESPACE: "chat"}
+    assert names_of(reply("", ""), {NAMESPACE: "chat"}) == {NAMESPACE: "chat"}
+    assert names_of(reply(""), {}) == {NAMESPACE: NAMESPACE.model}
 
 
 @pytest.mark.parametrize(

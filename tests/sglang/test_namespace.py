@@ -113,6 +113,7 @@ def test_replicas_share_whatever_their_ports_sizes_and_limits(model: str, option
     one, other = identity(model), identity(model, **options)
     assert one.options == other.options
     assert one.namespace == other.namespace
+    assert other.served_name == options.get("served_model_name", model)
 
 
 def test_nothing_of_an_ordinary_engine_cannot_be_told(model: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,8 @@ def status(as_json: bool, **where: str | None) -> None:
     if as_json:
         click.echo(json.dumps(message_json(reply), indent=2))
     else:
-        Console().print(render(reply))
+        console = Console()
+        console.print(render(reply, console.width))
     if STATE_FROM_WIRE[reply.readiness.state] is State.FAILED:
         sys.exit(EXIT_FAILED)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
-from kvsidecar.cli.status_view import brief, no_engine, plain_table, printable, rank_cells
+from kvsidecar.cli.status_view import WIDE, brief, no_engine, plain_table, printable, rank_cells
 from kvsidecar.support.units import format_duration, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -14,9 +14,9 @@ def engines_table(reply: pb.StatusReply, width: int) -> RenderableType:
     if not reply.ranks:
         return no_engine(reply)
     columns = ["engine", "rank", "device", "pid", "mapped", "jobs", "stored", "loaded", "attached"]
-    columns += ["model"] if width >= 110 else []
+    columns += ["model"] if width >= WIDE else []
     table = plain_table(None, *columns)
-    table.columns[-1].justify = "left" if width >= 110 else "right"
+    table.columns[-1].justify = "left" if width >= WIDE else "right"
     for rank in sorted(reply.ranks, key=lambda rank: (rank.instance, rank.rank)):
         cells = rank_cells(rank) | ({"device": brief(rank.device)} if width >= 140 else {})
         table.add_row(*(cells[column] for column in columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from kvsidecar.cli.status_figures import namespace_names
 from kvsidecar.client import Namespace
 from kvsidecar.protocol.wire import namespace_from_wire
 from kvsidecar.support.units import format_size
@@ -17,16 +18,22 @@ def find_namespace(wanted: str, reply: pb.StatusReply) -> Namespace | str:
     """The namespace that the operator means, or an error message if there is not exactly one.
 
     Args:
-        wanted: the model as `kvsidecar status` shows it, or the full text if several namespaces have that model.
+        wanted: the model as `kvsidecar status` shows it, the name of its weights, or the full text if several
+            namespaces have that model.
     """
+    names = namespace_names(reply.namespaces)
     known = [namespace_from_wire(each.namespace) for each in reply.namespaces]
-    found = [each for each in known if str(each) == wanted] or [each for each in known if each.model == wanted]
+    found = [each for each in known if str(each) == wanted] or [
+        each
+        for each, name, status in zip(known, names, reply.namespaces, strict=True)
+        if wanted in (each.model, name, status.served_name)
+    ]
     if len(found) == 1:
         return found[0]
     if found:
         listed = _some([f"  --namespace {str(each)!r}" for each in found], "\n")
         return f"several namespaces have the model {wanted!r}; choose one:\n{listed}"
-    models = _some([repr(model) for model in dict.fromkeys(each.model for each in known)], ", ")
+    models = _some([repr(name) for name in dict.fromkeys(names)], ", ")
     return f"no namespace has the model {wanted!r}; " + (
         f"known models: {models}" if models else "there are no namespaces"
     )

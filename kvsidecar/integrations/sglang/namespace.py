@@ -66,6 +66,7 @@ def identity_of(
             known.add(variable, environment[variable])
     return known.identity(
         name or weights.name,
+        name or argument(server_args, "served_model_name") or server_args.model_path,
         dtype=f"{server_args.dtype}/{getattr(server_args, 'kv_cache_dtype', None) or 'auto'}",
         kv_layout="sglang pages",
         block_size=page_size,

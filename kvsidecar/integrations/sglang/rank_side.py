@@ -122,6 +122,7 @@ class RankSide:
             rank=ranks.rank,
             world_size=ranks.size,
             options=identity.options,
+            served_name=identity.served_name,
             retry=True,
         )
 

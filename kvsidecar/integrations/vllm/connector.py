@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvsidecar.vllm")
 
+UUID_END = re.compile("(?<=[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 ATTACH_SECONDS = 0.5
 """How long the engine's start waits for a registration that is under way, so that the first request can hit."""
 
@@ -209,8 +211,9 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _instance(self) -> str:
-        # Each data-parallel replica is an instance, with its own ranks and engine_id.
-        return f"{self._options.instance} {self._kv_transfer_config.engine_id}"
+        # Each data-parallel replica is an instance, with its own ranks and engine_id. Of a UUID, which vLLM makes where
+        # the user gives no id, a person needs the beginning.
+        return f"{self._options.instance} {UUID_END.sub('', self._kv_transfer_config.engine_id)}"
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -258,7 +261,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layout=getattr(self._kv_cache_config, "kv_cache_layout", None) or "by strides",
             facts={"vLLM": vllm.__version__, "device": current_platform.get_device_name(), "layers": all_facts},
             fixed_seed=self._fixed_seed,
-            private=f"{self._instance} {getattr(self._vllm_config, 'instance_id', '')}",
+            private=f"{self._options.instance} {self._kv_transfer_config.engine_id} "
+            f"{getattr(self._vllm_config, 'instance_id', '')}",
             name=self._options.model_name,
             variables=environment_variables,
         )

@@ -77,6 +77,7 @@ def identity_of(
             known.add(variable, environment[variable])
     return known.identity(
         name or weights.name,
+        name or getattr(model, "served_model_name", None) or model.model,
         dtype=f"{model.dtype}/{cache.cache_dtype}".replace("torch.", ""),
         kv_layout=layout,
         block_size=groups[0].block_tokens,

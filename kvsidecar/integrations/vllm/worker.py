@@ -149,6 +149,7 @@ class WorkerSide:
             world_size=self._place.world_size,
             events=order.ring if order is not None else None,
             options=self.identity.options,
+            served_name=self.identity.served_name,
             retry=True,
         )
 

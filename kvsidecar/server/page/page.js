@@ -213,9 +213,16 @@ function tier(each) {
   )));
 }
 
+// What `kvsidecar status` calls them too.
+function named(namespaces) {
+  const names = namespaces.map((each) => each.served_name || each.namespace.model);
+  const several = (name) => names.filter((each) => each === name).length > 1;
+  return namespaces.map((each, at) => ({ ...each, name: names[at] + (several(names[at]) ? ` #${each.digest}` : "") }));
+}
+
 function namespace(each) {
   const needed = each.needed_tokens;
-  return bar(cut(each.namespace.model), share(each.bytes, now.pool.total_bytes), element("p", "quiet", cut(listed(
+  return bar(cut(each.name), share(each.bytes, now.pool.total_bytes), element("p", "quiet", cut(listed(
     `${each.blocks} blocks`,
     size(each.bytes),
     needed && `hits ${percent(share(each.loaded_tokens, needed))} of ${grouped(needed)} tokens`,
@@ -301,7 +308,7 @@ function show(told) {
   saved(jobs.loaded_tokens);
   byId("devices").replaceChildren(...told.devices.map(device));
   section("tiers", told.tiers.map(tier));
-  section("namespaces", told.namespaces.slice(0, SPACES).map(namespace));
+  section("namespaces", named(told.namespaces.slice(0, SPACES)).map(namespace));
   section("shares", told.shares.slice(0, SPACES).map(tenant));
   section("refused", Object.entries(told.refusals).sort(([, a], [, b]) => b - a).map(refused));
   engines(told);

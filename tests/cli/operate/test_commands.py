@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -12,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from rich.console import Console
 from kvsidecar.cli.operate.drain import cancel_drain, open_jobs, waits_for
 from kvsidecar.cli.operate.targets import find_namespace
 from kvsidecar.cli.operate.top import LIVE_ANSWER_SECONDS
-from kvsidecar.client import Blocks, Namespace
+from kvsidecar.client import AttachRefused, Blocks, Namespace
 from kvsidecar.protocol.wire import namespace_to_wire
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.cli.command import run
@@ -93,7 +93,7 @@ def test_status_counts_lookups_and_evictions(daemon: DaemonProcess) -> None:
 
 @processes
 def test_status_and_the_log_say_in_what_the_namespaces_of_a_model_differ(short_dir: Path) -> None:
-    other = dataclasses.replace(NAMESPACE, extra="other")
+    other = replace(NAMESPACE, extra="other")
     lengths = ({"max_model_len": "512", "hf_overrides": "#1"}, {"max_model_len": "1024", "hf_overrides": "#2"})
     with DaemonProcess(short_dir) as daemon:
         daemon.wait_ready()
@@ -159,10 +159,15 @@ def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
     rank.close()
 
 
+def named(namespace: Namespace, served_name: str) -> pb.NamespaceStatus:
+    wire, digest = namespace_to_wire(namespace), namespace.digest
+    return pb.NamespaceStatus(namespace=wire, served_name=served_name, digest=digest)
+
+
 def test_a_namespace_is_named_by_its_model_or_where_that_is_not_enough_by_all_of_it() -> None:
     small = Namespace("m", "bf16", "LBNHC", 16, 1, 1, "sha256")
     large = Namespace("m", "bf16", "LBNHC", 32, 1, 1, "sha256")
-    both = pb.StatusReply(namespaces=[pb.NamespaceStatus(namespace=namespace_to_wire(each)) for each in (small, large)])
+    both = pb.StatusReply(namespaces=[named(each, "") for each in (small, large)])
     only = pb.StatusReply(namespaces=both.namespaces[:1])
     assert find_namespace("m", only) == small
     assert find_namespace(str(large), both) == large
@@ -170,8 +175,52 @@ def test_a_namespace_is_named_by_its_model_or_where_that_is_not_enough_by_all_of
     assert isinstance(unclear, str)
     assert str(small) in unclear
     assert str(large) in unclear
-    assert find_namespace("x", both) == "no namespace has the model 'x'; known models: 'm'"
+    known = f"'m #{small.digest}', 'm #{large.digest}'"
+    assert find_namespace("x", both) == f"no namespace has the model 'x'; known models: {known}"
     assert "there are no namespaces" in str(find_namespace("x", pb.StatusReply()))
+
+
+def test_a_namespace_may_be_named_as_its_model_is_served_but_not_if_another_says_so_too() -> None:
+    chat = Namespace("LlamaForCausalLM-1", "bf16", "LBNHC", 16, 1, 1, "sha256")
+    reply = pb.StatusReply(namespaces=[named(chat, "chat"), named(replace(chat, tp_size=2), "code")])
+    for name in ("chat", str(chat)):
+        assert find_namespace(name, reply) == chat
+    assert "several namespaces" in str(find_namespace("LlamaForCausalLM-1", reply))
+    reply.namespaces.append(named(replace(chat, model="other"), "chat"))
+    assert "several namespaces" in str(find_namespace("chat", reply))
+    assert find_namespace(f"chat #{chat.digest}", reply) == chat
+    # One that takes what another is called as its own name makes it unclear, and is not taken for it.
+    reply.namespaces.append(named(replace(chat, model="third"), f"chat #{chat.digest}"))
+    assert "several namespaces" in str(find_namespace(f"chat #{chat.digest}", reply))
+
+
+@processes
+def test_models_have_the_names_that_requests_give_them(short_dir: Path) -> None:
+    weights = replace(NAMESPACE, model="LlamaForCausalLM-6576b1cd210c")
+    with DaemonProcess(short_dir) as daemon:
+        daemon.wait_ready()
+        chat, hostile = (
+            Rank(daemon, namespace=weights, served_name="llama-70b"),
+            Rank(daemon, served_name="\x1b[31mred"),
+        )
+        done(chat.store("a"))
+        done(hostile.store("b"))
+        shown = run("status", "--socket", daemon.socket, COLUMNS="80").stdout
+        assert [line.split()[0] for line in shown.splitlines() if "1 x 1" in line] == [
+            "llama-70b",
+            "\N{REPLACEMENT CHARACTER}[31mred",
+        ]
+        assert "LlamaForCausalLM" not in shown
+        assert "llama-70b" in run("engines", "--socket", daemon.socket, COLUMNS="120").stdout
+        other = Rank(daemon, namespace=replace(weights, tp_size=2), served_name="llama-70b")
+        shown = run("status", "--socket", daemon.socket, COLUMNS="80").stdout
+        assert shown.count("llama-70b #") == 2 + shown.count("shares nothing")
+        assert f"llama-70b #{weights.digest}" in shown
+        with pytest.raises(AttachRefused, match="served_name has 1025 bytes; it may have 1024"):
+            Rank(daemon, served_name="x" * 1025)
+        assert "1 block cleared" in run("clear", "--namespace", "\x1b[31mred", "--socket", daemon.socket).stdout
+        for each in (chat, hostile, other):
+            each.close()
 
 
 # -- drain -------------------------------------------------------------------------------------------------------
