@@ -150,10 +150,10 @@ class Probes:
 
 
 def _file(name: str, kind: str) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
-    """Answers with a file of the page."""
+    """Answers with a file of the page, as it is now: a later one may be of another version."""
+    text = (PAGE / name).read_text()
 
     async def answer(_request: web.Request) -> web.Response:
-        text = (PAGE / name).read_text()  # a few KiB, from the page cache
         return web.Response(text=text, content_type=kind, headers=PAGE_HEADERS)
 
     return answer

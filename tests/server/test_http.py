@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +169,21 @@ async def test_at_a_loopback_address_only_this_machine_is_asked(served: Served, 
 
 def test_an_address_of_ipv6_has_brackets_in_a_url() -> None:
     assert [at(host, 80) for host in ("::1", "127.0.0.1", "here")] == ["[::1]:80", "127.0.0.1:80", "here:80"]
+
+
+async def test_the_page_stays_when_the_package_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("index.html", "page.css", "page.js"):
+        (tmp_path / name).write_text(f"the first {name}")
+    monkeypatch.setattr(http, "PAGE", tmp_path)
+    probes = Probes(DaemonReadiness(0), TaskSet(lambda *_: None), page=True)
+    port = await probes.start("127.0.0.1", 0)
+    for name in ("index.html", "page.css", "page.js"):
+        (tmp_path / name).unlink()
+    for path, name in (("/", "index.html"), ("/page.css", "page.css"), ("/page.js", "page.js")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = (await reader.read()).decode()
+        assert answer.startswith("HTTP/1.1 200 "), path
+        assert answer.endswith(f"the first {name}")
+        writer.close()
+    await probes.stop()
