@@ -39,24 +39,28 @@ $(VENV)/pip.stamp:
 		|| { echo "$(PYTHON) has no working venv module (Debian and Ubuntu: apt install python3-venv)"; exit 1; }
 	@touch $@
 
-$(VENV)/run.stamp: $(VENV)/pip.stamp $(PROJECTS)
+# What somebody else has installed there, as README.md says, is newer than the stamps. Then the checkout is again.
+INSTALLED := $(wildcard $(VENV)/lib/python3*/site-packages/kvsidecar*.dist-info)
+$(INSTALLED):
+
+$(VENV)/run.stamp: $(VENV)/pip.stamp $(PROJECTS) $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable .
 	@touch $@
 
 # The first pip that knows dependency groups.
 GROUPS_PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
 
-$(VENV)/test.stamp: $(VENV)/pip.stamp $(PROJECTS)
+$(VENV)/test.stamp: $(VENV)/pip.stamp $(PROJECTS) $(INSTALLED)
 	$(GROUPS_PIP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events]' --group test
 	@touch $@ $(VENV)/run.stamp
 
-$(VENV)/all.stamp: $(VENV)/pip.stamp $(PROJECTS)
+$(VENV)/all.stamp: $(VENV)/pip.stamp $(PROJECTS) $(INSTALLED)
 	$(GROUPS_PIP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing]' --group test-all
 	@touch $@ $(VENV)/run.stamp $(VENV)/test.stamp
 
-$(VENV)/dev.stamp: $(VENV)/pip.stamp $(PROJECTS)
+$(VENV)/dev.stamp: $(VENV)/pip.stamp $(PROJECTS) $(INSTALLED)
 	$(GROUPS_PIP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing]' --group dev
 	@touch $@ $(VENV)/run.stamp $(VENV)/test.stamp $(VENV)/all.stamp
@@ -139,7 +143,7 @@ coverage: $(VENV)/all.stamp
 
 $(VENV)/cluster.stamp: $(VENV)/all.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./client --editable '.[events,tracing,mooncake]' --group test-all
-	@touch $@
+	@touch $@ $(wildcard $(VENV)/*.stamp)
 
 # The client of Mooncake Store listens on all addresses.
 test-cluster: $(VENV)/cluster.stamp

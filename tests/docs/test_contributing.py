@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -160,6 +161,28 @@ def test_clean_removes_every_environment_that_a_command_makes() -> None:
     assert {each for each in made if each.startswith(".venv")} == {
         each for each in removes.split() if each.startswith(".venv")
     }
+
+
+def test_make_demo_runs_the_checkout_after_the_wheels_were_installed_beside_it(tmp_path: Path) -> None:
+    """As README.md says: into the same environment."""
+    info = tmp_path / "lib" / "python3.11" / "site-packages" / "kvsidecar-0.2.0.dist-info"
+    info.mkdir(parents=True)
+    stamps = [tmp_path / f"{name}.stamp" for name in ("pip", "run", "test", "all", "dev")]
+    newest = max((ROOT / name).stat().st_mtime_ns for name in ("pyproject.toml", "client/pyproject.toml"))
+
+    def installs(target: str, installed: int) -> bool:
+        """Whether make does, with stamps of after the checkout, and packages that are so many seconds newer."""
+        for path in (*stamps, info):
+            at = newest + 10**10 + (installed * 10**9 if path == info else 0)
+            os.utime(path, ns=(at, at))
+        command = ["make", "--dry-run", f"VENV={tmp_path}", "--directory", str(ROOT), target]
+        return "--editable" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    for stamp in stamps:
+        stamp.touch()
+    for target in ("demo", "test", "coverage", "check-lint"):
+        assert not installs(target, -1)
+        assert installs(target, +1)
 
 
 def test_no_recipe_names_a_variable_that_nobody_sets() -> None:
