@@ -23,7 +23,10 @@ try:
     client.attach(instance="my-engine", namespace=namespace, buffers=kv.kv_buffers(), groups=[layout])
 except ClientError as error:
     raise SystemExit(str(error)) from None  # no daemon runs, or it refuses: the text says what to do
-print(client.wait_ready(timeout=60))
+daemon = client.wait_ready(timeout=60)
+if not daemon.ready:
+    raise SystemExit(daemon.reason)  # such as a pool that is larger than this user may lock
+print(daemon)
 
 hashes = [hashlib.sha256(b"block %d" % i).digest() for i in range(3)]
 kv.memory[0:6] = b"hello!"  # layer 0 of block 0

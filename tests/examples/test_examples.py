@@ -106,6 +106,19 @@ def test_an_example_that_finds_nobody_says_so_in_a_sentence(words: tuple[str, ..
     assert ran.stderr.count("\n") == 1
 
 
+def test_the_small_engine_says_why_the_daemon_is_not_ready(short_dir: Path) -> None:
+    """What a reader of the README first sees who may lock 8 MiB."""
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="pool.pin_chunk=raise(no more pages)") as daemon:
+        eventually(lambda: daemon.get("/ready")[1]["state"] == "failed")
+        command = [sys.executable, str(EXAMPLES / "engine.py")]
+        ran = subprocess.run(
+            command, env=environment(KVSIDECAR_SOCKET=daemon.socket), capture_output=True, text=True, timeout=SECONDS
+        )
+    assert ran.returncode == 1
+    assert "no more pages" in ran.stderr.splitlines()[-1]
+    assert "Traceback" not in ran.stderr
+
+
 # -- another language ------------------------------------------------------------------------------------------------
 
 
