@@ -46,8 +46,9 @@ If a name is unknown or a value is invalid, the daemon prints one sentence that 
 `kvsidecar doctor` reads the same sources and checks them against the machine.
 
 **Sizes** are a number of bytes, or a number with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024; `Ki`, `Mi`, ...
-mean the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000). **Seconds** are a number, such as `0.5`. **on|off** also
-accepts `true|false` and, in the file, a bare `true`.
+mean the same) or `KB`, `MB`, `GB`, `TB` (powers of 1000; `K`, `M`, ... mean the same). `64g`, which is 64 GiB to Docker
+and Java, is refused as ambiguous. **Seconds** are a number, such as `0.5`. **on|off** also accepts `true|false` and, in
+the file, a bare `true`.
 
 **Reload**: SIGHUP (`systemctl reload kvsidecar`) makes the daemon read the file again. Some options, marked below, take
 effect at once. The log names other options that have changed and need a restart. A reload does not change flags and

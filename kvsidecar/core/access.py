@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from kvsidecar.errors import NotPermitted, UnknownPeer
+from kvsidecar.support import config_files
 from kvsidecar.support.patterns import EVERYTHING, covers
 from kvsidecar.types import TOKEN_METADATA, Namespace
 
@@ -164,10 +165,12 @@ def parse(value: object) -> Policy | None:
 def read_tables(option: str, value: object) -> list[dict[str, Any]]:
     """The tables of an option, from the file or as TOML text. Raises ValueError, as `parse`."""
     if isinstance(value, str):
+        text = f"{option} = {value}"
         try:
-            value = tomllib.loads(f"{option} = {value}")[option]
+            value = tomllib.loads(text)[option]
         except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"is not a TOML array of tables: {error}") from None
+            problem = config_files.toml_problem(text, error)
+            raise ValueError(f"is not a TOML array of tables, [{{key = value, ...}}, ...]: {problem}") from None
         except RecursionError:
             raise ValueError("is not a TOML array of tables: it is nested too deeply") from None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):

@@ -52,6 +52,7 @@ from kvsidecar.support import free_memory, log
 from kvsidecar.support.boot import boot_time
 from kvsidecar.support.cpu_sleep import SleepGuard
 from kvsidecar.support.tasks import TaskSet
+from kvsidecar.support.units import format_size
 from kvsidecar.types import Verify
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ class Daemon:
             http=self._life.http,
             tcp_port=tcp_port,
             backend=self._copiers.hello.platform,
+            pool=format_size(self._life.readiness.now.pool_bytes),
             version=__version__,
         )
         self._tasks.keep(self._tick, name="tick")

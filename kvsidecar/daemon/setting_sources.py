@@ -143,9 +143,13 @@ def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is not a TOML file: {config_files.toml_hint(text, error) or error}") from error
+        raise ConfigError(f"{file} is not a TOML file: {_toml_problem(text, error)}") from error
     except RecursionError:
         raise ConfigError(f"{file} is not a TOML file that can be read: it is nested too deeply") from None
+
+
+def _toml_problem(text: str, error: ValueError) -> str:
+    return config_files.toml_hint(text, error) or config_files.toml_problem(text, error)
 
 
 def _unknown(names: Iterable[str], known: Iterable[str], place: str = "") -> str:

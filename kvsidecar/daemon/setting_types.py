@@ -29,7 +29,7 @@ MAX_SECONDS = 1e9
 def _size(value: str | int | Size) -> Size:
     size = value if isinstance(value, Size) else Size.parse(value)
     if size.nbytes is not None and size.nbytes < PAGE_BYTES:
-        raise ValueError(f"is less than one memory page ({format_size(PAGE_BYTES)})")
+        raise ValueError(f"is less than one memory page ({format_size(PAGE_BYTES)}){_unit_hint(value)}")
     if size.nbytes is not None and size.nbytes > MAX_POOL_BYTES:
         raise ValueError(f"is more than {format_size(MAX_POOL_BYTES)}, the most that a pool may be")
     return size
@@ -38,8 +38,16 @@ def _size(value: str | int | Size) -> Size:
 def _whole_pages(value: str | int) -> int:
     nbytes = parse_size(value)
     if nbytes == 0 or nbytes % PAGE_BYTES:
-        raise ValueError(f"is not a multiple of the page size ({format_size(PAGE_BYTES)})")
+        raise ValueError(f"is not a multiple of the page size ({format_size(PAGE_BYTES)}){_unit_hint(value)}")
     return nbytes
+
+
+def _unit_hint(value: object) -> str:
+    """For the end of a sentence on a size that is too small or odd, perhaps because it should have a unit."""
+    number = str(value).strip()
+    return (
+        f": without a unit it is bytes; write {number}GiB or {number}MiB" if number.isdigit() and number != "0" else ""
+    )
 
 
 def _chunk_size(value: str | int) -> int:

@@ -37,6 +37,8 @@ def read(path: Path, check: Callable[[os.stat_result], None] = lambda found: Non
     return content
 
 
+MAX_PLACE: Final = 40
+"""Characters that an error shows of the line from its place on."""
 MAX_LINE: Final = 300
 """Characters of a line that are looked at."""
 _UNQUOTED = re.compile(r"\s*([\w-]+)\s*=\s*([^\s\"'\[{#][^\"'#]*?)\s*(?:#.*)?")
@@ -44,6 +46,21 @@ _BARE = re.compile(
     r"true|false|[+-]?(?:inf|nan|[\d_]+(?:\.[\d_]+)?(?:e[+-]?\d+)?|0[xob][\da-f_]+)|\d{4}-.*|\d\d:.*", re.IGNORECASE
 )
 """What TOML takes without quotes: no size, percentage, word, address or path is among it."""
+
+
+_AT = re.compile(r" \(at line (\d+), column (\d+)\)")
+
+
+def toml_problem(text: str, error: ValueError) -> str:
+    """What `tomllib` says of a text, with what is at the place that it means."""
+    found = _AT.search(str(error))
+    if found is None:
+        return str(error).replace(" (at end of document)", " at its end")
+    lines, number = text.split("\n"), int(found[1])
+    line = lines[number - 1] if number <= len(lines) else ""
+    rest = line[int(found[2]) - 1 :][:MAX_PLACE]
+    where = f"at {rest!r}" if rest else "at the end"
+    return f"{_AT.sub('', str(error))} {where}{f' of line {number}' if len(lines) > 1 else ''}"
 
 
 def toml_hint(text: str, error: ValueError) -> str:

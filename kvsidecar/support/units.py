@@ -1,8 +1,8 @@
 """Parses and formats sizes, rates and durations.
 
 Sizes follow the notation of Kubernetes: ``KiB``/``Ki`` and so on are powers of 1024, ``KB``/``K`` and so on powers of
-1000; case does not matter. Sizes are printed in binary units, rates in decimal ones (GB/s), as is usual for links and
-drivers.
+1000. ``64g`` is neither: Docker and Java mean 64 GiB by it. Sizes are printed in binary units, rates in decimal ones
+(GB/s), as is usual for links and drivers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}i": 1024**_power, f"{_letter}ib": 1024**_power}
 
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_AMBIGUOUS = re.compile(r"\s*([\d.]+)\s*([kmgt])b?\s*", re.ASCII)
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
@@ -29,7 +30,22 @@ def parse_size(text: str | int) -> int:
     """Bytes of a size such as ``64GiB``, ``1.5 GiB``, ``16Gi``, ``10GB`` or ``4096``.
 
     Raises:
-        ValueError: not a size, or not a whole number of bytes. The text starts with the value's ``repr``.
+        ValueError: not a size, an ambiguous one, or not a whole number of bytes. The text starts with the value's
+            ``repr``.
+    """
+    nbytes = parse_count(text)
+    if isinstance(text, str) and (found := _AMBIGUOUS.fullmatch(text)):
+        number, letter = found[1], found[2].upper()
+        decimal = f"{number}{letter}B ({format_size(nbytes)})"
+        raise ValueError(f"{text!r} is ambiguous: write {number}{letter}iB, or {decimal}")
+    return nbytes
+
+
+def parse_count(text: str | int) -> int:
+    """A number of tokens such as ``128k``, which is 128,000, or ``128Ki``; or of bytes.
+
+    Raises:
+        ValueError: as of `parse_size`, but that nothing is ambiguous.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:

@@ -126,10 +126,21 @@ def test_a_mistake_in_a_rule_is_one_sentence_that_names_file_and_rule(tmp_path: 
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("value", ["no", "[1]", "[{uids=[1]"])
-def test_a_flag_that_is_no_array_of_tables_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"--policy=.*(tables|TOML array)"):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("no", ": Invalid value at 'no'"),
+        ("[1]", " must be tables: [[policy]]"),
+        ("[{uids=[1]", "Unclosed inline table at its end"),
+        ("[{uids = [1], namespaces = [*]}]", ": Invalid value at '*]}]'"),
+        ("[{uids = [1]},\n {uids = [2, x]}]", " at 'x]}]' of line 2"),
+    ],
+)
+def test_a_flag_that_is_no_array_of_tables_is_refused_with_the_place(value: str, said: str) -> None:
+    """Not its column in a text that the user has not written."""
+    with pytest.raises(ConfigError, match=r"^--policy=.*(tables|TOML array)") as raised:
         load_settings({"policy": value}, {}, Path("no such file"))
+    assert str(raised.value).endswith(said)
 
 
 def test_a_quota_is_one_holders_and_what_is_refused_is_not_taken() -> None:

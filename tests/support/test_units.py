@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsidecar.support.units import GiB, KiB, MiB, Size, TiB, format_duration, format_rate, format_size, parse_size
+from kvsidecar.support.units import (
+    GiB,
+    KiB,
+    MiB,
+    Size,
+    TiB,
+    format_duration,
+    format_rate,
+    format_size,
+    parse_count,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +40,7 @@ from kvsidecar.support.units import GiB, KiB, MiB, Size, TiB, format_duration, f
         ("1.5K", 1500),
         ("7MB", 7 * 1000**2),
         ("1T", 1000**4),
+        ("64kB", 64000),
     ],
 )
 def test_a_size_is_binary_with_an_i_and_decimal_without(text: str | int, nbytes: int) -> None:
@@ -43,6 +55,23 @@ def test_what_is_not_a_size_is_refused_with_what_would_be_one(text: object) -> N
     with pytest.raises(ValueError) as raised:
         parse_size(text)  # type: ignore[arg-type]
     assert str(raised.value) == f"{text!r} is not a size: use a number with KiB, MiB, GiB or TiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("64g", "'64g' is ambiguous: write 64GiB, or 64GB (59.6 GiB)"),
+        ("64 gb", "'64 gb' is ambiguous: write 64GiB, or 64GB (59.6 GiB)"),
+        ("1.5m", "'1.5m' is ambiguous: write 1.5MiB, or 1.5MB (1.43 MiB)"),
+        ("2048t", "'2048t' is ambiguous: write 2048TiB, or 2048TB (1862.65 TiB)"),
+    ],
+)
+def test_a_size_that_others_read_otherwise_is_refused(text: str, said: str) -> None:
+    for parse in (parse_size, Size.parse):
+        with pytest.raises(ValueError) as raised:
+            parse(text)
+        assert str(raised.value) == said
+    assert parse_count("128k") == 128_000
 
 
 @pytest.mark.parametrize("text", ["0.5", "0.0001KiB", -1])
@@ -99,7 +128,7 @@ def test_a_printed_size_reads_back_to_within_its_two_decimals(nbytes: int) -> No
     assert number < 1024 or unit == TiB
 
 
-@given(st.integers(0, 1 << 50), st.sampled_from(["B", "KiB", "Mi", "GB", "t"]))
+@given(st.integers(0, 1 << 50), st.sampled_from(["B", "KiB", "Mi", "GB", "T"]))
 def test_whole_numbers_are_exact(number: int, unit: str) -> None:
     assert parse_size(f"{number}{unit}") == number * parse_size(f"1{unit}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvsidecar.cli.common import EXIT_CONFIG, connected, daemon_options, fail
-from kvsidecar.support.units import Size, format_size, parse_size
+from kvsidecar.support.units import Size, format_size, parse_count, parse_size
 
 if TYPE_CHECKING:
     from kvsidecar.cli.size.kv import KV
@@ -35,7 +35,7 @@ def _parsed(parse: Callable[[str], int], least: int = 1) -> Callable[..., int | 
 
 def _tokens(text: str) -> int:
     try:
-        return parse_size(text)
+        return parse_count(text)
     except ValueError:
         raise ValueError(
             f"{text!r} is not a number of tokens, such as 32768, 128k (128,000) or 128Ki (131,072)"
