@@ -1,4 +1,4 @@
-"""The cliff where sessions no longer fit a pool: hits by how many run at once, and the picture of it on the README.
+"""How hits fall where sessions no longer fit a pool: by how many run at once, and the picture of it on the README.
 
     python -m benchmarks.fleet.cliff --agentic agentic.jsonl.xz --json FILE --plot FILE.svg
     python -m benchmarks.fleet.cliff --show FILE --plot FILE.svg

@@ -16,7 +16,16 @@ const definition = loader.loadSync(path.join(__dirname, "../../proto/kvsidecar/v
   defaults: true,
 });
 const { Sidecar } = grpc.loadPackageDefinition(definition).kvsidecar.v1;
-const socket = process.env.KVSIDECAR_SOCKET || "/run/kvsidecar/kvsidecar.sock";
+
+// Where the daemon of this user listens: docs/getting-started.md.
+function defaultSocket() {
+  const uid = process.geteuid();
+  const runtime = process.env.XDG_RUNTIME_DIR || "";
+  if (uid === 0) return "/run/kvsidecar/kvsidecar.sock";
+  return path.isAbsolute(runtime) ? path.join(runtime, "kvsidecar/kvsidecar.sock") : `/tmp/kvsidecar-${uid}/kvsidecar.sock`;
+}
+
+const socket = process.env.KVSIDECAR_SOCKET || defaultSocket();
 const client = new Sidecar(`unix:${socket}`, grpc.credentials.createInsecure());
 
 function call(method, request) {
@@ -44,6 +53,6 @@ async function main() {
 }
 
 main().catch((error) => {
-  console.error(`${error.code}: ${error.details || error.message}`);
+  console.error(`${socket}: ${error.code}: ${error.details || error.message}`);
   process.exitCode = 1;
 });

@@ -113,8 +113,8 @@ def pool_details(pool: pb.PoolStatus) -> list[str]:
     details += [f"NUMA nodes {', '.join(map(str, pool.numa_nodes))}"] if len(pool.numa_nodes) > 1 else []
     lines = [", ".join(details)]
     if pool.carrier:
-        kept = f"{pool.kept_blocks} blocks of an earlier daemon were kept"
-        kept += f", {pool.dropped_blocks} were not" if pool.dropped_blocks else ""
+        kept = f"kept {count(pool.kept_blocks, 'block')} of an earlier daemon"
+        kept += f", lost {pool.dropped_blocks}" if pool.dropped_blocks else ""
         start = f"cold start: {pool.cold_start_reason}" if pool.cold_start_reason else kept
         lines.append(f"outlives the daemon ({pool.carrier}); {start}")
     return lines
@@ -122,10 +122,10 @@ def pool_details(pool: pb.PoolStatus) -> list[str]:
 
 def tier_details(tier: pb.TierStatus) -> str:
     """The line below the bar of a tier."""
-    details = [f"{tier.blocks} shards"]
+    details = [count(tier.blocks, "shard")]
     details += [f"{tier.kept_blocks} of an earlier run"] if tier.kept_blocks else []
     details += [f"{format_size(tier.read_bytes)} read", f"{format_size(tier.written_bytes)} written"]
-    details += [f"{tier.failures} failures"] if tier.failures else []
+    details += [count(tier.failures, "failure")] if tier.failures else []
     if tier.HasField("write_budget_bytes"):
         details.append(f"{format_size(tier.write_budget_bytes)} may be written now")
     return ", ".join(details)

@@ -19,6 +19,7 @@ from kvsidecar.server.socket_files import group_id
 from kvsidecar.support import failpoints, kernel_calls
 from kvsidecar.support.addresses import at, cannot_listen
 from kvsidecar.support.units import format_size
+from kvsidecar.tiers.private_directory import problem_of
 
 
 def check(flags: Mapping[str, str | None]) -> str:
@@ -48,10 +49,13 @@ def check(flags: Mapping[str, str | None]) -> str:
 def _tiers_that_stay_off(settings: Settings) -> Iterator[tuple[str, str]]:
     """What a start goes on without, until it can be made."""
     for option, named in (("--disk-dir", settings.disk_dir), ("--shared-dir", settings.shared_dir)):
-        if named is None or Path(named).is_dir():
+        if named is None:
             continue
         above = Path(named).parent
-        if Path(named).exists():
+        if Path(named).is_dir():
+            if problem := problem_of(os.stat(named)):
+                yield option, f"{named} {problem}"
+        elif Path(named).exists():
             yield option, f"{named} is not a directory"
         elif not above.is_dir():
             yield option, f"{above} is not a directory, so {named} cannot be made"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar, Self
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -92,7 +93,9 @@ class CommonOptions:
         values = {}
         for name, value in extra.items():
             if name not in known:
-                raise ValueError(f"{cls.PLACE}.{name} is unknown: the options are {', '.join(known)}")
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
+                raise ValueError(f"{cls.PLACE}.{name} is unknown: {hint}")
             try:
                 values[name] = known[name](value)
             except ValueError as error:

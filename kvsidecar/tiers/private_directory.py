@@ -26,13 +26,16 @@ def open_directory(path: Path, tier: str) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise TierFailed(f"{named} cannot be opened: {error.strerror}") from error
-    is_ = os.fstat(fd)
-    problem = ""
-    if is_.st_uid != os.geteuid():
-        problem = f"belongs to uid {is_.st_uid}, not to this process"
-    elif is_.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"has mode {stat.S_IMODE(is_.st_mode):04o}: others could write to it; chmod it to 0700"
-    if problem:
+    if problem := problem_of(os.fstat(fd)):
         os.close(fd)
         raise TierFailed(f"{named} {problem}")
     return fd
+
+
+def problem_of(found: os.stat_result) -> str:
+    """Why a directory cannot be that of a tier of this process, as the end of a sentence; empty if it can."""
+    if found.st_uid != os.geteuid():
+        return f"belongs to uid {found.st_uid}, not to this process"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"has mode {stat.S_IMODE(found.st_mode):04o}: others could write to it; chmod it to 0700"
+    return ""

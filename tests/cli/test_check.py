@@ -116,3 +116,7 @@ def test_a_tier_that_a_start_goes_on_without_is_named_and_nothing_is_made(short_
     assert everything_in(short_dir) == []
     (short_dir / "none").mkdir()
     assert "without" not in check(short_dir, *wanted).stdout
+    (short_dir / "none" / "disk").mkdir(mode=0o700)
+    assert "without" not in check(short_dir, *wanted).stdout
+    (short_dir / "none" / "disk").chmod(0o777)
+    assert f"without --disk-dir: {short_dir}/none/disk has mode 0777: others could" in check(short_dir, *wanted).stdout

@@ -68,7 +68,7 @@ def test_the_cache_outlives_a_crash_and_a_stop_and_everything_says_so(short_dir:
             [sys.executable, "-m", "kvsidecar", "status", "--socket", daemon.socket],
             capture_output=True, text=True, timeout=SECONDS, env=child_process.environment(COLUMNS="200"),
         )  # fmt: skip
-        assert "outlives the daemon (directory); 3 blocks of an earlier daemon were kept\n" in shown.stdout
+        assert "outlives the daemon (directory); kept 3 blocks of an earlier daemon\n" in shown.stdout
         all_there(daemon, "a", "b", "c")
         store(daemon, "d")
         assert daemon.terminate() == 0

@@ -24,6 +24,7 @@ import yaml
 
 from kvsidecar.integrations import next_use
 from kvsidecar.integrations.vllm.counters import Counters
+from kvsidecar.protocol.paths import default_socket_path
 from tests.harness import SECONDS, DaemonProcess, environment, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +156,15 @@ def test_a_router_in_node_finds_what_an_engine_has_stored(daemon: DaemonProcess,
     said = run(str(NODE), "lookup.js", "my-model", *hashes, cwd=node_place, KVSIDECAR_SOCKET=daemon.socket)
     assert "STATE_READY" in said
     assert "3 of 4 blocks can be loaded" in said
+
+    # By default it looks where a daemon of the same user listens.
+    (place / "user.js").write_text("process.geteuid = () => Number(process.env.EUID);")
+    command = [str(NODE), "--require", "./user.js", "lookup.js"]
+    for uid, runtime in ((0, "/none"), (1234, str(tmp_path)), (1234, "none"), (1234, "")):
+        variables = {**environment(), "EUID": str(uid), "XDG_RUNTIME_DIR": runtime}
+        ran = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=SECONDS)
+        where = default_socket_path({"XDG_RUNTIME_DIR": runtime}, uid)
+        assert ran.stderr.startswith(f"{where}: ") or os.path.exists(where), ran.stderr
 
 
 # -- chat ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from kvsidecar.integrations import sglang, vllm
 from kvsidecar.integrations.vllm.options import Options
 
 
@@ -23,7 +25,8 @@ def test_times_are_read_with_units_or_as_seconds() -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"sokcet": "/run/x"}, "kv_connector_extra_config.sokcet is unknown"),
+        ({"sokcet": "/run/x"}, "kv_connector_extra_config.sokcet is unknown: did you mean socket?"),
+        ({"gpu": 1}, "kv_connector_extra_config.gpu is unknown: the options are socket, "),
         ({"store_mode": "sometimes"}, "kv_connector_extra_config.store_mode is 'sometimes': it must be"),
         ({"lookup_budget": "5 parsecs"}, "kv_connector_extra_config.lookup_budget is '5 parsecs': it must be a time"),
         ({"lookup_budget": 0}, "lookup_budget is 0"),
@@ -40,3 +43,14 @@ def test_an_unknown_option_or_a_bad_value_is_refused_in_one_sentence_that_names_
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         Options.parse(extra)
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "wrong", "right"), [(vllm, "KVSidecarConector", vllm.CONNECTOR), (sglang, "Linker", "KVSidecarLinker")]
+)
+def test_a_wrong_name_of_the_class_that_an_engine_loads_is_answered_with_the_right_one(
+    module: ModuleType, wrong: str, right: str
+) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{wrong}'; the .* is named {right}$"):
+        getattr(module, wrong)
+    assert not hasattr(module, "__wrapped__")

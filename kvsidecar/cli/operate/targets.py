@@ -7,7 +7,7 @@ from typing import TextIO
 from kvsidecar.cli.status_figures import namespace_names
 from kvsidecar.client import Namespace
 from kvsidecar.protocol.wire import namespace_from_wire
-from kvsidecar.support.units import format_size
+from kvsidecar.support.units import count, format_size
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 LISTED = 20
@@ -47,8 +47,8 @@ def _some(texts: list[str], separator: str) -> str:
 def clear_question(reply: pb.StatusReply) -> str:
     totals = reply.totals
     return (
-        f"Clear all {totals.blocks} blocks ({format_size(totals.bytes)}) in {totals.namespaces} namespaces? "
-        "Engines will recompute them."
+        f"Clear all {count(totals.blocks, 'block')} ({format_size(totals.bytes)}) in "
+        f"{count(totals.namespaces, 'namespace')}? Engines will recompute them."
     )
 
 

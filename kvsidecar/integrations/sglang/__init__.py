@@ -21,4 +21,5 @@ def __getattr__(name: str) -> Any:
         from kvsidecar.integrations.sglang.linker import KVSidecarLinker
 
         return KVSidecarLinker
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = "" if name.startswith("_") else "; the linker is named KVSidecarLinker"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -149,7 +149,7 @@ def test_clear_of_all_asks_first(daemon: DaemonProcess) -> None:
     for nothing in ("n\n", ""):
         refused = answer(nothing)
         assert refused.returncode == 1
-        assert "Clear all 2 blocks (24 KiB) in 1 namespaces?" in refused.stdout
+        assert "Clear all 2 blocks (24 KiB) in 1 namespace?" in refused.stdout
     assert rank.hits("a", "b") == 2
     assert answer("y\n").returncode == 0
     assert rank.hits("a", "b") == 0
