@@ -24,7 +24,7 @@ from kvsidecar.client import (
     Region,
 )
 
-LAYERS, BLOCKS = 16, 256
+LAYERS, BLOCKS, BLOCK_TOKENS = 16, 256, 16
 BLOCKS_OF_A_TURN, LONGEST = 8, 64
 SMALLEST_ROW, LARGEST_ROW = 4096, 65536
 """Bytes of a layer's part of a block: up to 1 MiB a block, so that a large pool fills in minutes."""
@@ -82,7 +82,7 @@ def main() -> None:
         model="demo-model",
         dtype="bfloat16",
         kv_layout="LBNHC",
-        block_size=16,
+        block_size=BLOCK_TOKENS,
         tp_size=1,
         pp_size=1,
         hash_algorithm="sha256",
@@ -115,6 +115,8 @@ def main() -> None:
                 )
                 client.wait([job], timeout=10)
             client.release(found.lease)
+            # For the hit rate: an engine leaves out what its own cache has.
+            client.report_prompts_nowait(namespace, len(prompt) * BLOCK_TOKENS, here * BLOCK_TOKENS)
         fresh = [hashlib.sha256(f"{number}/{each}".encode()).digest() for each in new]
         job = client.store([Blocks(group=0, hashes=fresh, block_ids=list(new))])
         client.wait([job], timeout=10)

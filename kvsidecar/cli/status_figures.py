@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,27 +140,56 @@ def share_details(share: pb.ShareStatus) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Price:
+    """An amount of money, with its currency before or behind it as the user has written it."""
+
+    amount: float
+    before: str = ""
+    behind: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Price:
+        """Such as ``20``, ``$20`` or ``20 EUR``.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = _PRICE.fullmatch(text.strip())
+        if found is None or len(text) > MAX_PRICE or not text.isprintable():
+            raise ValueError(f"{text!r} is not a price, such as 20, $20 or 20EUR")
+        return cls(float(found[2].replace(",", ".")), found[1], found[3])
+
+    def times(self, factor: float) -> str:
+        return f"{self.before}{self.amount * factor:,.2f}{self.behind}"
+
+
+_PRICE = re.compile(r"([^\d+-]*)(\d+(?:[.,]\d+)?)([^\d+-]*)", re.ASCII)
+MAX_PRICE = 16
+"""Characters."""
+
+
+@dataclass(frozen=True, slots=True)
 class Worth:
     """What a token that need not be computed is worth.
 
     Args:
         prefill_rate: prompt tokens that one engine computes in a second.
-        engine_price: of an hour of one engine, all of its GPUs together, in euros; 0: it is not shown.
+        engine_price: of an hour of one engine, all of its GPUs together; None: it is not shown.
     """
 
     prefill_rate: float
-    engine_price: float = 0.0
+    engine_price: Price | None = None
 
     def of(self, tokens: float) -> str:
-        """``1.5 h of prefill, 12.30 €``"""
+        """``1.5 h of prefill, $12.30``"""
         seconds = tokens / self.prefill_rate
-        price = f", {seconds / 3600 * self.engine_price:,.2f} €" if self.engine_price else ""
+        price = f", {self.engine_price.times(seconds / 3600)}" if self.engine_price else ""
         return f"{format_duration(seconds)} of prefill{price}"
 
     def hourly(self, tokens: float) -> str:
-        """Of tokens a second: ``2.4 engines' prefill, 28.80 €/h``."""
+        """Of tokens a second: ``2.4 engines' prefill, $28.80/h``."""
         engines = tokens / self.prefill_rate
-        price = f", {engines * self.engine_price:,.2f} €/h" if self.engine_price else ""
+        price = f", {self.engine_price.times(engines)}/h" if self.engine_price else ""
         return f"the prefill of {engines:.2f} engines{price}"
 
 

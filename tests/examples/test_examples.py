@@ -70,6 +70,9 @@ def test_made_up_conversations_hit_what_they_have_stored(short_dir: Path) -> Non
         turns, hits, wanted = map(int, re.findall(r"(\d+) turns, (\d+) of (\d+) blocks", said)[-1])
         assert turns > 2
         assert wanted / 2 < hits <= wanted
+        loaded, needed = (daemon.metric(f"kvsidecar_prompt_tokens_{each}_total") for each in ("loaded", "needed"))
+        assert loaded == 16 * hits, "the hit rate that kvsidecar status shows"
+        assert loaded <= needed <= 16 * wanted, "of those turns that began after it was attached"
 
 
 def test_made_up_conversations_fill_the_pool_and_read_from_the_disk(short_dir: Path) -> None:

@@ -21,7 +21,7 @@ from tests.harness import eventually
 from tests.page.browser import Browser
 
 GPU = "GPU-1a2b3c4d-0000-1111-2222-333344445555"
-FORGOTTEN_SECONDS, HISTORY, RANKS, SPACES, TEXT = 10, 60, 32, 8, 96
+FORGOTTEN_SECONDS, COLUMN_SECONDS, HISTORY, RANKS, SPACES, TEXT = 10, 5, 60, 32, 8, 96
 """As in page.js."""
 
 
@@ -75,6 +75,16 @@ class Page:
         browser.open((PAGE / "index.html").as_uri())
         eventually(self.asked, "its script runs")
         browser.complaints()  # of the page of an earlier test, whose daemon has ended
+        browser.run("sessionStorage.clear()")  # of an earlier test
+
+    def again(self) -> Page:
+        """The same after a reload."""
+        self._browser.run("window.old = true; location.reload()")
+        eventually(lambda: self.run("return !window.old && window.asked"), "its script runs")
+        return self
+
+    def run(self, script: str) -> Any:
+        return self._browser.run(script)
 
     def show(self, *replies: pb.StatusReply) -> Page:
         for each in replies:
@@ -144,8 +154,8 @@ def test_it_asks_for_a_reading_that_all_who_look_share(page: Page) -> None:
 def test_the_parts_of_a_bar_are_those_of_the_pool(page: Page) -> None:
     now = reply()
     page.show(now)
-    assert page.sizes("#pool-bar i") == pytest.approx([12.5, 37.5, 1.5625, 3.125, 1.5625], abs=0.01)
-    parts = ["leased 13%", "used 38%", "reserved 2%", "quarantined 3%", "rounding 2%", "free 44%"]
+    assert page.sizes("#pool-bar i") == pytest.approx([37.5, 12.5, 1.5625, 3.125, 1.5625], abs=0.01)
+    parts = ["used 50%", "of which leased 13%", "reserved 2%", "quarantined 3%", "rounding 2%", "free 44%"]
     assert page.texts("#legend li") == parts
     assert page.sizes("#shares .bar i") == pytest.approx([25, 1.5625], abs=0.01)
     assert page.sizes("#tiers .bar i") == [25, 0]
@@ -248,9 +258,9 @@ def test_rates_need_two_readings_of_one_daemon_and_end_when_nobody_looks(page: P
     assert page.show(reply(seconds=2)).texts("#flow b") == ["1.1 GB/s", "2.1 GB/s"]
     page.show(reply(seconds=4), reply(seconds=4))
     assert page.texts("#flow b") == ["1.1 GB/s", "2.1 GB/s"], "the same reading again"
-    assert page.sizes("#flow .row:first-child .spark i", "height") == [100, 100]
+    assert page.sizes("#flow .row:first-child .spark i", "height") == [100], "a column that is not full"
     late = reply(seconds=4 + FORGOTTEN_SECONDS + 1)
-    assert (page.show(late).texts("#flow b"), page.texts("#flow .spark i")) == (["-", "-"], [])
+    assert page.show(late).texts("#flow b") == ["-", "-"]
     page.show(reply(seconds=16))
     assert page.texts("#flow b") == ["1.1 GB/s", "2.1 GB/s"]
     other = reply(seconds=17)
@@ -259,6 +269,56 @@ def test_rates_need_two_readings_of_one_daemon_and_end_when_nobody_looks(page: P
 
 
 def test_the_history_is_bounded(page: Page) -> None:
-    page.show(*(reply(seconds=second) for second in range(2 * HISTORY)))
-    assert len(page.texts("#hits-spark .spark i")) == HISTORY
-    assert page.text("#hits-spark .span") == f"last {HISTORY} s\nof 100 %"
+    page.show(*(reply(seconds=second) for second in range(0, 2 * HISTORY * COLUMN_SECONDS, COLUMN_SECONDS)))
+    assert len(page.texts("#hits-spark .spark i")) == page.run("return charts.columns.length") == HISTORY
+    assert page.run("return readings.length") <= COLUMN_SECONDS + 2, "of which each may have a megabyte"
+    assert page.text("#hits-spark .span") == "last 5 min\nof 100 %"
+
+
+def test_a_rate_is_an_average_that_a_single_second_does_not_make_jump(page: Page) -> None:
+    """Of the window, in which one of the readings is far from the others."""
+    replies = [reply(seconds=second) for second in range(20)]
+    for each in replies[10:]:
+        each.jobs.stored_bytes += 5 * GiB
+    page.show(*replies[:10])
+    assert page.texts("#flow b")[0] == "1.1 GB/s"
+    page.show(replies[10])
+    assert page.texts("#flow b")[0] == "2.1 GB/s", "not 6.1: a fifth of it"
+    page.show(*replies[11:15])
+    assert page.texts("#flow b")[0] == "2.1 GB/s"
+    page.show(*replies[15:])
+    assert page.texts("#flow b")[0] == "1.1 GB/s"
+    heights = page.sizes("#flow .row:first-child .spark i", "height")
+    assert heights == pytest.approx([50, 100, 50, 50]), "one for each five seconds, of which the last one has four"
+
+
+def test_a_chart_goes_on_where_nobody_looked_and_after_a_reload(page: Page) -> None:
+    page.show(reply(), reply(seconds=5), reply(seconds=30))
+    assert len(page.texts("#flow .row:first-child .spark i")) == 6, "the average of what nobody saw"
+    again = page.again().show(reply(seconds=32))
+    assert len(again.texts("#flow .row:first-child .spark i")) == 7
+    assert again.texts("#flow .row:first-child .span") == ["last 32 s\nat most 1.1 GB/s"]
+    assert again.texts("#flow b") == ["-", "-"]
+    other = reply(seconds=40)
+    other.epoch = 2
+    assert page.again().show(other).texts("#flow .spark i") == []
+    again.run("sessionStorage.setItem('kvsidecar charts 1', 'nonsense')")
+    assert page.again().show(reply(seconds=41)).texts("#flow .spark i") == []
+
+
+def test_before_anything_is_known_nothing_is_drawn(page: Page) -> None:
+    is_seen = "return document.querySelector('main').checkVisibility()"
+    assert (page.text("#state"), page.run(is_seen)) == ("asking", False)
+    assert page.show(reply()).run(is_seen)
+
+
+def test_one_of_a_kind_is_one(page: Page) -> None:
+    now = reply()
+    now.pool.blocks = now.pool.leases = now.pool.kept_blocks = 1
+    now.pool.carrier, now.pool.cold_start_reason = "directory", ""
+    now.tiers[0].blocks = now.tiers[0].failures = 1
+    page.show(now)
+    top = shown_by_top(now, reply())
+    for text in ("1 block, ", "under 1 lease, ", "kept 1 block of an earlier daemon", "1 shard, ", "1 failure"):
+        assert text in page.text("#pool-details") + page.texts("#tiers p")[1]
+        assert text in top

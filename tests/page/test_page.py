@@ -67,13 +67,16 @@ def test_what_is_saved_is_worth_what_the_reader_says(daemon: DaemonProcess, brow
         browser.until("#saved-total", f"{2 * NAMESPACE.block_size} tokens so far")
         browser.complaints()  # of the daemon of an earlier test, which has ended under its page
         assert browser.text("#saved-worth") == ""
-        for where, value in (("#prefill", 0.01), ("#price", 9)):
+        for where, value in (("#prefill", 0.01), ("#price", "9 CHF")):
             browser.run(type_in.format(where, value))
         hours = 2 * NAMESPACE.block_size / 0.01 / 3600
-        browser.until("#saved-total", f"of prefill, {9 * hours:.2f} €")
-        browser.until("#saved-worth", "€/h")
+        browser.until("#saved-total", f"of prefill, {9 * hours:.2f} CHF")
+        browser.until("#saved-worth", "CHF/h")
         browser.open(daemon.http + "/")
-        browser.until("#saved-total", f"of prefill, {9 * hours:.2f} €")  # it is kept
+        browser.until("#saved-total", f"of prefill, {9 * hours:.2f} CHF")  # it is kept
+        for price, said in (("$9", f"${9 * hours:.2f}"), ("9,5", f"{9.5 * hours:.2f}"), ("much", "of prefill")):
+            browser.run(type_in.format("#price", price))
+            eventually(lambda said=said: browser.text("#saved-total").endswith(said))  # type: ignore[misc]
         rank.close()
     assert browser.complaints() == []
 

@@ -64,12 +64,11 @@ def status(as_json: bool, **where: str | None) -> None:
 )
 @click.option(
     "--engine-price",
-    default=0.0,
-    type=click.FloatRange(0),
-    metavar="EUROS",
-    help="Price of one engine, with all its GPUs, per hour: also show what is saved. Requires --prefill-rate.",
+    metavar="PRICE",
+    help="Price of one engine, with all its GPUs, per hour, such as 20, $20 or 20EUR: also show what is saved. "
+    "Requires --prefill-rate.",
 )
-def top(interval: float, once: bool, prefill_rate: float | None, engine_price: float, **where: str | None) -> None:
+def top(interval: float, once: bool, prefill_rate: float | None, engine_price: str | None, **where: str | None) -> None:
     """Watch the running daemon: pin progress, pool, rates, hits, what is saved, engines, the oldest job, refusals.
 
     Refreshes until q or Ctrl-C, and keeps trying while no daemon answers. Rates count a job when it ends.
@@ -79,11 +78,15 @@ def top(interval: float, once: bool, prefill_rate: float | None, engine_price: f
     from rich.console import Console
 
     from kvsidecar.cli.operate import top as top_command
-    from kvsidecar.cli.status_figures import Worth
+    from kvsidecar.cli.status_figures import Price, Worth
 
-    if engine_price and prefill_rate is None:
+    if engine_price is not None and prefill_rate is None:
         raise click.UsageError("--engine-price requires --prefill-rate")
-    worth = None if prefill_rate is None else Worth(prefill_rate, engine_price)
+    try:
+        price = None if engine_price is None else Price.parse(engine_price)
+    except ValueError as error:
+        raise click.UsageError(f"--engine-price {error}") from error
+    worth = None if prefill_rate is None else Worth(prefill_rate, price)
     if not once and not sys.stdout.isatty():
         raise click.UsageError("standard output is not a terminal: use --once")
     with connected(where, "kvsidecar top", ANSWER_SECONDS if once else top_command.LIVE_ANSWER_SECONDS) as client:

@@ -2,8 +2,11 @@
 "use strict";
 
 const EVERY_MS = 1000;
-const FORGOTTEN_SECONDS = 10; // between two readings, after which the charts begin again
+const WINDOW_SECONDS = 5; // that a rate is an average of, so that it can be read
+const FORGOTTEN_SECONDS = 10; // between two readings, after which rates begin again
+const COLUMN_SECONDS = 5; // that a column of a chart is an average of
 const HISTORY = 60; // columns of a chart
+const KEPT = "kvsidecar charts 1"; // what a reload of the page finds again; the number is that of its form
 const RANKS = 32; // the busiest
 const SPACES = 8; // namespaces, and shares: the largest
 const TEXT = 96; // characters of a client's text
@@ -12,29 +15,74 @@ kvsidecar engines shows them to these.";
 const byId = (id) => document.getElementById(id);
 let lostSince = null;
 let now = null; // the last reading
-let before = null; // the one before, of the same daemon; null if there is none, or a too old one
+let readings = []; // those of the window, of one daemon, the oldest first; the last one is `now`
+let before = null; // the oldest of them; null if there is no other than `now`
 let span = 0; // seconds between the two
-let past = []; // rates, the oldest first, and the seconds that each is of
+let charts = null; // see `begun`
+
+// The charts of one daemon: totals when the last column begins, and the columns before it, the oldest first.
+function begun(told) {
+  return { epoch: told.epoch, from: totals(told), columns: [] };
+}
+
+// What a reload has left, if this is still the same daemon.
+function kept(told) {
+  try {
+    const found = JSON.parse(sessionStorage.getItem(KEPT));
+    return found?.epoch === told.epoch ? found : null;
+  } catch {
+    return null; // another site's page at this address, or a browser that keeps nothing
+  }
+}
+
+function totals({ uptime_seconds: at, jobs, lookups }) {
+  const { stored_bytes: stored, loaded_bytes: loaded } = jobs;
+  return { at, stored, loaded, needed: lookups.needed_tokens, hit: lookups.loaded_tokens };
+}
+
+// Averages of the seconds between two totals.
+function column(from, to) {
+  const seconds = to.at - from.at;
+  const [stored, loaded] = [(to.stored - from.stored) / seconds, (to.loaded - from.loaded) / seconds];
+  return { span: seconds, stored, loaded, hits: hitRate(to.hit - from.hit, to.needed - from.needed) };
+}
 
 function observe(told) {
   const passed = told.epoch === now?.epoch ? told.uptime_seconds - now.uptime_seconds : Infinity;
   if (!passed) return; // the same reading, which others look at too
-  before = passed > FORGOTTEN_SECONDS ? null : now;
   now = told;
-  span = passed;
-  if (!before) past = [];
-  else {
-    const [stored, loaded] = [perSecond("jobs", "stored_bytes"), perSecond("jobs", "loaded_bytes")];
-    past = [...past, { span, stored, loaded, hits: hitRate() }].slice(-HISTORY);
-  }
+  readings = passed > FORGOTTEN_SECONDS ? [told] : [...readings, told];
+  while (readings.length > 2 && told.uptime_seconds - readings[1].uptime_seconds >= WINDOW_SECONDS) readings.shift();
+  before = readings.length > 1 ? readings[0] : null;
+  span = before && told.uptime_seconds - before.uptime_seconds;
+  addColumns(told);
+}
+
+// Ends the last column when it is full. Where nobody has looked for long, the average is that of several columns.
+function addColumns(told) {
+  if (charts?.epoch !== told.epoch) charts = kept(told) ?? begun(told);
+  const seconds = told.uptime_seconds - charts.from.at;
+  if (seconds < COLUMN_SECONDS) return;
+  const count = Math.min(HISTORY, Math.floor(seconds / COLUMN_SECONDS));
+  const made = { ...column(charts.from, totals(told)), span: seconds / count };
+  charts.columns = [...charts.columns, ...Array(count).fill(made)].slice(-HISTORY);
+  charts.from = totals(told);
+  try {
+    sessionStorage.setItem(KEPT, JSON.stringify(charts));
+  } catch { /* a reload begins anew */ }
+}
+
+// The columns, the last one as far as it is.
+function past() {
+  const last = totals(now).at > charts.from.at ? [column(charts.from, totals(now))] : [];
+  return [...charts.columns, ...last].slice(-HISTORY);
 }
 
 function perSecond(part, field) {
   return before && (now[part][field] - before[part][field]) / span;
 }
 
-function hitRate() {
-  const [loaded, needed] = [perSecond("lookups", "loaded_tokens"), perSecond("lookups", "needed_tokens")];
+function hitRate(loaded, needed) {
   return needed ? Math.min(1, loaded / needed) : null; // a load may be reported later than what its prompt needed
 }
 
@@ -52,6 +100,7 @@ const percent = (value) => `${Math.round(100 * value)}%`;
 const listed = (...texts) => texts.filter(Boolean).join(", ");
 const cut = (value) => value.length > TEXT ? `${value.slice(0, TEXT - 1)}…` : value;
 const shortDevice = (uuid) => cut(uuid.split("-", 2).join("-"));
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const usedOf = (used, total) => `${size(used)} of ${size(total)} used`;
 
 function duration(seconds) {
@@ -94,29 +143,31 @@ function spark(shares, highest) {
     column.style.height = `${100 * each}%`;
     columns.append(column);
   }
-  const seconds = past.reduce((sum, each) => sum + each.span, 0);
+  const seconds = Math.round(past().reduce((sum, each) => sum + each.span, 0));
   const below = element("div", "span");
-  if (past.length) below.append(element("span", "", `last ${Math.round(seconds)} s`), element("span", "", highest));
+  if (shares.length) below.append(element("span", "", `last ${duration(seconds)}`), element("span", "", highest));
   made.append(columns, below);
   return made;
 }
 
 function flow(name, field, nbytes, jobs) {
-  const rates = past.map((each) => each[field]);
+  const rates = past().map((each) => each[field]);
   const highest = Math.max(0, ...rates);
   const row = element("div", "row");
-  row.append(element("span", "", name), element("b", "", rate(rates.at(-1))));
+  row.append(element("span", "", name), element("b", "", rate(perSecond("jobs", `${field}_bytes`))));
   row.append(spark(rates.map((each) => share(each, highest)), highest ? `at most ${rate(highest)}` : ""));
   row.append(element("span", "quiet", `${size(nbytes)} in ${grouped(jobs)} ${jobs === 1 ? "job" : "jobs"}`));
   return row;
 }
 
-// The parts of the bar that are there, and what is free.
+// The parts of the bar that are there, and what is free. What is leased is used, too.
 function legend(parts) {
   const free = Math.max(0, 1 - parts.reduce((sum, [, share]) => sum + share, 0));
-  return [...parts, ["free", free]].filter(([, share]) => share).map(([name, share]) => {
+  const { used, leased } = Object.fromEntries(parts);
+  const all = [["used", used + leased], ...parts.slice(1), ["free", free]];
+  return all.filter(([, share]) => share).map(([name, share]) => {
     const made = element("li", "");
-    made.append(element("i", name), `${name} ${share < 0.01 ? "<1%" : percent(share)}`);
+    made.append(element("i", name), `${name === "leased" ? "of which " : ""}${name} ${share < 0.01 ? "<1%" : percent(share)}`);
     return made;
   });
 }
@@ -130,7 +181,7 @@ function pool({ readiness, pool }) {
   const there = hasPool(readiness);
   const leased = pool.leased_bytes;
   const parts = Object.entries({
-    leased, used: pool.used_bytes - leased, reserved: pool.reserved_bytes, quarantined: pool.quarantined_bytes,
+    used: pool.used_bytes - leased, leased, reserved: pool.reserved_bytes, quarantined: pool.quarantined_bytes,
     rounding: pool.rounding_bytes,
   }).map(([name, nbytes]) => [name, share(nbytes, pool.total_bytes)]);
   byId("pool-bar").className = there ? "bar" : "bar none";
@@ -139,8 +190,8 @@ function pool({ readiness, pool }) {
   const pinned = `${size(readiness.pinned_bytes)} of ${size(readiness.pool_bytes)} pinned`;
   text("pool-text", there ? usedOf(pool.used_bytes, pool.total_bytes) : pinned);
   const details = listed(
-    `${pool.blocks} blocks`,
-    `${size(leased)} under ${pool.leases} leases`,
+    counted(pool.blocks, "block"),
+    `${size(leased)} under ${counted(pool.leases, "lease")}`,
     pool.reserved_bytes && `${size(pool.reserved_bytes)} reserved`,
     pool.quarantined_bytes && `${size(pool.quarantined_bytes)} quarantined`,
     pool.rounding_bytes && `${size(pool.rounding_bytes)} lost to rounding`,
@@ -150,8 +201,8 @@ function pool({ readiness, pool }) {
     pool.numa_nodes.length > 1 && `NUMA nodes ${pool.numa_nodes.join(", ")}`,
   );
   const kept = listed(
-    `${pool.kept_blocks} blocks of an earlier daemon were kept`,
-    pool.dropped_blocks && `${pool.dropped_blocks} were not`,
+    `kept ${counted(pool.kept_blocks, "block")} of an earlier daemon`,
+    pool.dropped_blocks && `lost ${pool.dropped_blocks}`,
   );
   const start = pool.cold_start_reason ? `cold start: ${pool.cold_start_reason}` : kept;
   const outlives = pool.carrier ? `; outlives the daemon (${pool.carrier}); ${start}` : "";
@@ -169,25 +220,32 @@ function pin(readiness) {
 }
 
 function hits({ needed_tokens: needed, loaded_tokens: loaded }) {
-  const current = hitRate();
+  const current = hitRate(perSecond("lookups", "loaded_tokens"), perSecond("lookups", "needed_tokens"));
   text("hits-now", current === null ? "-" : percent(current));
-  byId("hits-spark").replaceChildren(spark(past.map((each) => each.hits ?? 0), "of 100 %"));
+  byId("hits-spark").replaceChildren(spark(past().map((each) => each.hits ?? 0), "of 100 %"));
   text("hits-total", needed ? `${percent(share(loaded, needed))} of ${grouped(needed)} tokens so far` : "no prompt so far");
+}
+
+// A price as `kvsidecar top` takes it: 20, $20 or 20 EUR. Says what so many hours cost, in the same currency.
+function priceOf(typed) {
+  const found = /^([^\d+-]*)(\d+(?:[.,]\d+)?)([^\d+-]*)$/.exec(typed);
+  const amount = found && Number(found[2].replace(",", "."));
+  return amount ? (hours) => `${found[1]}${(hours * amount).toFixed(2)}${found[3]}` : () => "";
 }
 
 // What saved tokens are worth, by what the reader has typed; kept in the browser.
 function saved(tokens) {
   const prefill = Number(byId("prefill").value);
-  const price = Number(byId("price").value);
+  const price = priceOf(byId("price").value.trim());
   const current = perSecond("jobs", "loaded_tokens");
   text("saved-now", current === null ? "-" : grouped(current));
   text("saved-worth", "");
   text("saved-total", `${grouped(tokens)} tokens so far`);
   if (!prefill) return;
   const [engines, seconds] = [current / prefill, tokens / prefill];
-  const worth = (hours, unit) => price && `${(hours * price).toFixed(2)} ${unit}`;
-  text("saved-worth", listed(`now the prefill of ${engines.toFixed(2)} engines`, worth(engines, "€/h")));
-  byId("saved-total").append(": ", listed(`${duration(seconds)} of prefill`, worth(seconds / 3600, "€")));
+  const hourly = price(engines) && `${price(engines)}/h`;
+  text("saved-worth", listed(`now the prefill of ${engines.toFixed(2)} engines`, hourly));
+  byId("saved-total").append(": ", listed(`${duration(seconds)} of prefill`, price(seconds / 3600)));
 }
 
 // A line with a bar.
@@ -204,11 +262,11 @@ function tier(each) {
   const state = element("p", each.off ? "bad" : "", each.off ? `off: ${each.off}` : used);
   const budget = each.write_budget_bytes;
   return bar(each.name, share(each.used_bytes, each.capacity_bytes), state, element("p", "quiet", listed(
-    `${each.blocks} shards`,
+    counted(each.blocks, "shard"),
     each.kept_blocks && `${each.kept_blocks} of an earlier run`,
     `${size(each.read_bytes)} read`,
     `${size(each.written_bytes)} written`,
-    each.failures && `${each.failures} failures`,
+    each.failures && counted(each.failures, "failure"),
     budget !== null && `${size(budget)} may be written now`,
   )));
 }
@@ -223,7 +281,7 @@ function named(namespaces) {
 function namespace(each) {
   const needed = each.needed_tokens;
   return bar(cut(each.name), share(each.bytes, now.pool.total_bytes), element("p", "quiet", cut(listed(
-    `${each.blocks} blocks`,
+    counted(each.blocks, "block"),
     size(each.bytes),
     needed && `hits ${percent(share(each.loaded_tokens, needed))} of ${grouped(needed)} tokens`,
     each.differs.length && `differs: ${each.differs.join(", ")}`,
@@ -260,10 +318,13 @@ function engine(rank) {
 }
 
 function engines({ ranks, totals, partial }) {
-  const earlier = new Map(before?.ranks.map((rank) => [rank.session, rank]));
+  const first = new Map(); // of each rank, the oldest reading of the window
+  for (const reading of readings.slice(0, -1).reverse()) {
+    for (const rank of reading.ranks) first.set(rank.session, [rank, now.uptime_seconds - reading.uptime_seconds]);
+  }
   const rated = ranks.map((rank) => {
-    const old = earlier.get(rank.session);
-    const [store, load] = ["stored_bytes", "loaded_bytes"].map((field) => old && (rank[field] - old[field]) / span);
+    const [old, passed] = first.get(rank.session) ?? [];
+    const [store, load] = ["stored_bytes", "loaded_bytes"].map((field) => old && (rank[field] - old[field]) / passed);
     return { ...rank, store, load, copies: old ? store + load : 0 };
   });
   const byName = (a, b) => a.instance.localeCompare(b.instance) || a.rank - b.rank;
@@ -291,6 +352,7 @@ function reason(value) {
 
 function show(told) {
   observe(told);
+  document.querySelector("main").hidden = false;
   const { readiness, jobs } = told;
   state(readiness.state);
   text("about", `${told.version} on ${told.backend}, up ${duration(told.uptime_seconds)}`);
@@ -321,7 +383,7 @@ async function look() {
     const told = await answer.json();
     lostSince = null;
     byId("lost").hidden = true;
-    document.querySelector("main").classList.remove("lost");
+    document.querySelector("main").classList.toggle("lost", !answer.ok);
     if (answer.ok) show(told);
     else {
       state("starting");
@@ -333,7 +395,7 @@ async function look() {
     document.querySelector("main").classList.add("lost");
     byId("lost").hidden = false;
     const seconds = Math.round((Date.now() - lostSince) / 1000);
-    text("lost", `No answer for ${seconds} s; the last one is shown below. Trying again.`);
+    text("lost", `No answer for ${seconds} s${now ? "; the last one is shown below" : ""}. Trying again.`);
   }
 }
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import PRINTED_HEIGHT, Screen, render
-from kvsidecar.cli.status_figures import Sample, Worth, hit_rate, rates_between, short_device
+from kvsidecar.cli.status_figures import Price, Sample, Worth, hit_rate, rates_between, short_device
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -100,13 +100,17 @@ def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
         assert word in shown, word
 
 
-def test_what_is_saved_is_tokens_and_with_a_rate_and_a_price_prefill_and_euros() -> None:
+def test_what_is_saved_is_tokens_and_with_a_rate_and_a_price_prefill_and_money() -> None:
     before, now = reply(loaded_tokens=0), reply(loaded_tokens=48_000_000)
     (line,) = [line for line in text(screen(now, before), width=120) if line.startswith("Saved")]
     assert line.split() == ["Saved", "24,000,000", "tokens/s", "48,000,000", "tokens", "so", "far"]
-    (line,) = [line for line in text(screen(now, before, worth=Worth(8000, 20)), width=160) if line.startswith("Saved")]
-    assert "the prefill of 3000.00 engines, 60,000.00 €/h" in line
-    assert "1 h 40 min of prefill, 33.33 €" in line
+    (line,) = [
+        line
+        for line in text(screen(now, before, worth=Worth(8000, Price.parse("$20"))), width=160)
+        if line.startswith("Saved")
+    ]
+    assert "the prefill of 3000.00 engines, $60,000.00/h" in line
+    assert "1 h 40 min of prefill, $33.33" in line
     assert not [line for line in text(screen(now), height=15) if line.startswith("Saved")]
 
 
@@ -205,3 +209,11 @@ def test_one_lease_and_one_block_are_not_several() -> None:
     now = reply()
     now.pool.blocks = now.pool.leases = 1
     assert "1 block, 0 B under 1 lease," in "\n".join(text(screen(now)))
+
+
+def test_a_price_has_the_currency_that_the_user_has_written() -> None:
+    written = {"20": "40.00", "20 €": "40.00 €", "$2.5": "$5.00", "2,50EUR": "5.00EUR", " 0 ": "0.00"}
+    assert {text: Price.parse(text).times(2) for text in written} == written
+    for text in ("", "free", "1e9", "2.5.1", "20\x1b[31m", "-1€", "1" * 17):
+        with pytest.raises(ValueError, match="is not a price"):
+            Price.parse(text)
