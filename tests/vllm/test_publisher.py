@@ -15,8 +15,8 @@ from tests.vllm.subscriber import FEW, OWN_PROCESS, Subscriber, events_of, whole
 def test_the_publisher_names_an_engines_blocks_as_the_engine_does_and_outlives_it(model: str, short_dir: Path) -> None:
     path = f"{short_dir}/engine.events"
     with DaemonProcess(short_dir, *POOL) as daemon:
-        options = {**FEW, "kv_events_config": events_of(path)}
-        transfer = kvsidecar(daemon.wait_ready().socket, publisher=True, model_name="chat/tiny")
+        options = {**FEW, "kv_events_config": events_of(path), "served_model_name": "chat"}
+        transfer = kvsidecar(daemon.wait_ready().socket, publisher=True)
         with (
             PublisherProcess(short_dir, daemon.socket) as publisher,
             Router(publisher.path, None) as router,
@@ -29,7 +29,7 @@ def test_the_publisher_names_an_engines_blocks_as_the_engine_does_and_outlives_i
             engine.generate(first)
             chain = whole_blocks(first)
             eventually(lambda: chain <= set(router.cpu().values()), "the tokens are not those of the prompt")
-            assert router.topics == {"kv@n1@chat/tiny"}
+            assert router.topics == {"kv@n1@chat"}
 
             # They have the names that the engine has given them, which tells nothing of them itself.
             eventually(lambda: set(router.cpu().items()) & set(of_engine.gpu().items()))
