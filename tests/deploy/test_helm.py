@@ -42,7 +42,7 @@ EVERYTHING: dict[str, Manifest] = {
     "engine": {"engine": {"enabled": True, "args": ["--max-model-len", "8192"]}},
     "sidecar": {"mode": "sidecar"},
     "baseline": {"mode": "sidecar", "podSecurity": "baseline"},
-    "serve without pool": {"mode": "sidecar", "serveWithoutPool": True},
+    "wait for pool": {"mode": "sidecar", "waitForPool": True},
     "huge pages": {"pool": {"hugePages": {"enabled": True}}},
     "huge pages, sidecar": {"mode": "sidecar", "pool": {"hugePages": {"enabled": True, "size": "48Gi"}}},
     "no volume": {"pool": {"warmRestart": False}},
@@ -129,6 +129,15 @@ def base(path: str) -> Manifest:
 )
 def test_the_chart_renders_what_kustomize_has(values: Manifest, kind: str, path: str) -> None:
     assert plain(of_kind(render(values), kind)) == plain(base(path))
+
+
+def test_what_is_patched_by_the_component_that_waits_for_the_pool_is_rendered_too() -> None:
+    (patch,) = yaml.safe_load((kubernetes.HERE / "components/wait-for-pool/kustomization.yaml").read_text())["patches"]
+    (added,) = [each["value"] for each in yaml.safe_load(patch["patch"]) if each["op"] == "add"]
+    ((_, template),) = pods(render(EVERYTHING["wait for pool"]))
+    (daemon,) = daemons(template)
+    assert daemon["readinessProbe"] == added
+    assert render({"waitForPool": True}) == render(), "of the DaemonSet, whose updates wait for it anyway"
 
 
 def test_what_is_patched_by_the_component_of_the_disk_is_rendered_too() -> None:

@@ -38,6 +38,8 @@ from tests.deploy.support import ROOT
 from tests.harness import DaemonProcess, Gate, Rank, wait_until_ready
 from tests.support.pods import in_pod
 
+PROBES = ("startup", "readiness", "liveness")
+
 KUSTOMIZE = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
 needs_kustomize = pytest.mark.skipif(
     shutil.which(KUSTOMIZE[0]) is None, reason="neither kustomize nor kubectl is installed: overlays are not built"
@@ -104,10 +106,10 @@ def test_every_component_can_be_added(tmp_path: Path) -> None:
         if component == "disk-tier":
             ((daemon,),) = [daemons(template) for _, template in pods(manifests)]
             assert settings(daemon).disk_size
-        if component == "serve-without-pool":
+        if component == "wait-for-pool":
             ((daemon,),) = [daemons(template) for _, template in pods(manifests)]
-            assert "readinessProbe" not in daemon
-            assert "livenessProbe" in daemon
+            (of_node,) = [daemons(template)[0] for name, template in pods(bases()) if name == "kvsidecar"]
+            assert daemon["readinessProbe"] == of_node["readinessProbe"]
 
 
 # -- true of the daemon ----------------------------------------------------------------------------------------------
@@ -341,24 +343,27 @@ def test_the_pod_monitor_says_only_what_the_operator_knows() -> None:
     assert [error.message for error in validator.iter_errors(misspelt)] != []
 
 
-def test_the_probes_start_the_engine_while_the_pool_is_pinned(short_dir: Path, gate: Gate) -> None:
-    """Of every daemon: its startup and liveness probes pass while it pins and engines attach; readiness waits."""
-    probes = []
-    for template in daemon_templates(bases()):
-        (daemon,) = daemons(template)
-        paths = {kind: daemon[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
-        assert {daemon[f"{kind}Probe"]["httpGet"]["port"] for kind in paths} == {daemon["ports"][0]["name"]}
-        probes.append(paths)
+def test_no_engine_waits_for_the_pool_and_an_update_of_the_daemons_does(short_dir: Path, gate: Gate) -> None:
+    """Probes of a sidecar pass while it pins, and engines attach; of a pod of its own, the readiness probe waits."""
+    probes = {}
+    for name, template in pods(bases()):
+        for daemon in daemons(template):
+            asked = {kind: daemon[f"{kind}Probe"]["httpGet"] for kind in PROBES if f"{kind}Probe" in daemon}
+            assert {each["port"] for each in asked.values()} == {daemon["ports"][0]["name"]}
+            probes[name] = {kind: each["path"] for kind, each in asked.items()}
     flags = ("--pool-size", "1MiB", "--chunk-size", "128KiB", "--slab-size", "128KiB", "--huge-pages", "none")
     with DaemonProcess(short_dir, *flags, KVSIDECAR_FAILPOINTS=f"pool.pin_chunk={gate}") as process:
         gate.let_pass()
         process.wait_log("pinning")
         rank = Rank(process)
-        answers = [{kind: process.get(path)[0] for kind, path in paths.items()} for paths in probes]
+        answers = {name: {kind: process.get(path)[0] for kind, path in probes[name].items()} for name in probes}
         assert rank.client.readiness.state is State.PINNING
         gate.let_pass(7)
         wait_until_ready(rank.client)
-        later = [{kind: process.get(path)[0] for kind, path in paths.items()} for paths in probes]
+        later = {name: {kind: process.get(path)[0] for kind, path in probes[name].items()} for name in probes}
         rank.close()
-    assert answers == [{"startup": 200, "readiness": 503, "liveness": 200}] * 2
-    assert later == [{"startup": 200, "readiness": 200, "liveness": 200}] * 2
+    assert answers == {
+        "vllm": {"startup": 200, "liveness": 200},
+        "kvsidecar": {"startup": 200, "readiness": 503, "liveness": 200},
+    }
+    assert later == {name: dict.fromkeys(probes[name], 200) for name in probes}

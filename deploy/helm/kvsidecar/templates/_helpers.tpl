@@ -194,7 +194,7 @@ not reach into it. */ -}}
     periodSeconds: 2
     timeoutSeconds: 2
     failureThreshold: 60
-  {{- if not (and $sidecar .Values.serveWithoutPool) }}
+  {{- if or (not $sidecar) .Values.waitForPool }}
   # Ready: the pool is pinned.
   readinessProbe:
     httpGet:
