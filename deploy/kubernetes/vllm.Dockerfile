@@ -1,7 +1,9 @@
 # syntax=docker/dockerfile:1
 # vLLM's image with the connector in it:
-# docker build --tag vllm-kvsidecar:0.26.0 --file deploy/kubernetes/vllm.Dockerfile .
-ARG VLLM=vllm/vllm-openai:v0.26.0@sha256:ffb2d59b1c059a5bd8d781320c9f5189de8293693b7d95da54befddaa54abf52
+# docker build --tag vllm-kvsidecar:0.33.0 --file deploy/kubernetes/vllm.Dockerfile .
+# To pin it: --build-arg VLLM=vllm/vllm-openai:v0.33.0@sha256:..., with the digest that
+# `docker buildx imagetools inspect vllm/vllm-openai:v0.33.0` prints.
+ARG VLLM=vllm/vllm-openai:v0.33.0
 # hadolint ignore=DL3006
 FROM ${VLLM}
 # The client, with the connector: nothing of the daemon's dependencies.

@@ -579,6 +579,27 @@ def test_engines_of_the_production_stack_find_the_daemon() -> None:
     _an_engine(given, {each["name"]: each["value"] for each in model["env"]}, model["extraVolumes"], spec)
 
 
+def test_the_leader_of_a_set_serves_for_all_ranks(tmp_path: Path) -> None:
+    """By the command itself: told its start rank, vLLM takes the leader's for the only one that it serves."""
+    (lws,) = documents((EXAMPLES / "leader-worker-set.yaml").read_text())
+    (engine,) = lws["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
+    printer = tmp_path / "vllm"
+    printer.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    printer.chmod(0o755)
+    said = []
+    for rank in ("0", "1"):
+        group = {"LWS_WORKER_INDEX": rank, "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "leader"}
+        env = {**os.environ, **group, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        ran = subprocess.run([*engine["command"], *engine["args"]], env=env, capture_output=True, text=True, check=True)
+        said.append(ran.stdout.split("\0"))
+    leader, worker = said
+    assert not {"--headless", "--data-parallel-start-rank"} & set(leader)
+    (start,) = [place for place, word in enumerate(worker) if word == "--data-parallel-start-rank"]
+    assert worker[start + 1] == "1"
+    assert "--headless" in worker
+    assert json.loads(leader[leader.index("--kv-transfer-config") + 1]) == connector(engine["args"])
+
+
 def test_pods_of_a_leader_worker_set_find_the_daemon() -> None:
     (lws,) = documents((EXAMPLES / "leader-worker-set.yaml").read_text())
     template = lws["spec"]["leaderWorkerTemplate"]

@@ -241,7 +241,8 @@ def test_every_engine_gives_the_connector_options_that_it_has() -> None:
 
 
 def test_all_engines_hash_alike() -> None:
-    """vLLM 0.26, which the image has, begins its hashes with a random seed else: a restarted engine finds nothing."""
+    """vLLM 0.26, and a later one that is told to hash with xxhash, begin with a random seed: a restarted engine finds
+    nothing."""
     seeds = [
         {each["name"]: each["value"] for each in container["env"]}.get("PYTHONHASHSEED")
         for _, template in pods(all_built())
@@ -250,6 +251,27 @@ def test_all_engines_hash_alike() -> None:
     ]
     assert len(seeds) >= 2
     assert set(seeds) == {"0"}
+
+
+def test_every_image_and_command_has_the_vllm_that_the_tests_have() -> None:
+    """An earlier one refuses models with several KV cache groups. The version is that of tests/vllm/newest.txt."""
+    (tested,) = re.findall(r"^vllm==(\S+)$", (ROOT / "tests/vllm/newest.txt").read_text(), re.MULTILINE)
+    of_name = r"(?:vllm-kvsidecar|vllm-openai)(?::v?|\n *(?:newTag|tag): )(\d\S*)"
+    files = [
+        *(each for each in (ROOT / "deploy").rglob("*") if each.suffix in (".yaml", ".Dockerfile", ".md")),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+    ]
+    found = {}
+    for each in files:
+        text = re.sub(r"^ *#(?! docker build).*\n", "", each.read_text(), flags=re.MULTILINE)
+        found[str(each.relative_to(ROOT))] = set(re.findall(rf"{of_name}|\bvllm==(\S+)", text))
+    named = {name: {said for pair in pairs for said in pair if said} for name, pairs in found.items() if pairs}
+    assert {name: said for name, said in named.items() if said != {tested}} == {}
+    overlays_named = {f"deploy/kubernetes/overlays/{each}/kustomization.yaml" for each in ("engine", "sidecar")}
+    examples = {f"deploy/helm/examples/{each}.yaml" for each in ("leader-worker-set", "production-stack")}
+    others = {"deploy/kubernetes/vllm.Dockerfile", "deploy/helm/kvsidecar/values.yaml", "deploy/kubernetes/README.md"}
+    assert {*overlays_named, *examples, *others, "docs/tutorial.md"} <= named.keys()
 
 
 def test_what_containers_share_is_said_in_one_place() -> None:
