@@ -288,6 +288,9 @@ def test_what_containers_share_is_said_in_one_place() -> None:
     (node,) = [template["spec"] for name, template in pods(bases()) if name == "kvsidecar"]
     assert node["hostPID"] is True
     assert not any(template["spec"].get("hostIPC") for _, template in pods(bases()))
+    compose = (ROOT / "examples" / "compose.yaml").read_text()
+    assert re.findall(r"\bipc\b", compose) == []
+    assert "pid: host" in compose
 
 
 @pytest.mark.parametrize(
