@@ -65,6 +65,7 @@ EVERYTHING: dict[str, Manifest] = {
         "extraEnv": [{"name": "KVSIDECAR_LOG_FORMAT", "value": "json"}], "affinity": {"nodeAffinity": {}},
     },
     "monitoring": ALL_MONITORING,
+    "account": {"serviceAccount": {"create": True}, "fullnameOverride": "cache", "resources": {"requests": {"cpu": 1}}},
     "publisher": {"publisher": {"enabled": True}},
     "host pool": {"pool": {"hostPath": "/dev/shm/kvsidecar"}},
     "host pool in huge pages": {
@@ -239,6 +240,14 @@ def test_without_being_told_all_pods_run_on_nodes_with_gpus_and_tolerate_their_t
             assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.present": "true"}, name
 
 
+ANOTHER = {
+    "pool_size": "1MiB", "socket_mode": "0600", "drain_timeout": "1.5", "huge_pages": "none", "disk_size": "5GiB",
+    "shared_size": "6GiB", "cluster_master": "another:1", "policy": "[]", "share": "[]", "log_level": "error",
+    "log_format": "text",
+}  # fmt: skip
+"""A value of each setting that the chart sets itself, and that it would not set."""
+
+
 def variables(values: Manifest) -> list[tuple[str, str]]:
     ((_, template),) = pods(render(values))
     (daemon,) = daemons(template)
@@ -257,8 +266,8 @@ def variables(values: Manifest) -> list[tuple[str, str]]:
 def test_each_variable_is_there_once_and_the_nearest_word_wins(mode: str, name: str) -> None:
     values = {key: each for key, each in EVERYTHING[name].items() if key not in ("engine", "podSecurity")}
     usual = dict(variables({**values, "mode": mode}))
-    own = {variable.removeprefix("KVSIDECAR_").lower(): f"of {variable}" for variable in usual}
-    own = {option: text for option, text in own.items() if not option.endswith("_dir")}
+    options = [variable.removeprefix("KVSIDECAR_").lower() for variable in usual]
+    own = {option: ANOTHER[option] for option in options if not option.endswith("_dir")}
     found = variables({**values, "mode": mode, "settings": own})
     assert len(found) == len(dict(found)) == len(usual)
     beyond = {each["name"]: each["value"] for each in values.get("extraEnv", ())}
@@ -380,7 +389,25 @@ def test_the_profile_baseline_asks_for_nothing_that_baseline_refuses() -> None:
         ({"mode": "deployment"}, "mode"),
         ({"pool": {"sizes": "80%"}}, "sizes"),
         ({"settings": {"log_levle": "debug"}}, "log_levle"),
-        ({"settings": {"drain_timeout": 20}}, "drain_timeout"),
+        ({"settings": {"drain_timeout": "soon"}}, "drain_timeout"),
+        ({"settings": {"drain_timeout": -1}}, "drain_timeout"),
+        ({"settings": {"eviction": "lfu"}}, "'lru', 'rhythm'"),
+        ({"settings": {"socket_mode": 432}}, "'0600', '0660'"),  # what YAML makes of 0660
+        ({"settings": {"http_page": "sometimes"}}, "http_page"),
+        ({"settings": {"disk_size": "64"}}, "disk_size"),
+        ({"settings": {"slab_size": 64}}, "slab_size"),
+        ({"settings": {"store_chunk": "4 megs"}}, "store_chunk"),
+        ({"pool": {"size": "64"}}, "/pool/size"),
+        ({"pool": {"size": 64}}, "/pool/size"),
+        ({"pool": {"memory": "64GB"}}, "Ki|Mi|Gi|Ti|M|G|T"),
+        ({"pool": {"memory": "64"}}, "/pool/memory"),
+        ({"pool": {"hugePages": {"size": "64GiB"}}}, "/pool/hugePages/size"),
+        ({"pool": {"cpu": "four"}}, "/pool/cpu"),
+        ({"tiers": {"disk": {"size": "1 TB"}}}, "/tiers/disk/size"),
+        ({"engine": {"memory": "64GB"}}, "/engine/memory"),
+        ({"fullnameOverride": "KV"}, "fullnameOverride"),
+        ({"resources": {"limits": {"memory": "64Gi"}}}, "resources.limits.memory: the pool is made to fit"),
+        ({"resources": {"memory": "64Gi"}}, "/resources"),
         ({"settings": {"pool_dir": "/pool"}}, "settings.pool_dir: the chart mounts"),
         ({"pool": {"hostPath": "/dev/shm/kv"}, "mode": "sidecar"}, "pool.hostPath is for mode=daemonset"),
         ({"pool": {"hostPath": "/dev/shm/kv", "warmRestart": False}}, "pool.warmRestart=false does not"),
@@ -390,6 +417,77 @@ def test_the_profile_baseline_asks_for_nothing_that_baseline_refuses() -> None:
 def test_what_cannot_work_is_refused_in_words(values: Manifest, said: str) -> None:
     with pytest.raises(helm.HelmError, match=re.escape(said)):
         render(values)
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "value"),
+    [
+        ("settings.drain_timeout=30", "KVSIDECAR_DRAIN_TIMEOUT", "30"),
+        ("settings.drain_timeout=2.5", "KVSIDECAR_DRAIN_TIMEOUT", "2.5"),
+        ("settings.http_port=9999", "KVSIDECAR_HTTP_PORT", "9999"),
+        ("settings.devices=0", "KVSIDECAR_DEVICES", "0"),
+        ("settings.store_chunk=1048576", "KVSIDECAR_STORE_CHUNK", "1048576"),
+        ("settings.store_chunk=off", "KVSIDECAR_STORE_CHUNK", "off"),
+        ("settings.zero_freed=true", "KVSIDECAR_ZERO_FREED", "true"),
+        ("settings.zero_freed=on", "KVSIDECAR_ZERO_FREED", "on"),
+        ("settings.eviction=rhythm", "KVSIDECAR_EVICTION", "rhythm"),
+        ("settings.socket_mode=0600", "KVSIDECAR_SOCKET_MODE", "0600"),
+        ("pool.size=64GB", "KVSIDECAR_POOL_SIZE", "64GB"),
+        ("pool.size=75.5%", "KVSIDECAR_POOL_SIZE", "75.5%"),
+    ],
+)
+def test_what_set_sends_and_the_daemon_takes_reaches_it(given: str, variable: str, value: str) -> None:
+    values = helm.parse_set_string(given)
+    ((_, template),) = pods(render(values))
+    (daemon,) = daemons(template)
+    settings(daemon)
+    assert (variable, value) in variables(values)
+
+
+def test_numbers_of_a_file_are_written_as_they_are_read() -> None:
+    values = yaml.safe_load("settings: {store_chunk: 4194304, stuck_after: 1000000, light_sleep: 0.002}")
+    found = dict(variables(values))
+    assert [found[f"KVSIDECAR_{name.upper()}"] for name in values["settings"]] == ["4194304", "1000000", "0.002"]
+    ((_, template),) = pods(render({"image": {"tag": 20261129}}))
+    assert daemons(template)[0]["image"].endswith(":20261129")
+
+
+@pytest.mark.parametrize("cpu", ["2", "500m", 2, 0.5])
+def test_requests_and_limits_are_those_that_are_given(cpu: Any) -> None:
+    engine = {"enabled": True, "cpu": cpu, "gpus": 2, "resources": {"limits": {"ephemeral-storage": "1Gi"}}}
+    values = {
+        "pool": {"cpu": cpu}, "engine": engine, "resources": {"requests": {"cpu": "100m"}},
+        "publisher": {"enabled": True, "cpu": cpu, "resources": {"limits": {"memory": "2Gi"}}},
+    }  # fmt: skip
+    made = render(values)
+    for manifest in made:
+        validate(manifest, latest())
+    found = {each["name"]: each["resources"] for _, template in pods(made) for each in template["spec"]["containers"]}
+    of_engine = {"cpu": str(cpu), "memory": "64Gi", "nvidia.com/gpu": "2"}
+    assert found == {
+        "kvsidecar": {
+            "requests": {"cpu": "100m", "memory": "256Gi"}, "limits": {"cpu": str(cpu), "memory": "256Gi"},
+        },
+        "publisher": {"requests": {"cpu": str(cpu), "memory": "1Gi"}, "limits": {"cpu": str(cpu), "memory": "2Gi"}},
+        "vllm": {"requests": of_engine, "limits": {**of_engine, "ephemeral-storage": "1Gi"}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_a_name_and_an_account_of_ones_own(mode: str) -> None:
+    values = {"mode": mode, "fullnameOverride": "cache", "engine": {"enabled": True}, **ALL_MONITORING}
+    made = render({**values, "serviceAccount": {"create": True, "annotations": {"a": "b"}}}, release="other")
+    assert {each["metadata"]["name"] for each in made} == {"cache", "cache-vllm", "cache-dashboard"}
+    account = of_kind(made, "ServiceAccount")
+    assert account["metadata"]["name"] == "cache"
+    assert account["metadata"]["annotations"] == {"a": "b"}
+    for create, name, wanted in ((True, "mine", "mine"), (False, "mine", "mine"), (False, "", None)):
+        made = render({**values, "serviceAccount": {"create": create, "name": name}})
+        assert [each["metadata"]["name"] for each in made if each["kind"] == "ServiceAccount"] == ["mine"] * create
+        for _, template in pods(made):
+            account_of = wanted if daemons(template) else None
+            assert template["spec"].get("serviceAccountName") == account_of
+            assert template["spec"]["automountServiceAccountToken"] is False
 
 
 def test_the_chart_is_well_formed() -> None:

@@ -11,12 +11,21 @@ app.kubernetes.io/name: {{ .name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 {{- end }}
 
+{{- define "kvsidecar.name" -}}
+{{ .Values.fullnameOverride | default .Release.Name }}
+{{- end }}
+
 {{- define "kvsidecar.engine" -}}
-{{ .Release.Name }}-vllm
+{{ include "kvsidecar.name" . }}-vllm
+{{- end }}
+
+{{- /* A text or number as it was written: Helm reads numbers of files as floats, and would write 1e+06 for a million. */ -}}
+{{- define "kvsidecar.text" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
 {{- end }}
 
 {{- define "kvsidecar.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}:{{ include "kvsidecar.text" (.Values.image.tag | default .Chart.AppVersion) }}
 {{- end }}
 
 {{- define "kvsidecar.memory" -}}
@@ -32,6 +41,30 @@ cpu: {{ .Values.pool.cpu | quote }}
 memory: {{ include "kvsidecar.memory" . }}
 {{- if .Values.pool.hugePages.enabled }}
 hugepages-2Mi: {{ .Values.pool.hugePages.size }}
+{{- end }}
+{{- end }}
+
+{{- /* `amounts` as requests and limits, and what is `given` over them. */ -}}
+{{- define "kvsidecar.resources" -}}
+{{- range list "requests" "limits" }}
+{{ . }}: {{- toYaml (mergeOverwrite (fromYaml $.amounts) (index $.given . | default dict)) | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "kvsidecar.daemonResources" -}}
+{{- range $kind, $given := .Values.resources }}
+{{- range list "memory" "hugepages-2Mi" }}
+{{- if hasKey $given . }}
+{{- fail (printf "resources.%s.%s: the pool is made to fit, so set pool.memory, or pool.hugePages" $kind .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- include "kvsidecar.resources" (dict "amounts" (include "kvsidecar.amounts" .) "given" .Values.resources) | trim }}
+{{- end }}
+
+{{- define "kvsidecar.serviceAccount" -}}
+{{- if .Values.serviceAccount.create }}{{ .Values.serviceAccount.name | default (include "kvsidecar.name" .) }}
+{{- else }}{{ .Values.serviceAccount.name }}
 {{- end }}
 {{- end }}
 
@@ -58,6 +91,9 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- /* Beside it, what those with a daemon have. */ -}}
 {{- define "kvsidecar.pod" -}}
 {{- include "kvsidecar.anyPod" . }}
+{{- with include "kvsidecar.serviceAccount" . }}
+serviceAccountName: {{ . }}
+{{- end }}
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
@@ -164,7 +200,7 @@ not reach into it. */ -}}
 {{- end }}
 {{- range $name, $value := $env }}
 - name: {{ $name }}
-  value: {{ $value | quote }}
+  value: {{ include "kvsidecar.text" $value | quote }}
 {{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
@@ -185,7 +221,7 @@ not reach into it. */ -}}
   env: {{- include "kvsidecar.environment" . | trim | nindent 4 }}
   ports:
     - name: kvsidecar-http
-      containerPort: {{ .Values.settings.http_port | default 9464 }}
+      containerPort: {{ include "kvsidecar.text" (.Values.settings.http_port | default 9464) }}
   # HTTP listens after RPC does: from here on engines can attach.
   startupProbe:
     httpGet:
@@ -214,8 +250,7 @@ not reach into it. */ -}}
     failureThreshold: 3
   resources:
     # Requests equal limits: the pod is Guaranteed, and the pool is not what the kernel kills first.
-    requests: {{- include "kvsidecar.amounts" . | nindent 6 }}
-    limits: {{- include "kvsidecar.amounts" . | nindent 6 }}
+    {{- include "kvsidecar.daemonResources" . | nindent 4 }}
     {{- with .Values.gpus.resourceClaims }}
     claims:
       {{- range . }}
@@ -307,7 +342,7 @@ not reach into it. */ -}}
 
 {{- define "kvsidecar.vllm" -}}
 - name: vllm
-  image: {{ .Values.engine.image.repository }}:{{ .Values.engine.image.tag }}
+  image: {{ .Values.engine.image.repository }}:{{ include "kvsidecar.text" .Values.engine.image.tag }}
   command:
     - vllm
     - serve
@@ -351,11 +386,8 @@ not reach into it. */ -}}
       port: http
     periodSeconds: 5
   resources:
-    requests: &amounts
-      cpu: {{ .Values.engine.cpu | quote }}
-      memory: {{ .Values.engine.memory }}
-      nvidia.com/gpu: {{ .Values.engine.gpus | quote }}
-    limits: *amounts
+    {{- $amounts := dict "cpu" (toString .Values.engine.cpu) "memory" .Values.engine.memory "nvidia.com/gpu" (toString .Values.engine.gpus) }}
+    {{- include "kvsidecar.resources" (dict "amounts" (toYaml $amounts) "given" .Values.engine.resources) | trim | nindent 4 }}
   volumeMounts:
     # The directory, not the socket: a daemon that restarts makes a new socket.
     - name: socket
