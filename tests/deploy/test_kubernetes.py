@@ -76,6 +76,9 @@ def test_every_overlay_builds_into_valid_manifests(overlay: Path) -> None:
     manifests = build(overlay)
     assert manifests
     assert dangling(manifests) == []
+    groups = {each["apiVersion"].partition("/")[0] for each in manifests}
+    foreign = [each for each in groups if "." in each and not each.endswith(".k8s.io")]
+    assert foreign == [], "a plain cluster does not know their kinds"
     for manifest in manifests:
         validate(manifest, FIRST_VERSION)
         validate(manifest, latest())
@@ -113,6 +116,13 @@ def test_every_component_can_be_added(tmp_path: Path) -> None:
 
 
 # -- true of the daemon ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_every_component() -> None:
+    page = (HERE / "README.md").read_text()
+    table = page.partition("| Component |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\|([^|]+)\|", table, re.MULTILINE)))
+    assert sorted(named) == sorted(path.name for path in (HERE / "components").iterdir())
 
 
 def test_the_settings_of_every_daemon_are_settings() -> None:
