@@ -7,6 +7,9 @@ try:
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("kvsidecar."):
         raise
-    raise SystemExit("kvsidecar-client has no commands, only what engines import: install kvsidecar for them") from None
+    raise SystemExit(
+        "kvsidecar-client has no commands, only what engines import: "
+        "the distribution kvsidecar, from where this one is, has them"
+    ) from None
 
 main(prog_name="kvsidecar")

@@ -23,6 +23,7 @@ from kvsidecar.cli.common import (
     socket_option,
 )
 from kvsidecar.daemon.setting_sources import SECTIONS, click_options
+from kvsidecar.support import extras
 
 
 def _serve(check: bool, **flags: str | None) -> None:
@@ -216,7 +217,7 @@ def publish(log_format: str, node: str | None, **given: Any) -> None:
     except AddressUnavailable as error:
         fail(str(error), EXIT_AGAIN)
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is not installed: pip install 'kvsidecar[events]'", EXIT_UNAVAILABLE)
+        fail(f"{error.name} is not installed: {extras.install('events')}", EXIT_UNAVAILABLE)
 
 
 @click.command()

@@ -30,7 +30,7 @@ from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable, PoolRefused
-from kvsidecar.support import failpoints, kernel_calls, log, protobuf_trim, terminal
+from kvsidecar.support import extras, failpoints, kernel_calls, log, protobuf_trim, terminal
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.supervised_child import Given, Launched, launch
 from kvsidecar.support.threads import WORKERS, check_room, started_pool
@@ -268,8 +268,8 @@ def tracing_of(settings: Settings) -> Callable[[Metrics], Tracing] | None:
     try:
         from kvsidecar.daemon.tracing import Tracing
     except ModuleNotFoundError as error:
-        wanted = f"tracing={settings.tracing} needs kvsidecar[tracing]: pip install 'kvsidecar[tracing]'"
-        raise ConfigError(f"{wanted} ({error})") from error
+        needs = f"tracing={settings.tracing} needs what the extra tracing brings"
+        raise ConfigError(f"{needs}: {extras.install('tracing')} ({error})") from error
     return Tracing
 
 

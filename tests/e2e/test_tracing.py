@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as col
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from kvsidecar.client import Blocks, JobDone, Outcome
+from kvsidecar.support import extras
 from tests.harness import NAMESPACE, SECONDS, SHARD_BYTES, DaemonProcess, Rank, done, environment, eventually, hashes
 from tests.marks import both_protocols
 
@@ -292,7 +293,7 @@ def test_without_the_extra_the_start_stops_with_one_sentence(tmp_path: Path) -> 
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
     said = refused(tmp_path, PYTHONPATH=path)
     assert said == (
-        "kvsidecar: tracing=otlp needs kvsidecar[tracing]: pip install 'kvsidecar[tracing]' "
+        f"kvsidecar: tracing=otlp needs what the extra tracing brings: {extras.install('tracing')} "
         "(No module named 'opentelemetry')"
     )
 

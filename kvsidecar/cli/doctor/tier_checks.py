@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from kvsidecar.cli.doctor.facts import DiskTier, Facts
 from kvsidecar.cli.doctor.findings import Result, Verdict
+from kvsidecar.support import extras
 from kvsidecar.support.units import format_rate, format_size
 
 _OK, _WARNING, _, _NOT_CHECKED = Verdict
@@ -92,7 +93,7 @@ def cluster(facts: Facts) -> Iterable[Result]:
         yield _OK, "no cluster behind the pool: --cluster-master is not set"
         return
     if not tier.package:
-        yield _WARNING, "Mooncake's client is not installed", "Run pip install 'kvsidecar[mooncake]'."
+        yield _WARNING, "Mooncake's client is not installed", f"Run {extras.install('mooncake')}."
     elif tier.problem:
         fix = "Install libibverbs, libnuma and libcurl (Debian: apt install libibverbs1 libnuma1 libcurl4)."
         yield _WARNING, f"Mooncake's client {tier.package} cannot be loaded: {tier.problem}", fix

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from kvsidecar.errors import TierFailed
-from kvsidecar.support import log
+from kvsidecar.support import extras, log
 from kvsidecar.tiers.backend import Backend, BackendStats, ReadEnd, ShardSpace, WriteEnd, namespace_digest
 from kvsidecar.tiers.shard_bytes import TRAILER_BYTES, checksum_of, trailer_of
 from kvsidecar.types import Namespace
@@ -226,8 +226,8 @@ def _library() -> tuple[Any, Any, Any]:
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig, SoftPinAction
     except ImportError as error:
         raise TierFailed(
-            "the cluster tier needs kvsidecar[mooncake] and libibverbs, libnuma and libcurl: "
-            f"pip install 'kvsidecar[mooncake]' ({error})"
+            "the cluster tier needs Mooncake's client, and libibverbs, libnuma and libcurl: "
+            f"{extras.install('mooncake')} ({error})"
         ) from error
     return MooncakeDistributedStore, ReplicateConfig, SoftPinAction
 
