@@ -60,10 +60,10 @@ GROUPS = {
         "log_",
     ),
     "Pool and blocks": ("pool_", "blocks", "leases", "evicted_", "expired_"),
-    "The hit rate": ("prompt_tokens_", "lookup_"),
+    "The hit rate": ("prompt_tokens_", "loaded_tokens", "lookup_blocks"),
     "Shares": ("share_",),
     "Models and devices": ("model_", "device_"),
-    "Jobs and copies": ("jobs", "copied_", "copy_", "queue_", "oldest_"),
+    "Lookups, jobs and copies": ("lookup_", "job_", "jobs", "copied_", "copy_", "queue_", "oldest_"),
     "Slower tiers": ("tier_",),
     "Refusals": ("refusals",),
 }

@@ -331,13 +331,15 @@ class JobRunner:
         session.remove(job)
         self._keep_awake_for(session, job)
         self._count(job.direction, result)
+        now = self.clock()
         if result.nbytes:
+            self.metrics.job_seconds[job.direction].observe(now - job.taken)
             session.copied_bytes[job.direction] += result.nbytes
             self.metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
             self.metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)
             if job.direction is Direction.LOAD and session.registration.rank == 0:
                 self.metrics.loaded_tokens.inc(_tokens(job.parts, session.registration.namespace.block_size))
-        job.end(result, self.clock())
+        job.end(result, now)
         if self.on_ended is not None:
             # The client is answered in this iteration of the loop, and need not wait for the record.
             asyncio.get_running_loop().call_soon(self.on_ended, session, job)

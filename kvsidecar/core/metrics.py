@@ -19,6 +19,7 @@ from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core import metric_families
 from kvsidecar.core.labelled_counts import DeviceCounts, ModelCounts
+from kvsidecar.core.metric_families import Durations
 from kvsidecar.core.process_metrics import ProcessMetrics
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.share_metrics import share_metrics
@@ -32,6 +33,11 @@ COPY_SECONDS_BUCKETS = (
     *(12.8e-3, 25.6e-3, 51.2e-3, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0),
 )
 """A 2 MiB block takes 40 us at the limit of PCIe 5 x16 (55 GB/s), a gigabyte 20 ms."""
+
+LOOKUP_SECONDS_BUCKETS = (100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 10e-3, 50e-3, 0.25, 1.0)
+"""A lookup takes 0.1 to 0.3 ms, and engines wait for none longer than some milliseconds."""
+
+JOB_SECONDS_BUCKETS = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 COPY_BYTES_BUCKETS = tuple(float(4**k) for k in range(7, 18))
 """16 KiB to 16 GiB."""
@@ -219,6 +225,8 @@ class Metrics:
             "Delay between the time a timer was due and the time the event loop ran it.",
             buckets=(1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0),
         )
+        self.lookup_seconds = Durations(LOOKUP_SECONDS_BUCKETS)
+        self.job_seconds = {direction: Durations(JOB_SECONDS_BUCKETS) for direction in Direction}
         self.models, self.devices = ModelCounts(), DeviceCounts()
         # No alert can be set on a series that appears with its first event: create them all at zero.
         for reason in Refusal:
@@ -300,6 +308,19 @@ class Metrics:
             "build_info", "Always 1.", ["version", "backend"], {(__version__, self._backend): 1}
         )
         yield metric_families.lost_log_lines("log_lines_lost")
+        yield metric_families.histogram(
+            "lookup_seconds",
+            "Time from the arrival of a lookup at the daemon to its answer, including the wait for its turn.",
+            (),
+            [((), self.lookup_seconds)],
+        )
+        yield metric_families.histogram(
+            "job_seconds",
+            "Time from the arrival of a job that moved bytes to its answer: kvsidecar_copy_seconds, "
+            "kvsidecar_queue_seconds, and what the daemon decides before and after.",
+            ["direction"],
+            [([direction.value], durations) for direction, durations in self.job_seconds.items()],
+        )
         if self._gauges is None:
             return
         now = self._gauges()

@@ -287,6 +287,11 @@ class Handler:
                 hits.held = convert.bitmap_to(group.held)
         return reply
 
+    def answered(self, request: pb.LookupRequest, arrived: float) -> None:
+        """A lookup was answered that arrived then, by the clock of `user_time`. (A report looks nothing up.)"""
+        if not (request.needed_tokens or request.loaded_tokens):
+            self.metrics.lookup_seconds.observe(self.user_time.clock() - arrived)
+
     def release(self, request: pb.ReleaseRequest, caller: Caller) -> pb.ReleaseReply:
         self._identify(caller)
         mine = self.instances.may_use_lease(request.lease, caller.uid)

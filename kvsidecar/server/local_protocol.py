@@ -91,6 +91,8 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._state = State.READING
         self._transport: asyncio.Transport
         self._frames = FrameReader()
+        self._arrived = 0.0
+        """When the end of the message arrived that is taken next, or what waits before it."""
         self._partial: PartialMessage | None = None
         """The message that has partially arrived."""
         self._refused: KVSidecarError
@@ -150,6 +152,8 @@ class LocalConnection(asyncio.Protocol, Attachment):
                 self._refuse(LimitExceeded(f"{error}: read replies while sending"))
 
     def data_received(self, data: bytes) -> None:
+        if self._state is State.READING or not self._frames.buffered:
+            self._arrived = self._handler.user_time.clock()
         if self._state in _LIVE:
             self._frames.feed(data)
         if self._state is State.READING:
@@ -244,6 +248,8 @@ class LocalConnection(asyncio.Protocol, Attachment):
             _caused.error("a request failed unexpectedly", request=kind, error=str(error), exc_info=error)
             reply.error.CopyFrom(_error(KVSidecarError(INTERNAL)))
         self._write(reply)
+        if kind == "lookup" and not reply.HasField("error"):
+            self._handler.answered(request.lookup, self._arrived)
 
     def _take_turn(self, message: pb.AttachRequest, nbytes: int) -> None:
         """Handle a message of the Attach stream, or hold it until its turn has come."""

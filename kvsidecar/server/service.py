@@ -81,12 +81,16 @@ class Service(pb_grpc.SidecarServicer):
         def lookup() -> pb.LookupReply:
             return self._handler.lookup(request, self._caller(request, context))
 
+        arrived = self._handler.user_time.clock()
         try:
             if sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES:
-                return await self._large_lookups.run(self._user(request, context), lookup)
-            return lookup()
+                reply = await self._large_lookups.run(self._user(request, context), lookup)
+            else:
+                reply = lookup()
         except KVSidecarError as error:
             await self._refuse(context, error)
+        self._handler.answered(request, arrived)
+        return reply
 
     async def Store(self, request: pb.StoreRequest, context: Context) -> pb.JobDone:  # noqa: N802
         return await self._job(request, request.store, Direction.STORE, context)

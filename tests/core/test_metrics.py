@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvsidecar.cache.stats import CacheStats
-from kvsidecar.core.metrics import Gauges, Metrics
+from kvsidecar.core.metrics import LOOKUP_SECONDS_BUCKETS, Gauges, Metrics
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Direction, Readiness, State
 
@@ -78,6 +79,29 @@ def test_copy_seconds_resolve_a_single_block() -> None:
     metrics.copy_seconds.labels("load").observe(45e-6)
     samples = scrape(metrics)
     assert samples["kvsidecar_copy_seconds_bucket", (("direction", "load"), ("le", "5e-05"))] == 1
+
+
+def test_a_lookup_is_counted_in_the_buckets_that_it_fits() -> None:
+    metrics = Metrics("host")
+    before, *bounds = (0.0, *LOOKUP_SECONDS_BUCKETS)
+    for bound in bounds:
+        metrics.lookup_seconds.observe((before + bound) / 2)
+        before = bound
+    metrics.lookup_seconds.observe(bounds[0])  # a bound belongs to its bucket
+    metrics.lookup_seconds.observe(2 * bounds[-1])
+    samples = scrape(metrics)
+    found = [samples["kvsidecar_lookup_seconds_bucket", (("le", str(bound)),)] for bound in (*bounds, "+Inf")]
+    assert found == [*range(2, len(bounds) + 2), len(bounds) + 2]
+    assert samples["kvsidecar_lookup_seconds_count", ()] == len(bounds) + 2
+    wanted = sum(map(sum, zip((0.0, *bounds[:-1]), bounds, strict=True))) / 2 + bounds[0] + 2 * bounds[-1]
+    assert samples["kvsidecar_lookup_seconds_sum", ()] == pytest.approx(wanted)
+    assert samples["kvsidecar_job_seconds_count", (("direction", "load"),)] == 0
+
+
+def test_no_series_says_when_another_was_created() -> None:
+    names = {name for name, _ in scrape(Metrics("host"))}
+    assert {"kvsidecar_jobs_total", "kvsidecar_copy_seconds_bucket"} <= names
+    assert [name for name in names if name.endswith("_created")] == []
 
 
 def test_refusal_counts_list_what_happened_only() -> None:

@@ -20,6 +20,9 @@ from tests.harness import DaemonProcess, Rank, eventually
 
 DASHBOARD = DEPLOY / "grafana" / "kvsidecar.json"
 
+NUMBERS = {"$link": "55e9", "$prefill": "8000", "$price": "2.5"}
+"""Variables of the dashboard for which a user gives a number."""
+
 NOT_ON_A_PANEL = {
     "kvsidecar_ready": "the state says it",
     "kvsidecar_copy_size_bytes": "for a question that a panel raises",
@@ -94,7 +97,9 @@ def panel_expressions() -> Iterator[tuple[str, str]]:
     """(title, PromQL) of every query, with Grafana's variables replaced as Grafana does."""
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
-            text = target["expr"].replace("$__rate_interval", "5m").replace("$link", "55e9")
+            text = target["expr"].replace("$__rate_interval", "5m")
+            for name, value in NUMBERS.items():
+                text = text.replace(name, value)
             yield panel["title"], re.sub(r'=~"\$\w+"', '=~".*"', text)
 
 

@@ -100,6 +100,26 @@ def test_a_lookup_by_prefix_stops_at_the_first_miss_and_a_bitmap_does_not(daemon
     rank.close()
 
 
+def test_each_lookup_and_each_job_that_moved_bytes_is_in_the_histogram_of_its_seconds(daemon: DaemonProcess) -> None:
+    def measured(of: str) -> list[float]:
+        jobs = [f'kvsidecar_job_seconds_{of}{{direction="{direction}"}}' for direction in ("store", "load")]
+        return [daemon.metric(name) for name in (f"kvsidecar_lookup_seconds_{of}", *jobs)]
+
+    rank = Rank(daemon)
+    counted, passed = measured("count"), measured("sum")
+    reported = daemon.metric("kvsidecar_prompt_tokens_needed_total")
+    done(rank.store("a", "b"))
+    done(rank.store("a"))  # moves nothing
+    done(rank.load("a", at=[3]))
+    for _ in range(3):
+        assert rank.client.lookup(NAMESPACE, {0: hashes("a", "b")}).groups[0].hits == 2
+    rank.client.report_prompts_nowait(NAMESPACE, needed_tokens=16, loaded_tokens=16)
+    eventually(lambda: daemon.metric("kvsidecar_prompt_tokens_needed_total") > reported)
+    assert [now - before for now, before in zip(measured("count"), counted, strict=True)] == [3, 1, 1]
+    assert all(now > before for now, before in zip(measured("sum"), passed, strict=True))
+    rank.close()
+
+
 def capacity(daemon: DaemonProcess) -> int:
     """How many of the harness's shards fit the pool of 1 MiB."""
     return (1 << 20) // SHARD_BYTES

@@ -76,6 +76,7 @@ class Handler:
         self.clock = Clock()
         self.user_time = UserTime(self.clock, REQUESTS)
         self.taken: list[int] = []
+        self.lookup_seconds: list[float] = []
         self.steps = Steps(LoopTime(lambda: 0.0, 0.0))  # one per iteration
         self.steps.called()
         self.ended = False
@@ -86,6 +87,9 @@ class Handler:
 
     def count_refusal(self, _error: Exception) -> None:
         """It counts nothing."""
+
+    def answered(self, _request: Any, arrived: float) -> None:
+        self.lookup_seconds.append(self.clock.now - arrived)
 
     async def register(self, _first: Any) -> Any:
         return await self.registered
@@ -199,6 +203,36 @@ async def test_a_flood_lets_others_have_their_turn() -> None:
         await asyncio.sleep(0)
     assert turns == [REQUESTS, 2 * REQUESTS, 3 * REQUESTS]
     assert transport.reading
+
+
+async def test_a_lookup_has_taken_from_its_arrival_on_also_while_it_waited_for_its_turn() -> None:
+    connection, transport, handler = made()
+    handler.clock.now += 1000
+    first, second = framed(*map(lookup, range(REQUESTS + 2))), framed(lookup(REQUESTS + 2))
+    connection.data_received(first[:5])
+    handler.clock.now += 1000  # a client that is slow to send takes the daemon no time
+    connection.data_received(first[5:])
+    assert len(transport.replies) == REQUESTS
+    handler.clock.now += 100  # others have their turn
+    await asyncio.sleep(0)
+    assert handler.lookup_seconds == [*range(1, REQUESTS + 1), REQUESTS + 101, REQUESTS + 102]
+    handler.clock.now += 1000
+    connection.data_received(second)
+    assert handler.lookup_seconds[-1] == 1
+
+
+async def test_what_arrives_while_a_job_waits_has_taken_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, _, handler = made()
+    await attached(connection, handler)
+    monkeypatch.setattr(handler.steps, "may_begin", lambda: False)
+    connection.data_received(framed(store(1)))
+    handler.clock.now += 10
+    connection.data_received(framed(lookup(1)))
+    handler.clock.now += 5
+    connection.data_received(framed(lookup(2)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert handler.lookup_seconds == [6, 7]
 
 
 async def test_a_flood_over_many_connections_lets_another_user_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
