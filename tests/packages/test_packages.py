@@ -269,6 +269,16 @@ def test_a_change_of_the_release_is_in_the_changelog() -> None:
     assert [int(part) for part in fallback] == [*newest[:2], newest[2] + 1]
 
 
+def test_what_is_not_released_yet_is_told_by_its_kind() -> None:
+    """All of it in sections, so that who updates finds what changes for them among what is mended."""
+    text = (ROOT / "CHANGELOG.md").read_text().partition("## Unreleased\n\n")[2].partition("\n## ")[0]
+    before, *sections = re.split(r"^### (\w+)\n\n", text, flags=re.MULTILINE)
+    assert before == "", "a line goes under Added, Changed, Fixed or Security"
+    kinds = sections[::2]
+    assert kinds == [each for each in ("Added", "Changed", "Fixed", "Security") if each in kinds]
+    assert all(line.startswith(("- ", "  ")) for lines in sections[1::2] for line in lines.strip().splitlines())
+
+
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 IMPORTED = {
     module.split(".")[0]
