@@ -9,13 +9,13 @@ const fs = require("node:fs");
 const path = require("node:path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
+const { socket } = require("./socket");
 const koffi = require("koffi"); // calls libc, which makes the memory; a GPU's would be a cuda_ipc_handle of 64 bytes
 
 const proto = path.join(__dirname, "../../proto/kvsidecar/v1/sidecar.proto");
 const { Sidecar } = grpc.loadPackageDefinition(
   loader.loadSync(proto, { keepCase: true, longs: String, enums: String, defaults: true }),
 ).kvsidecar.v1;
-const socket = process.env.KVSIDECAR_SOCKET || "/run/kvsidecar/kvsidecar.sock";
 const client = new Sidecar(`unix:${socket}`, grpc.credentials.createInsecure());
 const metadata = new grpc.Metadata();
 const call = (method, request) => new Promise((resolve, reject) => {

@@ -8,6 +8,7 @@
 const path = require("node:path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
+const { socket } = require("./socket");
 
 const definition = loader.loadSync(path.join(__dirname, "../../proto/kvsidecar/v1/sidecar.proto"), {
   keepCase: true,
@@ -17,15 +18,6 @@ const definition = loader.loadSync(path.join(__dirname, "../../proto/kvsidecar/v
 });
 const { Sidecar } = grpc.loadPackageDefinition(definition).kvsidecar.v1;
 
-// Where the daemon of this user listens: docs/getting-started.md.
-function defaultSocket() {
-  const uid = process.geteuid();
-  const runtime = process.env.XDG_RUNTIME_DIR || "";
-  if (uid === 0) return "/run/kvsidecar/kvsidecar.sock";
-  return path.isAbsolute(runtime) ? path.join(runtime, "kvsidecar/kvsidecar.sock") : `/tmp/kvsidecar-${uid}/kvsidecar.sock`;
-}
-
-const socket = process.env.KVSIDECAR_SOCKET || defaultSocket();
 const client = new Sidecar(`unix:${socket}`, grpc.credentials.createInsecure());
 
 function call(method, request) {

@@ -153,7 +153,9 @@ def test_an_engine_in_node_stores_looks_up_and_loads_with_the_stubs_alone(
     assert daemon.metric("kvsidecar_leases") == 0
 
 
-def test_a_router_in_node_finds_what_an_engine_has_stored(daemon: DaemonProcess, node_place: Path) -> None:
+def test_a_router_in_node_finds_what_an_engine_has_stored(
+    daemon: DaemonProcess, node_place: Path, tmp_path: Path
+) -> None:
     run(sys.executable, str(EXAMPLES / "engine.py"), KVSIDECAR_SOCKET=daemon.socket)
     hashes = [hashlib.sha256(b"block %d" % number).hexdigest() for number in (0, 1, 2, 99)]
     said = run(str(NODE), "lookup.js", "my-model", *hashes, cwd=node_place, KVSIDECAR_SOCKET=daemon.socket)
@@ -161,11 +163,11 @@ def test_a_router_in_node_finds_what_an_engine_has_stored(daemon: DaemonProcess,
     assert "3 of 4 blocks can be loaded" in said
 
     # By default it looks where a daemon of the same user listens.
-    (place / "user.js").write_text("process.geteuid = () => Number(process.env.EUID);")
+    (node_place / "user.js").write_text("process.geteuid = () => Number(process.env.EUID);")
     command = [str(NODE), "--require", "./user.js", "lookup.js"]
     for uid, runtime in ((0, "/none"), (1234, str(tmp_path)), (1234, "none"), (1234, "")):
         variables = {**environment(), "EUID": str(uid), "XDG_RUNTIME_DIR": runtime}
-        ran = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=SECONDS)
+        ran = subprocess.run(command, cwd=node_place, env=variables, capture_output=True, text=True, timeout=SECONDS)
         where = default_socket_path({"XDG_RUNTIME_DIR": runtime}, uid)
         assert ran.stderr.startswith(f"{where}: ") or os.path.exists(where), ran.stderr
 
