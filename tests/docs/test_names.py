@@ -49,6 +49,7 @@ OF_OTHERS = {
     "--layouts": "benchmarks.peers",
     "--shares": "benchmarks.lookup_timing",
     "--extra": "benchmarks.vllm.runs",
+    "--graphs": "benchmarks.vllm.shapes",
     "--half": "benchmarks.fleet",
     "--hours": "benchmarks.fleet",
     "--gpus": "docker",
