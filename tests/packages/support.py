@@ -63,7 +63,8 @@ def repository(to: Path, *tags: str) -> Path:
 
 
 def make_package(source: Path) -> dict[str, Path]:
-    """What `make package` leaves in dist/, by name. The tools are those of this interpreter."""
+    """What `make package` leaves in dist/, by name. The tools are those of this interpreter, into which nothing is
+    installed."""
     bin_ = source / "venv" / "bin"
     bin_.mkdir(parents=True)
     (source / ".git" / "info" / "exclude").write_text("venv/\n")
@@ -71,7 +72,7 @@ def make_package(source: Path) -> dict[str, Path]:
         module = "" if name == "python" else "-m twine "
         (bin_ / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
         (bin_ / name).chmod(0o755)
-    stamp = source / "venv" / "test.stamp"
+    stamp = source / "venv" / "all.stamp"
     stamp.touch()
-    run("make", "--old-file", "venv/test.stamp", "VENV=venv", "package", cwd=source)
+    run("make", "--old-file", "venv/all.stamp", "VENV=venv", "package", cwd=source)
     return {path.name: path for path in (source / "dist").iterdir()}

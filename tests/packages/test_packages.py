@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from collections.abc import Callable
 from email.parser import HeaderParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,10 @@ def test_both_are_built_with_the_version_of_the_tag(built: dict[str, Path]) -> N
     assert set(built) == {
         f"{name}-9.8.7{end}" for name in ("kvsidecar", "kvsidecar_client") for end in ("-py3-none-any.whl", ".tar.gz")
     }
+
+
+def test_to_build_them_installs_neither(built: dict[str, Path]) -> None:
+    assert "9.8.7" not in {metadata.version(name) for name in ("kvsidecar", "kvsidecar-client")}
 
 
 def test_each_file_of_the_package_is_in_one_of_the_two(source: Path, wheels: dict[str, Path]) -> None:
