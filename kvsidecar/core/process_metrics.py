@@ -14,6 +14,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvsidecar.support.kernel_calls import descriptor_limit
 from kvsidecar.support.process_ids import stat_fields
 
 _CPU_TEXT = "Total user and system CPU time spent in seconds."
@@ -33,13 +34,12 @@ class ProcessMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at a scrape."""
         fields = stat_fields("self")
-        most_fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         gauges = (
             ("virtual_memory_bytes", "Virtual memory size in bytes.", float(fields[20])),
             ("resident_memory_bytes", "Resident memory size in bytes.", float(fields[21]) * resource.getpagesize()),
             ("start_time_seconds", "Start time of the process since unix epoch in seconds.", self._started_at),
             ("open_fds", "Number of open file descriptors.", float(open_descriptors())),
-            ("max_fds", "Maximum number of open file descriptors.", float(most_fds)),
+            ("max_fds", "Maximum number of open file descriptors.", float(descriptor_limit())),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"process_{name}", text, value=value)

@@ -241,11 +241,9 @@ def _raise_descriptor_limit() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with suppress(OSError, ValueError):
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The kernel doubles the table when it is full, and in a process with several threads waits for a grace period
         # of RCU each time: 10 to 20 ms of the event loop. It never makes it smaller.
-        most = DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, DESCRIPTORS)
-        os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, most - 1))
+        os.close(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, min(kernel_calls.descriptor_limit(), DESCRIPTORS) - 1))
 
 
 def _raise_file_limit(pool_bytes: int) -> None:

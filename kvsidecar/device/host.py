@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import re
-import resource
 import struct
 import threading
 import time
@@ -37,6 +36,7 @@ from kvsidecar.device.base import (
 from kvsidecar.device.reservation import Reservation
 from kvsidecar.errors import CopyFailed, DeviceNotFound, ImportRefused, PinFailed
 from kvsidecar.support.host_memory import mmap_at, unmap
+from kvsidecar.support.kernel_calls import descriptor_limit
 from kvsidecar.support.memory_limits import memlock_limit
 from kvsidecar.types import Direction
 
@@ -184,8 +184,7 @@ class _MappedFiles:
         """Where each ends, and its device and inode."""
         self._kept: dict[tuple[int, int], tuple[int, int]] = {}
         """By device and inode: a descriptor, and how often the file is mapped."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = limit // 2
+        self._most = descriptor_limit() // 2
 
     def add(self, address: int, nbytes: int, fd: int) -> None:
         """Keep a copy of the descriptor of what was mapped here. Raises ImportRefused: there are too many."""

@@ -6,7 +6,6 @@ A user with many unfinished Hellos would otherwise fill the descriptor table, wh
 from __future__ import annotations
 
 import contextlib
-import resource
 import socket
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvsidecar.core.quota import Quota
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded
+from kvsidecar.support.kernel_calls import descriptor_limit
 from kvsidecar.support.peer import close_all
 from kvsidecar.types import MAX_DESCRIPTORS
 
@@ -27,7 +27,6 @@ CONNECTION_FDS = 3
 """Descriptors of a connection itself: the socket, the client's pidfd, its fence. (Over gRPC alone it is the pidfd.)"""
 TABLE_SHARE = 0.75
 """Share of the descriptor table for all connections together. The rest is for the other sockets, files and copiers."""
-_UNLIMITED = 1 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +66,7 @@ class Arrivals:
     """
 
     def __init__(self, table: int | None = None) -> None:
-        self._room = int(TABLE_SHARE * (_table_size() if table is None else table))
+        self._room = int(TABLE_SHARE * (descriptor_limit() if table is None else table))
         self._connections = Quota(MAX_CONNECTIONS, "connections to the attach socket and streams without one")
         self._shared_fds = Quota(MAX_SHARED_FDS, "descriptors handed over")
         self._held: Counter[int] = Counter()
@@ -157,11 +156,3 @@ class Arrivals:
         with contextlib.suppress(OSError):
             arrival.connection.shutdown(socket.SHUT_RD)  # wakes whoever waits for the Hello
         self.end(arrival)
-
-
-def _table_size() -> int:
-    try:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    except OSError:  # it may be forbidden to ask
-        return _UNLIMITED
-    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft

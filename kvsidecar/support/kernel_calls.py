@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -17,6 +18,8 @@ _NEEDED: Final[dict[str, Callable[[], int]]] = {
     "eventfd2": lambda: os.eventfd(0, os.EFD_CLOEXEC),
 }
 """Without these there is no daemon."""
+_NR_OPEN: Final = 1 << 20
+"""What fs.nr_open is by default, which no limit of a process exceeds."""
 
 
 @contextmanager
@@ -57,3 +60,12 @@ def usable_cores() -> int:
         return len(os.sched_getaffinity(0))
     except OSError:
         return os.cpu_count() or 1
+
+
+def descriptor_limit() -> int:
+    """Descriptors that this process may have open (RLIMIT_NOFILE)."""
+    try:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError:  # it may be forbidden to ask
+        return _NR_OPEN
+    return _NR_OPEN if soft == resource.RLIM_INFINITY else soft

@@ -6,7 +6,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsidecar.device import host
 from kvsidecar.device.base import COPY, CopyCall, DeviceMemory, MemfdSource, RangesSource
 from kvsidecar.device.host import HostDevice, HostPlatform
 from kvsidecar.errors import CopyFailed, ImportRefused, PinFailed
@@ -132,7 +132,7 @@ def test_a_copy_takes_no_memory_for_what_an_engine_has_given_back(direction: Dir
 def test_more_files_than_the_process_may_keep_are_refused_and_nothing_stays(
     ranges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    monkeypatch.setattr(host, "descriptor_limit", lambda: 4)
     device, descriptors = HostDevice(), len(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
         fds = [stack.enter_context(memfd(PAGE, F_SEAL_SHRINK)) for _ in range(3)]

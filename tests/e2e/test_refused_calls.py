@@ -56,6 +56,7 @@ def test_what_a_daemon_can_do_without_does_not_keep_it_from_serving(short_dir: P
         done(rank.load("a", at=[1]))
         assert rank.holds(1, "a")
         rank.close()
+        assert "process_max_fds" in daemon.get("/metrics")[1]
         assert daemon.terminate() == 0
         assert not [line for line in daemon.read_log() if line["event"] == "stderr"]
 
