@@ -37,7 +37,7 @@ from tests.packages.support import (
 OF_CLIENT = {"grpcio", "kvsidecar-client", "numpy", "protobuf"}
 ENGINE = r"^```python\n(.*?HostBuffer.*?)^```"
 """The example of the README."""
-OUTSIDE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+OUTSIDE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": ""}
 """Nothing is imported from where a program was started."""
 
 
