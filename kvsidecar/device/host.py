@@ -153,7 +153,8 @@ def _sealed(fd: int) -> os.stat_result:
     if _has_holes(stat):
         raise ImportRefused(
             f"the memfd has memory for {stat.st_blocks * _STAT_BLOCK} of its {stat.st_size} bytes, and the rest would "
-            "be taken from the daemon's: posix_fallocate it before it is shared"
+            "be taken from the daemon's: posix_fallocate it before it is shared (a kvsidecar-client newer than 0.2.0 "
+            "does)"
         )
     return stat
 

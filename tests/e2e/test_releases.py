@@ -20,6 +20,13 @@ ROOT = Path(__file__).parents[2]
 UNTAGGED = {"0.2.0": "9db6e43cf874b2e5a75ef11aa778758b32d85d45"}
 """Releases without a tag, by the commit that closed their section of the changelog."""
 NOW, LAST = "now", "last"
+SPARSE = ("0.2.0",)
+"""Releases whose HostBuffer leaves its memory to the first access, which a daemon of now refuses."""
+WITHOUT_HOLES = (
+    "import os, runpy, sys; os.ftruncate = lambda fd, nbytes: os.posix_fallocate(fd, 0, nbytes); "
+    "runpy.run_path(sys.argv[1], run_name='__main__')"
+)
+"""Runs a program of such a release with memory that is there from the start, as a GPU's is."""
 
 
 def git(*words: str) -> bytes:
@@ -65,11 +72,16 @@ def variables(tree: Path) -> dict[str, str]:
 
 def engine(tree: Path, socket: str) -> str:
     """What its smallest engine says, which compares the bytes that it loads with those that it has stored."""
-    command = [sys.executable, str(tree / "examples" / "engine.py")]
-    env = environment(KVSIDECAR_SOCKET=socket, **variables(tree))
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    sparse = tree is not ROOT and last_release()[0] in SPARSE
+    ran = run_engine(tree, socket, *(["-c", WITHOUT_HOLES] if sparse else []))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
+
+
+def run_engine(tree: Path, socket: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options, str(tree / "examples" / "engine.py")]
+    env = environment(KVSIDECAR_SOCKET=socket, **variables(tree))
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
 
 
 def blocks(daemon: DaemonProcess) -> int:
@@ -100,6 +112,18 @@ def test_engine_and_daemon_may_be_of_different_releases(
             assert "3 blocks can be loaded" in engine(trees[of_engine], daemon.socket)
         assert blocks(daemon) == 3
         assert daemon.get("/status")[1]["pool"]["leases"] == 0
+
+
+def test_an_engine_on_the_host_device_whose_release_shares_holes_is_told_to_update(
+    trees: dict[str, Path], short_dir: Path
+) -> None:
+    if last_release()[0] not in SPARSE:
+        pytest.skip("the last release allocates what it shares")
+    with start(trees[NOW], short_dir) as daemon:
+        daemon.wait_ready()
+        ran = run_engine(trees[LAST], daemon.socket)
+        assert ran.returncode != 0
+        assert "a kvsidecar-client newer than 0.2.0 does" in ran.stderr
 
 
 def test_engines_of_both_share_blocks(trees: dict[str, Path], short_dir: Path) -> None:
