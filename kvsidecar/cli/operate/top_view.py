@@ -167,13 +167,12 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
     line = _label("Hits", "-" if now is None else f"{now:.0%}")
     if rates is not None and now is not None:
         line.append(f"  of {rates.needed_tokens:,.0f} tokens/s")
+    if rates is not None and rates.evicted_bytes:
+        line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
     needed = reply.lookups.needed_tokens
     all_in_all = hit_rate(reply.lookups.loaded_tokens, needed)
     so_far = "no prompt so far" if all_in_all is None else f"{all_in_all:.0%} of {needed:,} tokens so far"
-    line.append(f"  {so_far}", style="dim")
-    if rates is not None and rates.evicted_bytes:
-        line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
-    return line
+    return line.append(f"  {so_far}", style="dim")
 
 
 def _saved(screen: Screen, jobs: pb.JobsStatus) -> Text:

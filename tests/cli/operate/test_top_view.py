@@ -100,6 +100,14 @@ def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
         assert word in shown, word
 
 
+def test_what_is_evicted_now_is_shown_in_80_columns_whatever_was_computed_so_far() -> None:
+    before, now = reply(), reply()
+    before.lookups.needed_tokens, now.lookups.needed_tokens = 1_230_000_000, 1_234_567_890
+    now.pool.evicted_bytes = 2_100_000_000
+    (line,) = [line for line in text(screen(now, before)) if line.startswith("Hits")]
+    assert "0%  of 2,283,945 tokens/s  evicting 1.1 GB/s  0% of 1,234" in line
+
+
 def test_what_is_saved_is_tokens_and_with_a_rate_and_a_price_prefill_and_money() -> None:
     before, now = reply(loaded_tokens=0), reply(loaded_tokens=48_000_000)
     (line,) = [line for line in text(screen(now, before), width=120) if line.startswith("Saved")]
