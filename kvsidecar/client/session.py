@@ -214,6 +214,8 @@ class Session:
             return
         if now.state is State.FAILED:
             self._tell(logging.WARNING, "kvsidecar: the daemon has failed and stores nothing: %s", now.reason)
+        elif now.state is State.DRAINING and not registered:
+            self._tell(logging.INFO, "kvsidecar: the daemon is draining, no offload until it is ready: %s", now.reason)
         elif now.state is State.READY:
             size = format_size(now.pool_bytes)
             self._tell(logging.INFO, "kvsidecar: the daemon is ready: a pool of %s", size)

@@ -63,6 +63,19 @@ def test_a_daemon_that_has_failed_is_told_of_in_the_log_once(opened: Opened, cap
     ]
 
 
+def test_a_drain_is_told_of_in_the_log_and_its_end(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    drained = pb.Readiness(state=pb.Readiness.STATE_DRAINING, reason="an operator asked to drain")
+    opened.stream.reply(readiness=drained)
+    opened.stream.reply(readiness=pb.Readiness(state=pb.Readiness.STATE_READY, pool_bytes=8 << 20))
+    opened.stream.reply(readiness=pb.Readiness(state=pb.Readiness.STATE_PINNING))
+    opened.until(lambda: opened.session.readiness.state is State.PINNING)
+    assert caplog.messages[-2:] == [
+        "kvsidecar: the daemon is draining, no offload until it is ready: an operator asked to drain",
+        "kvsidecar: the daemon is ready: a pool of 8 MiB",
+    ]
+
+
 def test_jobs_are_sent_in_order_and_what_was_to_be_said_goes_with_the_next(opened: Opened) -> None:
     with opened.monitor.lock:
         opened.session.set_idle(True)
