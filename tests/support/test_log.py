@@ -37,7 +37,7 @@ def serve(short_dir: Path, columns: int = 80, **variables: str) -> Terminal:
 # -- at a terminal -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("columns", [60, 80, 240])
 @processes
 def test_no_line_is_broken_by_the_terminal(short_dir: Path, columns: int) -> None:
     with serve(short_dir, columns, **SLOW) as terminal:
@@ -53,7 +53,7 @@ def test_no_line_is_broken_by_the_terminal(short_dir: Path, columns: int) -> Non
     kinds = re.compile(r"pinning |\d\d:\d\d:\d\d \[| {9}\w+=|$")
     assert [line for line in lines if not kinds.match(line)] == []
     assert "http://127.0.0.1:" in drawn
-    if columns == 200:
+    if columns == 240:  # the version of a checkout between two releases is long
         assert not any(line.startswith(" ") for line in lines), "there was room for all of it"
 
 
