@@ -1,4 +1,4 @@
-"""The smallest engine: stores three blocks, finds them, and loads them into other blocks. The README explains it."""
+"""The smallest engine: stores three blocks, finds them, and loads them into other blocks."""
 
 import hashlib
 

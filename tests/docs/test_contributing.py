@@ -51,6 +51,7 @@ def test_ci_runs_the_check_the_test_command_of_the_readme_and_the_smoke_tests_of
     ]
     assert targets == ["check", "test", "smoke"]
     assert "test" in commands, "with no option and no variable, as the README has it"
+    assert "`make test` installs" in text("README.md")
     assert all(f"`make {target}`" in text("CONTRIBUTING.md") for target in targets)
 
 

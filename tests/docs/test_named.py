@@ -19,7 +19,6 @@ from tests.docs.pages import PAGES, ROOT, fences, spans, text
 BELOW = ("", "proto", "kvsidecar", "kvsidecar/integrations", "tests", "tests/e2e", "docs", "benchmarks", "deploy")
 """Where a page may mean a path to begin, beside its own directory."""
 NOT_HERE = {
-    "README.md": {"engine.py"},  # the reader saves the example so
     "benchmarks/README.md": {"more.json", "run.json", "systems.png"},  # that a command writes
     "docs/benchmarks.md": {
         "cliff.json",

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, fences
+from tests.docs.pages import ROOT, fences, text
 
 pytest.importorskip("mypy")  # of the tools for development
 
 GUIDE = [code for code in fences("docs/client.md", "python") if not code.startswith(("# with torch", "# on a GPU"))]
-PROGRAMS = {"readme": fences("README.md", "python")[0], "guide": "\n".join(GUIDE)}
+PROGRAMS = {"engine": text("examples/engine.py"), "guide": "\n".join(GUIDE)}
 
 
 def test_the_documented_programs_pass_a_strict_type_check(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def refusal(daemon: DaemonProcess, first: pb.Register) -> tuple[grpc.StatusCode,
     return caught.value.code(), caught.value.details()
 
 
-@promise("serves store, load and lookup requests over gRPC")
+@promise("serves store, load and lookup over gRPC")
 def test_a_client_with_the_stubs_alone_stores_looks_up_and_loads_every_byte(daemon: DaemonProcess) -> None:
     with stub_rank(daemon) as rank:
         rank.buffer.memory[:ROW_BYTES] = os.urandom(ROW_BYTES)

@@ -35,8 +35,6 @@ from tests.packages.support import (
 )  # fmt: skip
 
 OF_CLIENT = {"grpcio", "kvsidecar-client", "numpy", "protobuf"}
-ENGINE = r"^```python\n(.*?HostBuffer.*?)^```"
-"""The example of the README."""
 OUTSIDE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": ""}
 """Nothing is imported from where a program was started."""
 
@@ -130,7 +128,7 @@ def test_daemon_and_client_work_from_wheels_without_the_checkout(
     version, where = run(client, "-c", says_where, cwd=tmp_path, **OUTSIDE).split()
     assert version == "9.8.7"
     assert Path(where).is_relative_to(client.parents[1])
-    engine = re.findall(ENGINE, (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[-1]
+    engine = (ROOT / "examples" / "engine.py").read_text()
     with DaemonProcess(short_dir, "--pool-size", "4MiB", device="host", python=daemon, **OUTSIDE) as running:
         running.wait_ready()
         said = run(client, "-c", engine, cwd=tmp_path, KVSIDECAR_SOCKET=running.socket, **OUTSIDE)
