@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
@@ -90,6 +90,7 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
     unknown = (
         _unknown(map(flag_of, given), map(flag_of, options))
         or _unknown(variables, [*map(variable_of, options), *RESERVED])
+        or _unknown_table(from_file, options, file)
         or _unknown(from_file, options, f" in {file}")
     )
     if unknown:
@@ -158,9 +159,18 @@ def _unknown(names: Iterable[str], known: Iterable[str], place: str = "") -> str
     for name in names:
         if name not in known:
             shown = _short(name)
-            near = get_close_matches(shown, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see kvsidecar serve --help"
+            by_lower = {each.lower(): each for each in known}
+            near = get_close_matches(shown.lower(), by_lower, n=1)
+            hint = f"did you mean {by_lower[near[0]]}?" if near else "see kvsidecar serve --help"
             return f"{shown}{place} is not a setting: {hint}"
+    return ""
+
+
+def _unknown_table(from_file: Mapping[str, object], known: Container[str], file: Path) -> str:
+    """What is wrong with the first table of a file that is no option; empty if there is none."""
+    for name, value in from_file.items():
+        if isinstance(value, dict) and name not in known:
+            return f"{_short(name)} in {file} is a table, and options are in none: remove [{_short(name)}]"
     return ""
 
 

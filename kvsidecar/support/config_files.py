@@ -64,13 +64,17 @@ def toml_problem(text: str, error: ValueError) -> str:
 
 
 def toml_hint(text: str, error: ValueError) -> str:
-    """What to change in a text that is no TOML, if the error is at a value that needs quotes and has none; or empty.
+    """What to change in a text that is no TOML, if it is a key that is there twice or the quotes of a value; or empty.
 
     Args:
         error: of `tomllib`, which names the line.
     """
     at = re.search(r"at line (\d+)", str(error))
     line = text.splitlines()[int(at[1]) - 1][:MAX_LINE] if at else ""
+    if at and str(error).startswith("Illegal character '\\n'"):
+        return f"close the quotes in line {at[1]}"
+    if at and str(error).startswith("Cannot overwrite a value") and "=" in line:
+        return f"{line.partition('=')[0].strip()} is there again in line {at[1]}: remove one of the two"
     found = _UNQUOTED.fullmatch(line)
     if found is None or _BARE.fullmatch(found[2]):
         return ""
