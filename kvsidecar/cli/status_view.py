@@ -179,7 +179,7 @@ def _namespaces(reply: pb.StatusReply, *, is_wide: bool) -> RenderableType:
             brief(name),
             str(each.namespace.block_size),
             f"{each.namespace.tp_size} x {each.namespace.pp_size}",
-            str(each.blocks),
+            f"{each.blocks:,}",
             format_size(each.bytes),
             "-" if rate is None else f"{rate:.0%}",
             *([brief(f"{each.namespace.dtype} {each.namespace.kv_layout}", CELL // 2)] if is_wide else []),
@@ -192,7 +192,7 @@ def _differs(name: str, status: pb.NamespaceStatus) -> Text:
     """Why a namespace shares nothing with the largest of its model."""
     space = status.namespace
     text = Text.assemble(brief(name), ", ", brief(f"{space.dtype} {space.kv_layout}", CELL // 2))
-    text.append(f", blocks: {status.blocks}, shares nothing with the largest namespace of this model. It differs in ")
+    text.append(f", blocks: {status.blocks:,}, shares nothing with the largest namespace of this model. It differs in ")
     return text.append(Text(", ").join([brief(each) for each in status.differs])).append(".")
 
 

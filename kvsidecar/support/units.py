@@ -121,8 +121,8 @@ def format_duration(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 job``, ``2 jobs``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """``1 job``, ``2,000 jobs``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _in_units(value: float, step: int, units: tuple[str, ...], *, decimals: int) -> str:

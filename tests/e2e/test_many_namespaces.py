@@ -218,6 +218,6 @@ def test_all_are_cleared_and_the_question_counts_them_all(daemon: DaemonProcess)
     assert asked.returncode == 1  # nobody answers
     assert f"Clear all {totals.blocks} blocks" in asked.stdout
     assert f"in {totals.namespaces} namespaces" in asked.stdout
-    assert printed("clear", "--all", "--yes", daemon=daemon) == f"{totals.blocks} blocks cleared.\n"
+    assert printed("clear", "--all", "--yes", daemon=daemon) == f"{totals.blocks:,} blocks cleared.\n"
     with daemon.client() as client:
         assert client.status().totals.namespaces == RANKS  # these are attached

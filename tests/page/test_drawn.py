@@ -165,7 +165,7 @@ def test_a_namespace_is_a_part_of_the_pool_with_its_hits(page: Page) -> None:
     now = reply()
     now.namespaces.add(
         namespace=pb.Namespace(model="m" * 200),
-        blocks=3,
+        blocks=3000,
         bytes=16 * GiB,
         loaded_tokens=1,
         needed_tokens=4,
@@ -174,7 +174,7 @@ def test_a_namespace_is_a_part_of_the_pool_with_its_hits(page: Page) -> None:
     page.show(now)
     assert page.text("#namespaces b") == "m" * (TEXT - 1) + "…"
     assert page.sizes("#namespaces .bar i") == [25]
-    assert page.text("#namespaces p") == "3 blocks, 16 GiB, hits 25% of 4 tokens, differs: dtype: fp8"
+    assert page.text("#namespaces p") == "3,000 blocks, 16 GiB, hits 25% of 4 tokens, differs: dtype: fp8"
 
 
 def test_namespaces_have_the_names_that_kvsidecar_status_shows(page: Page) -> None:

@@ -38,12 +38,12 @@ def rows(kv: KV, demand: Demand, machine: Machine, found: Plan, hits: Mapping[st
         yield "blocks", text
     yield (
         "a session",
-        f"{format_size(found.session_bytes)} in {count(found.session_blocks, 'block')}, for {demand.context} tokens",
+        f"{format_size(found.session_bytes)} in {count(found.session_blocks, 'block')}, for {demand.context:,} tokens",
     )
-    yield "all sessions", f"{format_size(found.wanted_bytes)} for {demand.sessions}"
+    yield "all sessions", f"{format_size(found.wanted_bytes)} for {demand.sessions:,}"
     yield (
         "pool",
-        f"{format_size(found.pool_bytes)}, which keeps {found.sessions_in_pool} of {count(demand.sessions, 'session')}",
+        f"{format_size(found.pool_bytes)}, which keeps {found.sessions_in_pool:,} of {count(demand.sessions, 'session')}",
     )
     yield "disk", disk_text(demand, machine, found)
     yield (
@@ -77,7 +77,9 @@ def disk_text(demand: Demand, machine: Machine, found: Plan) -> str:
     if not found.disk_bytes:
         none = "none" if machine.disk_bytes is None else "too little free"
         return f"{none} (--disk); {format_size(found.disk_wanted_bytes)} would keep all sessions"
-    return f"{format_size(found.disk_bytes)}, which keeps {found.sessions_kept} of {count(demand.sessions, 'session')}"
+    return (
+        f"{format_size(found.disk_bytes)}, which keeps {found.sessions_kept:,} of {count(demand.sessions, 'session')}"
+    )
 
 
 def pin_text(machine: Machine, found: Plan) -> str:

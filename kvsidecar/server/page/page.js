@@ -100,7 +100,7 @@ const percent = (value) => `${Math.round(100 * value)}%`;
 const listed = (...texts) => texts.filter(Boolean).join(", ");
 const cut = (value) => value.length > TEXT ? `${value.slice(0, TEXT - 1)}…` : value;
 const shortDevice = (uuid) => cut(uuid.split("-", 2).join("-"));
-const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+const counted = (count, noun) => `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
 const usedOf = (used, total) => `${size(used)} of ${size(total)} used`;
 
 function duration(seconds) {

@@ -94,7 +94,7 @@ def test_a_screen_shows_pool_rates_hits_jobs_refusals_and_engines() -> None:
     now.refusals["pool_full"] = 4
     shown = "\n".join(text(screen(now, before), width=120))
     for word in (
-        "kvsidecar ready", "32 GiB of 64 GiB used", "10 GB/s", "1 GB/s", "18.63 GiB in 12 jobs", "75%",
+        "kvsidecar ready", "32 GiB of 64 GiB used", "1,000 blocks", "10 GB/s", "1 GB/s", "18.63 GiB in 12 jobs", "75%",
         "2 running, 5 queued, oldest 250 ms", "pool_full 4 (+4)", "llama", "1/9", "2 GB/s", "GPU-1a2b3c4d", "77",
     ):  # fmt: skip
         assert word in shown, word
