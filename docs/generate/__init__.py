@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import api, commands, configuration, helm, messages, metrics, sizing
+from docs.generate import api, commands, configuration, helm, messages, metrics, recipes, sizing
 
 DOCS = Path(__file__).parents[1]
 
@@ -17,6 +17,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "helm.md": helm.page,
     "messages.md": messages.page,
     "metrics.md": metrics.page,
+    "recipes.md": recipes.page,
     "sizing.md": sizing.page,
 }
 """File name -> what makes its text."""

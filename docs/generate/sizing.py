@@ -15,10 +15,10 @@ from kvsidecar.cli.main import main
 from kvsidecar.support.units import format_size
 
 HEAD = Path(__file__).with_name("sizing.md")
-"""What is above the recipes."""
+"""What is above the table of models."""
 NODE: Final = "--host-memory 1600GiB --disk 14TiB"
 USERS: Final = "--context 32Ki --sessions 500"
-RECIPES: Final = (
+MODELS: Final = (
     ("dense", "Llama-3.1-8B", 1),
     ("dense", "Llama-3.3-70B", 4),
     ("dense", "Qwen3-32B", 2),
@@ -104,14 +104,14 @@ and with latent vectors if the model has states too (Kimi Linear).
 
 
 def page() -> str:
-    shown = next(recipe for recipe in RECIPES if recipe[1] == SHOWN)
+    shown = next(model for model in MODELS if model[1] == SHOWN)
     header = ("`kvsidecar size`", "Kind", "A token", "Block", "Session of 32Ki", "Pool, disk", "Sessions in the pool")
     line = f"kvsidecar {' '.join(command(shown[1], shown[2]))}"
     return (
         f"{HEAD.read_text()}A node with eight GPUs, 1,600 GiB for the daemon and 14 TiB of disk, and 500 sessions of\n"
         f"32,768 tokens: each line is `kvsidecar size` with the options of its first column and\n"
         f"`--gpus 8 {USERS} {NODE}`. *Block* is in tokens.\n\n"
-        f"{table(header, (_row(*recipe) for recipe in RECIPES))}\n\n"
+        f"{table(header, (_row(*model) for model in MODELS))}\n\n"
         f"The full output for one of them:\n\n```console\n$ {line}\n{run(command(*shown[1:]))}\n```\n\n"
         f"{bytes_per_token()}"
     )
