@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kvsidecar.integrations.vllm import KVSidecarConnector
 from tests.docs.serve_lines import arguments
 
 
@@ -19,5 +20,8 @@ def test_vllm_takes_the_lines_of_a_page_and_they_load_the_connector(page: str) -
         parsed = parser.parse_args(line)
         common.validate_parsed_serve_args(parsed)
         config = parsed.kv_transfer_config
-        assert hasattr(importlib.import_module(config.kv_connector_module_path), config.kv_connector)
-        assert (config.kv_role, config.kv_load_failure_policy) == ("kv_both", "recompute")
+        children = config.kv_connector_extra_config.get("connectors", ())
+        connectors = [KVTransferConfig(**child) for child in children] or [config]
+        assert KVSidecarConnector in [KVConnectorFactory.get_connector_class(each) for each in connectors]
+        for each in (config, connectors[-1]):
+            assert (each.kv_role, each.kv_load_failure_policy) == ("kv_both", "recompute")
