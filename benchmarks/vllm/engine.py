@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own, with random weights; the parent asks by JSON lines (`serve` at the end).
+"""One vLLM engine in a process of its own, mostly with random weights; the parent asks by JSON lines (`serve`, below).
 
 The engine core runs in this same process, so that a request's time holds no hop between processes of vLLM's own.
 """
@@ -140,8 +140,9 @@ class Engine:
         self.llm = vllm.LLM(model=model, **{**defaults, **options})
         self._build_seconds = time.perf_counter() - began
         config = json.loads((Path(model) / "config.json").read_text())
-        self._vocabulary = min(config["vocab_size"], 128000)
-        if self._cuda and options.get("tensor_parallel_size", 1) == 1:  # else other processes have them
+        self._vocabulary = min((config.get("text_config") or config)["vocab_size"], 128000)
+        at_random = options.get("load_format", "dummy") == "dummy"
+        if self._cuda and at_random and options.get("tensor_parallel_size", 1) == 1:  # else other processes have them
             self._spread_weights(config)
 
     def _watch_connectors(self) -> None:

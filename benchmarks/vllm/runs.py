@@ -19,6 +19,8 @@ from benchmarks.vllm import peers
 from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
 from kvsidecar.bench.processes import Child, PrivateDaemon, private_daemon
+from kvsidecar.cli.size.kv import kv_of
+from kvsidecar.cli.size.models import load
 from kvsidecar.support.units import parse_size
 
 MODES = ("none", "empty", "simple", "offload", "kvsidecar")
@@ -109,12 +111,19 @@ def llm_options(options: argparse.Namespace, *, max_model_len: int, resident: bo
     if resident:
         tokens = getattr(options, "resident_tokens", 0) or (tokens * RESIDENT_TINY if options.tiny else 0)
     if options.tiny or several:
-        found["kv_cache_memory_bytes"] = kv_bytes_per_token(options.tiny) * tokens // getattr(options, "tp", 1)
+        found["kv_cache_memory_bytes"] = bytes_per_token(options) * tokens // getattr(options, "tp", 1)
     elif tokens:
         found["num_gpu_blocks_override"] = tokens // block
     if not options.tiny:
         found["gpu_memory_utilization"] = SHARED_MEMORY if several else options.memory
     return found
+
+
+def bytes_per_token(options: argparse.Namespace) -> int:
+    """Of KV, on all ranks together: of tokens that attention keeps whole, if there is a ``--model``."""
+    if model := getattr(options, "model", ""):
+        return int(kv_of(load(model), tp=getattr(options, "tp", 1)).token_bytes)
+    return kv_bytes_per_token(options.tiny)
 
 
 def modes(
@@ -179,7 +188,8 @@ def engine(
     """An engine that starts; its `started` waits."""
     extra = extra_of(mode, json.loads(options.extra))
     config = {
-        "model": str(model_folder(directory, getattr(options, "config", None) or model_config(options.tiny))),
+        "model": getattr(options, "model", "")
+        or str(model_folder(directory, getattr(options, "config", None) or model_config(options.tiny))),
         "transfer": transfer_config(mode, pool_bytes, running.socket if running else None, extra),
         "options": {**llm, **json.loads(options.llm)},
         "time_hooks": time_hooks,

@@ -2,6 +2,7 @@
 
 python -m benchmarks.vllm.throughput --json throughput.json     # on a GPU: no connector, Simple, this project's
 python -m benchmarks.vllm.throughput --tiny                     # on the CPU: shows that everything works
+python -m benchmarks.vllm.throughput --model FOLDER --modes none,kvsidecar    # a model of yours, without and with
 
 A closed loop with so many requests in flight; every conversation's next turn comes when all others had theirs, so its
 history has left the GPU. All modes ask the same. With CUDA graphs, as one would serve. First the host's pool is empty,
@@ -30,7 +31,6 @@ from typing import Any
 from benchmarks.metrics import metric
 from benchmarks.peers.servers import Server
 from benchmarks.vllm import runs
-from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.peers import PEERS
 from benchmarks.vllm.runs import ask, console, p50, p99
 from kvsidecar.bench.errors import BenchError
@@ -103,6 +103,8 @@ def in_turns(
 @contextmanager
 def started(mode: str, options: argparse.Namespace, directory: Path, pool: int) -> Iterator[System]:
     llm = runs.llm_options(options, max_model_len=16384, resident=mode == "resident")
+    if getattr(options, "model", ""):
+        llm |= {"load_format": "auto", "dtype": "auto"}  # it has weights of its own
     if options.tp > 1:
         llm["tensor_parallel_size"] = options.tp
     with (
@@ -230,11 +232,14 @@ def conversations_bytes(options: argparse.Namespace) -> int:
     """Room for all conversations at their end, and for those that warm up."""
     longest = options.system_tokens + options.first_tokens * 3 // 2
     longest += options.turns * (options.turn_tokens * 3 // 2 + options.output_tokens)
-    return int(kv_bytes_per_token(options.tiny) * longest * (options.count + 4))
+    return int(runs.bytes_per_token(options) * longest * (options.count + 4))
 
 
 def main() -> None:
     parser = runs.arguments(__doc__, runs.WORKLOADS)
+    parser.add_argument(
+        "--model", default="", metavar="FOLDER", help="a model with its weights (random ones of Llama-3.1-8B)"
+    )
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU's memory for the engine")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument(

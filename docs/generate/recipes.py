@@ -56,6 +56,16 @@ which `pip install ./client` has brought the client, in a checkout.
   kind of attention one with random weights was, except MLA with an indexer: see the versions of
   [vLLM](vllm.md#versions) and [SGLang](sglang.md#versions).
 
+**Does it pay?** This runs a model without offload and with it, on growing chats that the GPU has no room for. It prints
+output tokens per second, the times to the first token, and the share of prompts that hit, one below the other. It
+starts a daemon of its own, and needs a checkout, the model in a folder, and vLLM and both packages of kvsidecar in one
+environment. `--gpu-tokens` says how much KV the GPU may keep, `--count` how many chats there are, and `--llm` has
+options of vLLM, such as `'{{"block_size": 64}}'` for MLA. A test runs it on the CPU, with a tiny model:
+
+```sh
+python -m benchmarks.vllm.throughput --model FOLDER --modes none,kvsidecar
+```
+
 `kvsidecar size` does not know Llama 4 and Nemotron, which are offloaded, too:
 [their bytes per token](sizing.md#bytes-per-token).
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import socket
@@ -36,7 +37,8 @@ sys.exit("error while loading shared libraries: libpython3.12.so.1.0")
 
 
 def options(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"modes": "", "tiny": False, "memory": 0.5, "gpu_tokens": 4096, **given})
+    usual = {"modes": "", "tiny": False, "memory": 0.5, "gpu_tokens": 4096, "model": ""}
+    return argparse.Namespace(**{**usual, **given})
 
 
 @pytest.fixture
@@ -195,6 +197,32 @@ class Asked:
 
     def answer(self, seconds: float) -> dict[str, Any]:
         return {"reset": True}
+
+
+def test_throughput_serves_a_model_of_its_reader_with_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    class Kept(Asked):
+        def __init__(self, _module: str, config: dict[str, Any], _directory: Path) -> None:
+            started.append(config)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(runs, "Child", Kept)
+    for model in ("", str(tmp_path)):
+        given = options(tiny=True, tp=1, extra="{}", llm="{}", model=model, gpu_tokens=1000)
+        config = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+        with throughput.started("none", given, tmp_path, 1 << 20):
+            pass
+    at_random, own = started
+    assert own["model"] == str(tmp_path) != at_random["model"]
+    assert own["options"]["load_format"] == own["options"]["dtype"] == "auto"
+    assert not {"load_format", "dtype"} & at_random["options"].keys()
+    assert own["options"]["kv_cache_memory_bytes"] == 1000 * 2 * 3 * 2 * 32 * 2, "K and V of three layers and two heads"
 
 
 def test_no_conversations_of_throughput_are_those_of_its_warm_up(
