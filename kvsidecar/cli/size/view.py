@@ -41,10 +41,8 @@ def rows(kv: KV, demand: Demand, machine: Machine, found: Plan, hits: Mapping[st
         f"{format_size(found.session_bytes)} in {count(found.session_blocks, 'block')}, for {demand.context:,} tokens",
     )
     yield "all sessions", f"{format_size(found.wanted_bytes)} for {demand.sessions:,}"
-    yield (
-        "pool",
-        f"{format_size(found.pool_bytes)}, which keeps {found.sessions_in_pool:,} of {count(demand.sessions, 'session')}",
-    )
+    sessions = f"{found.sessions_in_pool:,} of {count(demand.sessions, 'session')}"
+    yield "pool", f"{format_size(found.pool_bytes)}, which keeps {sessions}"
     yield "disk", disk_text(demand, machine, found)
     yield (
         "memory limit",
