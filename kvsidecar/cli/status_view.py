@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -34,7 +35,7 @@ SHOWN = 32
 def render(reply: pb.StatusReply, width: int) -> RenderableType:
     """A StatusReply in sections, with the largest namespaces only, for a terminal of ``width`` columns."""
     pool = Text(f"Pool  {format_size(reply.pool.total_bytes)}") if reply.partial else pool_bar(reply)
-    parts: list[RenderableType] = [head(reply), pool, *map(tier_bar, reply.tiers)]
+    parts: list[RenderableType] = [*map(_indented, [head(reply), pool, *map(tier_bar, reply.tiers)])]
     if reply.shares:
         parts.append(_shares("Shares", reply.shares))
     parts += [_shares(f"Shares of the {tier.name}", tier.shares) for tier in reply.tiers if tier.shares]
@@ -48,6 +49,15 @@ def render(reply: pb.StatusReply, width: int) -> RenderableType:
     if reply.refusals:
         parts.append(_refusals(reply))
     return Group(*parts)
+
+
+def _indented(text: Text) -> RenderableType:
+    """A text whose lines keep their indent where the terminal wraps them."""
+    lines = []
+    for line in text.split("\n"):
+        indent = len(line.plain) - len(line.plain.lstrip(" "))
+        lines.append(Padding(line[indent:], (0, 0, 0, indent), expand=False))
+    return Group(*lines)
 
 
 def head(reply: pb.StatusReply, note: str = "") -> Text:
@@ -208,11 +218,11 @@ def _ranks(reply: pb.StatusReply) -> RenderableType:
 def _jobs(reply: pb.StatusReply) -> RenderableType:
     jobs = reply.jobs
     oldest = f", oldest {format_duration(jobs.oldest_inflight_seconds)}" if jobs.oldest_inflight_seconds else ""
-    stores = f"stores {jobs.stores_done} ({format_size(jobs.stored_bytes)})"
-    loads = f"loads {jobs.loads_done} ({format_size(jobs.loaded_bytes)})"
+    stores = f"stores {jobs.stores_done:,} ({format_size(jobs.stored_bytes)})"
+    loads = f"loads {jobs.loads_done:,} ({format_size(jobs.loaded_bytes)})"
     return Text.assemble("\n", ("Jobs  ", "bold"), f"{jobs_now(jobs)}{oldest}; done: {stores}, {loads}")
 
 
 def _refusals(reply: pb.StatusReply) -> RenderableType:
-    listed = ", ".join(f"{reason} {count}" for reason, count in sorted(reply.refusals.items()))
+    listed = ", ".join(f"{reason} {count:,}" for reason, count in sorted(reply.refusals.items()))
     return Text.assemble(("Refused  ", "bold"), listed)

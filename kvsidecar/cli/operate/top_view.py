@@ -201,9 +201,9 @@ def _refusals(reply: pb.StatusReply, rates: Rates | None) -> Text:
     new = {} if rates is None else rates.refusals
     for number, (reason, count) in enumerate(sorted(reply.refusals.items(), key=lambda item: -item[1])):
         line.append(", " if number else "")
-        line.append(f"{reason} {count}")
+        line.append(f"{reason} {count:,}")
         if reason in new:
-            line.append(f" (+{new[reason]})", style="yellow")
+            line.append(f" (+{new[reason]:,})", style="yellow")
     return line
 
 

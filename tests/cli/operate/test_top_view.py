@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvsidecar.cli.operate.top_view import PRINTED_HEIGHT, Screen, render
 from kvsidecar.cli.status_figures import Price, Sample, Worth, hit_rate, rates_between, short_device
+from kvsidecar.cli.status_view import render as render_status
 from kvsidecar.support.units import GiB
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -211,6 +212,24 @@ def test_the_reason_of_a_failure_is_wrapped_and_whole_where_there_is_room() -> N
     assert " ".join(" ".join(printed).split()).count(now.readiness.reason) == 1
     assert max(map(len, printed)) <= 80
     assert "is the remedy" not in "\n".join(text(screen(now), height=24)), "the rest of the screen has room, too"
+
+
+def test_lines_of_status_keep_their_indent_where_they_are_wrapped() -> None:
+    now = reply(stores_done=1000)
+    now.readiness.state, now.readiness.reason = pb.Readiness.STATE_DRAINING, "a limit " * 20
+    now.pool.carrier, now.pool.cold_start_reason = "directory", "the size has changed " * 6
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_status(now, 80))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    reason = [line for line in lines if "limit" in line]
+    assert len(reason) == 3
+    assert all(line.startswith("  a limit") or line.startswith("  limit") for line in reason)
+    kept = [line for line in lines if "size" in line]
+    assert len(kept) > 1
+    assert all(line.startswith("      ") and line[6] != " " for line in kept)
+    assert max(map(len, lines)) <= 80
+    assert "stores 1,000 " in lines[-1]
 
 
 def test_one_lease_and_one_block_are_not_several() -> None:
