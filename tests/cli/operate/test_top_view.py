@@ -224,7 +224,7 @@ def test_lines_of_status_keep_their_indent_where_they_are_wrapped() -> None:
     lines = console.file.getvalue().splitlines()
     reason = [line for line in lines if "limit" in line]
     assert len(reason) == 3
-    assert all(line.startswith("  a limit") or line.startswith("  limit") for line in reason)
+    assert all(line.startswith(("  a limit", "  limit")) for line in reason)
     kept = [line for line in lines if "size" in line]
     assert len(kept) > 1
     assert all(line.startswith("      ") and line[6] != " " for line in kept)
