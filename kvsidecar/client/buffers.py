@@ -14,6 +14,7 @@ from typing import ClassVar
 from kvsidecar.errors import NotExportable
 from kvsidecar.support import cuda_driver
 from kvsidecar.support.kernel_calls import needed
+from kvsidecar.support.memory_limits import meminfo
 
 Descriptor = int | Callable[[], int]
 """A descriptor to send. A number stays the caller's; a function opens one, which is closed once it is sent."""
@@ -83,6 +84,9 @@ class HostBuffer:
     def __init__(self, nbytes: int, name: str = "kvsidecar-kv") -> None:
         if nbytes <= 0:
             raise ValueError(f"a buffer of {nbytes} bytes cannot be shared: its size must be above 0")
+        available = meminfo().get("MemAvailable")
+        if available is not None and nbytes > available:  # the kernel would kill other processes to have it
+            raise NotExportable(f"{nbytes} bytes of memory: {available} are available on this machine")
         self.nbytes = nbytes
         with needed("memfd_create", NotExportable):
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
