@@ -255,7 +255,7 @@ class Handler:
         groups = _groups(request, namespace, "a lookup")
         mode = convert.mode_from(request.mode)
         bitmap = mode is LookupMode.BITMAP
-        tails = [group.tail for group in request.groups] if bitmap else []
+        tails = [group.tail for group in request.groups] if bitmap and not request.touch else []
         if any(tails):
             groups = [(group, hashes or groups[0][1]) for group, hashes in groups]
         owner = self.instances.peer(request.token).token if request.token else None

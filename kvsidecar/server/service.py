@@ -24,7 +24,7 @@ _log = log.get("rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 LARGE_LOOKUP_BYTES = 16 * 1024
-"""Lookups with more bytes of hashes take turns."""
+"""Lookups that look for more bytes of hashes take turns."""
 LOOKUP_SHARE = 5 / 6
 """Of the loop's time, what one user's large lookups may take for long; what else a user causes takes less
 (`turns.SHARE`). gRPC hands over new calls from its own thread, one at a time, and a loop that is never idle keeps that
@@ -67,6 +67,17 @@ def token_of(request: Any, context: Context) -> bytes:
     return request.token if isinstance(request, pb.LookupRequest) else b""
 
 
+def looked_for_bytes(request: pb.LookupRequest) -> int:
+    """Bytes of the hashes that a lookup looks for. Those of a tail may be the first group's, and come once."""
+    nbytes = 0
+    for group in request.groups:
+        size = len(group.hashes)
+        if group.tail:
+            size = min(size or len(request.groups[0].hashes), (group.tail + 1) * request.namespace.hash_bytes)
+        nbytes += size
+    return nbytes
+
+
 class Service(pb_grpc.SidecarServicer):
     """
     Args:
@@ -83,7 +94,7 @@ class Service(pb_grpc.SidecarServicer):
 
         arrived = self._handler.user_time.clock()
         try:
-            if sum([len(group.hashes) for group in request.groups]) > LARGE_LOOKUP_BYTES:
+            if looked_for_bytes(request) > LARGE_LOOKUP_BYTES:
                 reply = await self._large_lookups.run(self._user(request, context), lookup)
             else:
                 reply = lookup()

@@ -13,7 +13,7 @@ import pytest
 from kvsidecar.server import service
 from kvsidecar.server.attachment import MAX_UNREAD_BYTES
 from kvsidecar.server.handler import INTERNAL
-from kvsidecar.server.service import Service
+from kvsidecar.server.service import Service, looked_for_bytes
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
 from kvsidecar.support.tasks import TaskSet
@@ -112,3 +112,15 @@ async def test_a_client_that_does_not_read_its_replies_is_refused_before_they_fi
     taken = MESSAGES - len(context.messages)
     assert taken <= 102
     assert taken * reply_bytes <= MAX_UNREAD_BYTES + 2 * reply_bytes
+
+
+@pytest.mark.parametrize(
+    ("tail", "own", "hashes"),
+    [(0, b"", 100), (9, b"", 100 + 3 * 10), (200, b"", 100 + 3 * 100), (9, bytes(5 * 32), 100 + 3 * 5)],
+    ids=["none", "of the first group", "longer than it", "of hashes of their own"],
+)
+def test_a_lookup_is_as_large_as_what_it_looks_for_whatever_came_with_it(tail: int, own: bytes, hashes: int) -> None:
+    first = pb.LookupGroup(hashes=bytes(100 * 32))
+    tails = [pb.LookupGroup(group=group, tail=tail, hashes=own) for group in range(1, 4)]
+    request = pb.LookupRequest(namespace=pb.Namespace(hash_bytes=32), groups=[first, *tails])
+    assert looked_for_bytes(request) == hashes * 32
