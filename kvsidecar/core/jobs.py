@@ -333,7 +333,7 @@ class JobRunner:
         self._count(job.direction, result)
         now = self.clock()
         if result.nbytes:
-            self.metrics.job_seconds[job.direction].observe(now - job.taken)
+            self.metrics.job_seconds.labels(job.direction.value).observe(now - job.taken)
             session.copied_bytes[job.direction] += result.nbytes
             self.metrics.devices.of(session.copier.uuid).copied(job.direction, result.nbytes)
             self.metrics.models.copied(session.registration.namespace.model, job.direction, result.nbytes)

@@ -19,7 +19,6 @@ from kvsidecar.cache.shares import Share
 from kvsidecar.cache.stats import CacheStats
 from kvsidecar.core import metric_families
 from kvsidecar.core.labelled_counts import DeviceCounts, ModelCounts
-from kvsidecar.core.metric_families import Durations
 from kvsidecar.core.process_metrics import ProcessMetrics
 from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.share_metrics import share_metrics
@@ -225,14 +224,24 @@ class Metrics:
             "Delay between the time a timer was due and the time the event loop ran it.",
             buckets=(1e-3, 5e-3, 20e-3, 0.1, 0.5, 2.0, 10.0),
         )
-        self.lookup_seconds = Durations(LOOKUP_SECONDS_BUCKETS)
-        self.job_seconds = {direction: Durations(JOB_SECONDS_BUCKETS) for direction in Direction}
+        self.lookup_seconds = histogram(
+            "kvsidecar_lookup_seconds",
+            "Time from the arrival of a lookup at the daemon to its answer, including the wait for its turn.",
+            buckets=LOOKUP_SECONDS_BUCKETS,
+        )
+        self.job_seconds = histogram(
+            "kvsidecar_job_seconds",
+            "Time from the arrival of a job that moved bytes to its answer: kvsidecar_copy_seconds, "
+            "kvsidecar_queue_seconds, and what the daemon decides before and after.",
+            ["direction"],
+            buckets=JOB_SECONDS_BUCKETS,
+        )
         self.models, self.devices = ModelCounts(), DeviceCounts()
         # No alert can be set on a series that appears with its first event: create them all at zero.
         for reason in Refusal:
             self.refusals.labels(reason.value)
         for direction in Direction:
-            for series in (self.copy_seconds, self.queue_seconds, self.copy_bytes):
+            for series in (self.copy_seconds, self.queue_seconds, self.copy_bytes, self.job_seconds):
                 series.labels(direction.value)
             self.copied_bytes.labels(direction.value)
             for outcome in Outcome:
@@ -308,19 +317,6 @@ class Metrics:
             "build_info", "Always 1.", ["version", "backend"], {(__version__, self._backend): 1}
         )
         yield metric_families.lost_log_lines("log_lines_lost")
-        yield metric_families.histogram(
-            "lookup_seconds",
-            "Time from the arrival of a lookup at the daemon to its answer, including the wait for its turn.",
-            (),
-            [((), self.lookup_seconds)],
-        )
-        yield metric_families.histogram(
-            "job_seconds",
-            "Time from the arrival of a job that moved bytes to its answer: kvsidecar_copy_seconds, "
-            "kvsidecar_queue_seconds, and what the daemon decides before and after.",
-            ["direction"],
-            [([direction.value], durations) for direction, durations in self.job_seconds.items()],
-        )
         if self._gauges is None:
             return
         now = self._gauges()
