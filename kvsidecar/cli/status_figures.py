@@ -187,7 +187,7 @@ class Worth:
         return f"{format_duration(seconds)} of prefill{price}"
 
     def hourly(self, tokens: float) -> str:
-        """Of tokens a second: ``2.4 engines' prefill, $28.80/h``."""
+        """What so many tokens a second save: ``the prefill of 2.40 engines, $28.80/h``."""
         engines = tokens / self.prefill_rate
         price = f", {self.engine_price.times(engines)}/h" if self.engine_price else ""
         return f"the prefill of {engines:.2f} engines{price}"

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 FIELDS_BYTES = 64
 """Upper bound of what the integers of a job, or of a group, take in a message."""
-MANY = (1 << 32) - 1
-"""More hashes than a group has."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Leaves room for what a transport adds. A larger message would end the stream, with every job on it."""
 MAX_TTL_SECONDS = MAX_MILLISECONDS = 2**32 - 1
@@ -195,9 +193,8 @@ class LookupQuery:
     @property
     def hashes(self) -> int:
         """Number of hashes that are looked for, of all groups together."""
-        if self.tails:
-            return sum([min(self.count(group), self.tails.get(group, MANY) + 1) for group in self.groups])
-        return sum([self.count(group) for group in self.groups])
+        tails = self.tails or {}
+        return sum([looked_for(self.count(group), tails.get(group)) for group in self.groups])
 
     def request(self, token: bytes) -> pb.LocalRequest:
         """The request is in the message's ``lookup``: to nest a message later is to copy it, with all hashes.
@@ -228,7 +225,7 @@ class LookupQuery:
                 hashes=packed,
                 wanted=bits,
                 lease_last=lease_last.get(group, 0),
-                tail=min(tails.get(group, 0), MANY),
+                tail=tails.get(group, 0),
             )
         if size > MAX_REQUEST_BYTES:
             raise ClientError(
@@ -262,6 +259,11 @@ class LookupQuery:
         """Number of a group's hashes."""
         hashes = self.groups[group]
         return len(hashes) // self.namespace.hash_bytes if isinstance(hashes, bytes) else len(hashes)
+
+
+def looked_for(count: int, tail: int | None) -> int:
+    """How many of a group's ``count`` hashes a lookup looks for; see ``tails`` of `Client.lookup`."""
+    return count if tail is None else min(count, tail + 1)
 
 
 def job_done_from(message: pb.JobDone) -> JobDone:

@@ -301,21 +301,21 @@ class LookupService:
                 **options,
             )
 
-        first = look_up(whole, [groups[i] for i in whole], lease)
-        if not first.ready:
+        head = look_up(whole, [groups[i] for i in whole], lease)
+        if not head.ready:
             return LookupAnswer(False, tuple(GroupAnswer(group, 0) for group, _ in groups))
-        run = min(list(each.found).index(False) if False in each.found else len(each.found) for each in first.groups)
+        run = min([*each.found, False].index(False) for each in head.groups)
         ranges = {i: _tail(run, tails[i], lengths[i]) for i in cut}
         named = [(groups[i][0], _part(groups[i][1], ranges[i].start, ranges[i].stop)) for i in cut]
-        last = look_up(cut, named, first.lease or lease)
-        answers = dict(zip(whole, first.groups, strict=True))
-        answers |= {i: replace(each, first=ranges[i].start) for i, each in zip(cut, last.groups, strict=True)}
+        end = look_up(cut, named, head.lease or lease)
+        answers = dict(zip(whole, head.groups, strict=True))
+        answers |= {i: replace(each, first=ranges[i].start) for i, each in zip(cut, end.groups, strict=True)}
         return LookupAnswer(
             True,
             tuple(answers[i] for i in range(len(groups))),
-            last.lease or first.lease,
-            last.lease_seconds or first.lease_seconds,
-            first.asking or last.asking,
+            end.lease or head.lease,
+            end.lease_seconds or head.lease_seconds,
+            head.asking or end.asking,
         )
 
     def report(self, namespace: Namespace, needed_tokens: int, loaded_tokens: int) -> None:

@@ -324,8 +324,8 @@ class _Followed:
 
 
 def names_of(reply: pb.StatusReply, known: Mapping[Namespace, str]) -> dict[Namespace, str]:
-    """By namespace: the name that requests give its model. As long as no engine has said it, as after a restart of the
-    daemon, the one that is known, or else that of the weights."""
+    """The name that requests give the model of each namespace. Where no engine has said it, as after a restart of the
+    daemon, it is the one that is known, or else that of the weights."""
     served: dict[Namespace, str] = {}
     said = [(each.namespace, each.served_name) for each in reply.namespaces]
     for message, name in said + [(each.namespace, each.served_name) for each in reply.ranks]:

@@ -93,7 +93,7 @@ ALL_BYTES = LIMITS.everyone.memory(CONNECTION_BYTES)  # 768 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedConnection:
     """A connection of the Unix socket."""
 
     connection: socket.socket
@@ -113,7 +113,7 @@ class Client:
     """The same for the log."""
     name: str = ""
     """Abstract name at which gRPC's server sees the connection; empty: it sees none."""
-    opened: Opened | None = None
+    opened: OpenedConnection | None = None
     """On the Unix socket: the connection, and the process that has opened it."""
 
 

@@ -19,7 +19,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.arrivals import Arrivals
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, Client, End, GrpcFront, Opened, new_name
+from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, Client, End, GrpcFront, OpenedConnection, new_name
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.service import Service
@@ -119,7 +119,7 @@ def unix_listener(socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, t
     """Accepts on the gRPC socket for the front, which knows each client by its user (SO_PEERCRED)."""
 
     def accepted(connection: socket.socket, who: Credentials) -> None:
-        opened = Opened(connection, who, time.clock_gettime(time.CLOCK_BOOTTIME))
+        opened = OpenedConnection(connection, who, time.clock_gettime(time.CLOCK_BOOTTIME))
         front.admit(Client(who.uid, {"uid": who.uid}, new_name(), opened), partial(End, connection))
 
     # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.

@@ -16,7 +16,7 @@ from kvsidecar.core.peer import Peer
 from kvsidecar.errors import AccessDenied, ImportRefused, InvalidRequest, LimitExceeded, UnknownPeer
 from kvsidecar.server.arrivals import Arrival, Arrivals
 from kvsidecar.server.attach_socket import TURNS
-from kvsidecar.server.grpc_front import Client, Opened
+from kvsidecar.server.grpc_front import Client, OpenedConnection
 from kvsidecar.server.handler import Handler
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
@@ -133,7 +133,7 @@ class StreamClient:
         self._owner.handler.peer_gone(self._peer)
 
 
-def _pidfd_by_number(opened: Opened) -> int | None:
+def _pidfd_by_number(opened: OpenedConnection) -> int | None:
     """A pidfd of the process that has opened a connection, before Linux 6.5; None if it has no number here.
 
     Another process may have the number by now: one that began after the connection was accepted.

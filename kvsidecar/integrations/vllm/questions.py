@@ -17,7 +17,7 @@ from typing import Any
 
 from kvsidecar.client import PendingLookup
 from kvsidecar.client.lookup_parts import PART_HASHES
-from kvsidecar.client.messages import MANY
+from kvsidecar.client.messages import looked_for
 from kvsidecar.client.types import LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.time_limits import BUDGETED_HASHES
@@ -108,7 +108,7 @@ class Question:
             self._round = {}
         packed: dict[int, bytes] = {}
         for index, places in self._round.items():
-            self.hashes_asked += min(len(places), self.tails.get(index, MANY) + 1)
+            self.hashes_asked += looked_for(len(places), self.tails.get(index))
             first = next(iter(packed), index)
             if index in self.tails and len(self._hashes[first]) == len(places):
                 packed[index] = self._packed[index] = packed[first]  # the same hashes, which are sent once
@@ -182,8 +182,8 @@ class Question:
         yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
 
     def _tails(self) -> dict[int, int]:
-        """By group: how many blocks before the end of what the groups that need all have in a row answer whether it is
-        a hit. Nothing if the daemon cannot work it out in one message."""
+        """How many blocks before the end of what is there in a row answer whether that is a hit, by group; those that
+        need every block have none. Empty if the daemon cannot work it out in one message."""
         chained = [group for group in self._groups if group.chained]
         ending = [group for group in self._groups if group.block_tokens == chained[0].block_tokens] if chained else []
         if len({group.block_tokens for group in chained}) != 1 or len(ending) == len(chained):
@@ -191,12 +191,12 @@ class Question:
         # The hit ends at a multiple of the alignment, and before the last block of a group with `eagle`.
         behind = self._groups[0].alignment // chained[0].block_tokens - 1 + any(group.eagle for group in chained)
         tails = {
-            group.index: MANY if group.kind is Kind.STATE else group.most_needed + behind
+            group.index: len(self._hashes[group.index]) if group.kind is Kind.STATE else group.most_needed + behind
             for group in ending
             if not group.chained
         }
-        counts = [min(len(each), tails.get(index, MANY) + 1) for index, each in self._hashes.items()]
-        return tails if sum(counts) <= PART_HASHES else {}
+        asked = sum([looked_for(len(each), tails.get(index)) for index, each in self._hashes.items()])
+        return tails if asked <= PART_HASHES else {}
 
     def _not_leased(self, end: int, leased: Mapping[int, int]) -> Places:
         """The blocks that a hit of so many tokens needs, of groups of which others were leased.
