@@ -18,9 +18,14 @@ ARG VERSION=
 ARG VARIANT
 ENV PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
+# For the compiled kernels.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 # Exact versions with hashes (deploy/image/lock.py). The environment has no pip: the image installs nothing later.
 RUN pip install --require-hashes --requirement deploy/image/requirements-build.txt \
-    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} \
+    && KVSIDECAR_CC=cc SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} \
         pip wheel --no-deps --no-build-isolation --wheel-dir /wheels ./client ./ \
     && python -m venv --without-pip /opt/kvsidecar \
     && pip --python /opt/kvsidecar/bin/python install --require-hashes --only-binary :all: \

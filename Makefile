@@ -258,11 +258,19 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "build/docs/index.html"
 
-# The same commit gives the same bytes.
+# The same commit gives the same bytes. Of the daemon, a wheel for every platform, and one with compiled kernels for each
+# of these processors.
+PROCESSORS := x86_64 aarch64
 package: $(VENV)/all.stamp
 	rm -rf dist
-	export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} \
-		&& $(BIN)/python -m build --no-isolation --outdir dist client && $(BIN)/python -m build --no-isolation --outdir dist .
+	export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)}; set -e; \
+	$(BIN)/python -m build --no-isolation --outdir dist client; \
+	KVSIDECAR_CC= $(BIN)/python -m build --no-isolation --outdir dist .; \
+	for each in $(PROCESSORS); do \
+		KVSIDECAR_CC="$(BIN)/python -m ziglang cc -target $$each-linux-gnu.2.17" \
+		KVSIDECAR_PLATFORM=manylinux2014_$$each.manylinux_2_17_$$each \
+			$(BIN)/python -m build --no-isolation --wheel --outdir dist .; \
+	done
 	$(BIN)/twine check --strict dist/*
 
 clean:

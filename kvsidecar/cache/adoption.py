@@ -134,7 +134,7 @@ class _Adoption:
         wrong = ~known | (size_classes(contents) != sizes[np.where(known, shards, 0)])
         padding = contents[:, HASH : HASH + HASH_BYTES_MAX // 8].copy().view(np.uint8)[:, space.namespace.hash_bytes :]
         places, contents = self._without("misplaced", wrong | padding.any(axis=1), places, contents)
-        keys = blocks.index.keys_from(contents[:, HASH : HASH + blocks.index.num_words])
+        keys = blocks.index.keys_from(np.ascontiguousarray(contents[:, HASH : HASH + blocks.index.num_words]))
         rows = blocks.index.find(keys)
         create_unknown(blocks, keys, rows)
 
@@ -242,7 +242,7 @@ class _Adoption:
         allocator = self._table.slots
         allocator.adopt(slots, cuts, np.tile(blocks.owners(rows), shards), np.tile(last_used, shards))
         words = last_used << ORDER_BITS | used & (1 << ORDER_BITS) - 1
-        self._records.set_used(np.asarray(allocator.places(slots)), np.tile(words, shards).view(np.uint64))
+        self._records.set_used(allocator.places(slots), np.tile(words, shards).view(np.uint64))
 
     # -- what is dropped -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvsidecar.cache.arrays import Slots, unique_counts
+from kvsidecar.cache.arrays import Ints, unique_counts
 from kvsidecar.cache.slabs import Part, Slabs, find_run
 
 
@@ -95,11 +95,11 @@ class AllocationPlan:
         """Whether the plan frees every used slot of the slab."""
         return self._freed[slab] == int(self._slabs.used[slab])
 
-    def free(self, slots: Slots) -> None:
+    def free(self, slots: Ints) -> None:
         """Plan to free these used slots. No slot may be given twice."""
         self._change(slots, 1)
 
-    def undo_free(self, slots: Slots) -> None:
+    def undo_free(self, slots: Ints) -> None:
         """Remove these slots from the plan."""
         self._change(slots, -1)
 
@@ -118,7 +118,7 @@ class AllocationPlan:
             missing -= grid.nbytes(start, end) // size
         return missing
 
-    def _change(self, slots: Slots, sign: int) -> None:
+    def _change(self, slots: Ints, sign: int) -> None:
         distinct, counts = unique_counts(self._slabs.holding(slots))
         for slab, count in zip(distinct.tolist(), counts.tolist(), strict=True):
             size = int(self._slabs.size[slab])

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 """Rows of blocks, slots (byte offsets in the pool), slabs, ticks."""
-Slots = Ints | list[int]
-"""Slots of one request. A short one may be a list: creating an array takes longer than walking the list."""
 Words = npt.NDArray[np.uint64]
 """Block hashes, [n, words]: each padded with zeros to a multiple of eight bytes."""
 Bools = npt.NDArray[np.bool_]
@@ -24,11 +22,8 @@ NO_INTS: Ints = np.empty(0, np.int64)
 _ZERO: Ints = np.zeros(1, np.int64)
 
 FEW = 8
-"""Up to this many rows a loop is faster than a handful of array operations, each of which costs as much for one value
-as for a hundred. Decoding engines send jobs of one to a few blocks, so the steps that dominate such a job have both
-forms: the states of slots (``slots``), the index of hashes (``block_index``), the eviction order (``eviction_lru``),
-and the slots of blocks (``space_blocks``). With the array operations only, a store or a load of one block takes twice
-as long (benchmarks/scale.py). ``tests/cache/test_few.py`` checks that both forms give the same result."""
+"""Up to this many values a loop is faster than a handful of array operations, each of which costs as much for one as
+for a hundred: `records` and `freed` have both forms. What every job needs is in `kvsidecar.cache.kernels`."""
 
 MAPPED_BYTES = 64 * 1024
 """Arrays of at least this size are mappings of their own; malloc itself maps only larger ones."""
@@ -43,10 +38,6 @@ def any_true(mask: Bools) -> bool:
 
 def all_true(mask: Bools) -> bool:
     return int(np.count_nonzero(mask)) == len(mask)
-
-
-def as_list(values: Slots) -> list[int]:
-    return values if isinstance(values, list) else values.tolist()
 
 
 def only_value(values: Bytes) -> int | None:

@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 
 from kvsidecar.cache.adoption import AdoptReport, adopt
-from kvsidecar.cache.arrays import Ints, all_true, any_true, first_of_each
+from kvsidecar.cache.arrays import NO_INTS, Ints, all_true, any_true, first_of_each
 from kvsidecar.cache.block_table import BlockTable, require
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.expiry import SCAN, SWEEP, Expiry
@@ -394,7 +394,7 @@ class BlockCache:
         tick = self._next_tick()
         records, checked = self._table.records, grant.checksums
         # Known before the slots are sealed: those of a cleared space are free afterwards, and maybe of no size.
-        places = [] if checked is None else self._table.slots.places(checked[0])
+        places = NO_INTS if checked is None else self._table.slots.places(checked[0])
         expires, idle = self._expiry.set_times(grant)
         readable = sum([self._table.seal(part, tick, expires, idle) for part in reversed(grant.parts)])
         if records is not None and checked is not None:

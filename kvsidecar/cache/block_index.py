@@ -7,17 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from kvsidecar.cache.arrays import FEW, Bools, Ints, Words, all_true, any_true, extended, zeros
+from kvsidecar.cache import kernels
+from kvsidecar.cache.array_kernels import LANES, Tags, buckets_of
+from kvsidecar.cache.arrays import Bools, Ints, Words, extended, zeros
 
-LANE_BITS = 4
-LANES = 1 << LANE_BITS
-"""Entries per bucket: the tags of one bucket fill one cache line."""
 BLOCKS_PER_BUCKET = 6
 """Average. With linear hashing a bucket holds up to a third more before it is split; one in thousands overflows."""
-
-Tags = npt.NDArray[np.uint32]
 
 
 @dataclass(slots=True)
@@ -73,9 +69,8 @@ class BlockIndex:
         self._overflows = zeros((buckets,), np.bool_)
         """Whether `_overflow` has the bucket."""
         self._len = 0
-        self._any_word = np.ones(words, np.bool_)
         drawn: Words = np.frombuffer(hashlib.shake_128(seed.to_bytes(8)).digest(8 * (2 * words + 1)), np.uint64).copy()
-        self._addend, self._multipliers = drawn[0], drawn[1:]
+        self._addend, self._multipliers = int(drawn[0]), drawn[1:]
         """Multipliers: one for each half of a word of a hash, in the order in which the halves lie in memory."""
 
     def __len__(self) -> int:
@@ -96,7 +91,7 @@ class BlockIndex:
         return self.keys_from(words)
 
     def keys_from(self, words: Words) -> Keys:
-        """Keys of block hashes that are already padded."""
+        """Keys of block hashes that are already padded, in a contiguous array."""
         return Keys(words, self._tags_of(words))
 
     def words_of(self, rows: Ints) -> Words:
@@ -123,23 +118,13 @@ class BlockIndex:
 
     def find(self, keys: Keys) -> Ints:
         """The row of each hash, or -1."""
-        words, tags = keys.words, keys.tags
-        if len(words) <= FEW:
-            return np.array([self._find_one(words[i], tag) for i, tag in enumerate(tags.tolist())], np.int64)
-        buckets = self._buckets(tags)
-        which, lanes = self._matches(tags, buckets)
-        rows = self._rows[lanes].astype(np.int64)
-        of_rows = self._words.take(rows, axis=0)
-        if len(rows) == len(words) and of_rows.tobytes() == words.tobytes():
-            return rows  # all are found, each once
-        found = np.full(len(words), -1, np.int64)
-        other = (of_rows != words[which]) @ self._any_word
-        if any_true(other):
-            which, rows = which[~other], rows[~other]
-        found[which] = rows
-        if self._overflow:
-            for i in (self._overflows[buckets] & (found < 0)).nonzero()[0].tolist():
-                found[i] = self._overflow[buckets.item(i)].get(words[i].tobytes(), -1)
+        found = np.empty(len(keys), np.int64)
+        level, buckets = self._level, self._num_buckets
+        count = kernels.find_rows(self._tags, self._rows, self._words, level, buckets, keys.words, keys.tags, found)
+        if self._overflow and count < len(keys):
+            of_each = buckets_of(keys.tags, level, buckets)
+            for i in (self._overflows[of_each] & (found < 0)).nonzero()[0].tolist():
+                found[i] = self._overflow[of_each.item(i)].get(keys.words[i].tobytes(), -1)
         return found
 
     def add(self, keys: Keys, rows: Ints) -> None:
@@ -152,19 +137,10 @@ class BlockIndex:
 
     def remove(self, rows: Ints) -> None:
         self._len -= len(rows)
-        tags = self.keys_of(rows).tags
-        if len(rows) <= FEW:
-            for tag, row in zip(tags.tolist(), rows.tolist(), strict=True):
-                self._remove_one(tag, row)
-            return
-        which, lanes = self._matches(tags, self._buckets(tags))
-        mine = self._rows[lanes] == rows[which]
-        self._tags.reshape(-1)[lanes[mine]] = 0
-        if np.count_nonzero(mine) < len(rows):
-            in_overflow = np.ones(len(rows), np.bool_)
-            in_overflow[which[mine]] = False
-            for tag, row in zip(tags[in_overflow].tolist(), rows[in_overflow].tolist(), strict=True):
-                self._remove_one(tag, row)
+        tags, over = self.keys_of(rows).tags, np.empty(len(rows), np.int64)
+        count = kernels.unplace_rows(self._tags, self._rows, self._level, self._num_buckets, tags, rows, over)
+        for i in over[:count].tolist():
+            self._remove_overflow(self._bucket(tags.item(i)), rows.item(i))
 
     def _tags_of(self, words: Words) -> Tags:
         """The high 32 bits of ``(m0 + sum(m[i] * x[i])) mod 2**64``, where the ``x[i]`` are the halves of the words, of
@@ -186,78 +162,27 @@ class BlockIndex:
         2**n buckets in one of 2**n, as random ones do. The multipliers are not random but drawn from a seed, by
         SHAKE128.
         """
-        spread = words.view(np.uint32) @ self._multipliers
-        spread += self._addend
-        return spread.view(np.uint32)[1::2] | np.uint32(1 << 31)
+        tags = np.empty(len(words), np.uint32)
+        kernels.tag_hashes(words, self._multipliers, self._addend, tags)
+        return tags
 
     def _bucket(self, tag: int) -> int:
         bucket = tag & (2 << self._level) - 1
         return bucket if bucket < self._num_buckets else bucket - (1 << self._level)
 
-    def _buckets(self, tags: Tags) -> Ints:
-        buckets = (tags & np.uint32((2 << self._level) - 1)).astype(np.int64)
-        return buckets - ((buckets >= self._num_buckets) << self._level)
-
-    def _matches(self, tags: Tags, buckets: Ints) -> tuple[Ints, Ints]:
-        """Per match the position of the tag and the number of the lane, counted over all buckets. A tag may be in
-        several lanes."""
-        found = (self._tags.take(buckets, axis=0) == tags[:, None]).ravel().nonzero()[0]
-        which = found >> LANE_BITS
-        return which, buckets[which] << LANE_BITS | found & LANES - 1
-
-    def _find_one(self, words: Words, tag: int) -> int:
-        bucket = self._bucket(tag)
-        tags = self._tags[bucket].tolist()
-        if tag in tags:
-            in_lanes: list[int] = [self._rows.item(bucket << LANE_BITS | i) for i in range(LANES) if tags[i] == tag]
-            for row in in_lanes:
-                if self._words[row].tobytes() == words.tobytes():
-                    return row
-        overflow = self._overflow.get(bucket)
-        return -1 if overflow is None else overflow.get(words.tobytes(), -1)
-
-    def _remove_one(self, tag: int, row: int) -> None:
-        bucket = self._bucket(tag)
-        tags, rows = self._tags[bucket].tolist(), self._rows[bucket << LANE_BITS : (bucket + 1) << LANE_BITS].tolist()
-        for lane in range(LANES):
-            if rows[lane] == row and tags[lane] == tag:
-                self._tags[bucket, lane] = 0
-                return
+    def _remove_overflow(self, bucket: int, row: int) -> None:
         del self._overflow[bucket][self._words[row].tobytes()]
         if not self._overflow[bucket]:
             del self._overflow[bucket]
             self._overflows[bucket] = False
 
-    def _place_one(self, tag: int, row: int) -> None:
-        bucket = self._bucket(tag)
-        tags = self._tags[bucket].tolist()
-        if 0 in tags:
-            lane = tags.index(0)
-            self._tags[bucket, lane] = tag
-            self._rows[bucket << LANE_BITS | lane] = row
-        else:
+    def _place(self, tags: Tags, rows: Ints) -> None:
+        over = np.empty(len(rows), np.int64)
+        count = kernels.place_rows(self._tags, self._rows, self._level, self._num_buckets, tags, rows, over)
+        for i in over[:count].tolist():
+            bucket, row = self._bucket(tags.item(i)), rows.item(i)
             self._overflow.setdefault(bucket, {})[self._words[row].tobytes()] = row
             self._overflows[bucket] = True
-
-    def _place(self, tags: Tags, rows: Ints) -> None:
-        if len(rows) <= FEW:
-            for tag, row in zip(tags.tolist(), rows.tolist(), strict=True):
-                self._place_one(tag, row)
-            return
-        buckets = self._buckets(tags)
-        order = buckets.argsort(kind="stable")
-        buckets, tags, rows = buckets[order], tags[order], rows[order]
-        # Counted from 1 in each bucket: the rows for it, and its free lanes.
-        nth = np.arange(1, len(rows) + 1) - np.searchsorted(buckets, buckets)
-        free = (self._tags.take(buckets, axis=0) == 0).cumsum(axis=1, dtype=np.int8)
-        lanes = (free == nth[:, None]).argmax(axis=1)
-        fits = free[:, -1] >= nth
-        lanes += buckets << LANE_BITS
-        self._tags.reshape(-1)[lanes[fits]] = tags[fits]
-        self._rows[lanes[fits]] = rows[fits]
-        if not all_true(fits):
-            for tag, row in zip(tags[~fits].tolist(), rows[~fits].tolist(), strict=True):
-                self._place_one(tag, row)
 
     def _split(self, count: int) -> None:
         """Split the next buckets: at most ``count``, and only up to the end of the level."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from kvsidecar.cache.arrays import NO_INTS, Ints, Slots, all_true, first_of_each
+from kvsidecar.cache.arrays import NO_INTS, Ints, all_true, first_of_each
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.cache.eviction_rhythm import Rhythm
@@ -205,9 +205,7 @@ class BlockTable:
         """Allocate the slots of claimed blocks. There must be enough free ones. Call `record_cuts` after the last."""
         blocks, rows = part.blocks, part.rows
         self.num_blocks += len(part.created)
-        if len(part.created) < len(rows):
-            self._mark_in_use(blocks, rows[blocks.evictable[rows]])
-        blocks.refs[rows] += 1
+        self._mark_in_use(blocks, blocks.add_refs(rows))
         part.slots = self.slots.allocate(part.slot_size, blocks.owners(rows), node)
         self.shares.change(blocks, part.slot_size * len(rows), 0)
 
@@ -274,12 +272,11 @@ class BlockTable:
         """Prevent the eviction of readable blocks until `drop_refs`."""
         for chain in chains:
             blocks, rows = chain.blocks, chain.rows
-            idle = rows[blocks.evictable[rows]]
+            idle = blocks.add_refs(rows)
             self._mark_in_use(blocks, idle)
             if self.rhythm is not None and len(idle):
                 self.rhythm.use(blocks.gaps, blocks.last_used, idle)
             self.leased_bytes += len(idle) * blocks.space.block_bytes
-            blocks.refs[rows] += 1
 
     def drop_refs(self, chains: Iterable[Chain], tick: int) -> None:
         """Drop one reference to each block. The blocks count as used now, the deepest of a prefix as the oldest."""
@@ -413,9 +410,8 @@ class BlockTable:
         return False
 
     def _mark_in_use(self, blocks: SpaceBlocks, rows: Ints) -> None:
-        """Make evictable blocks not evictable."""
+        """Take blocks that are not evictable any more out of the eviction order, and their slots with them."""
         if len(rows):
-            blocks.evictable[rows] = False
             blocks.remove(rows)
             slots = blocks.sealed_slots(rows)
             self.slots.mark_in_use(slots)
@@ -427,12 +423,12 @@ class BlockTable:
         Returns:
             The number of blocks that have no reference left.
         """
-        idle = blocks.drop_refs(rows)[::-1]
+        idle, all_stay = blocks.drop_refs(rows)
         if not len(idle):
             return 0
         if blocks.cleared:
             self._free(blocks, idle)
-        elif blocks.can_stay(idle):
+        elif all_stay:
             self._mark_evictable(blocks, idle, tick, slots_are)
         else:
             self._detach(blocks, idle[blocks.missing[idle] == blocks.space.num_shards])
@@ -464,7 +460,7 @@ class BlockTable:
         if readable and self.outlets and (outlet := self.outlets.get(blocks.space.namespace)):
             outlet(Residency.REMOVED, blocks.space.group, blocks.index.hashes_of(rows[whole]))
 
-    def _nbytes(self, blocks: SpaceBlocks, slots: Slots) -> int:
+    def _nbytes(self, blocks: SpaceBlocks, slots: Ints) -> int:
         size = blocks.space.one_size
         return len(slots) * size if size else self.slots.bytes_of(slots)
 
@@ -483,7 +479,6 @@ class BlockTable:
         if self.records is not None:
             self.records.unseal(self.slots.places(slots))
         if self.corrupt:
-            slots = np.asarray(slots, np.int64)
             bad = np.isin(slots, list(self.corrupt))
             self.corrupt.difference_update(slots[bad].tolist())
             self.slots.mark_corrupt(slots[bad])

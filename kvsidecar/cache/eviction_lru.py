@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import FEW, Ints, extended, unique_counts, zeros
+from kvsidecar.cache import kernels
+from kvsidecar.cache.arrays import Ints, extended, zeros
 
 SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
@@ -71,35 +72,19 @@ class LRUQueues:
         log = self._queues.get(queue)
         if log is None:
             log = self._queues[queue] = _Queue()
-        if len(rows) == 1 <= FEW and log.filled < log.room:
-            row, segment = rows.item(), log.newest
-            log.segments[segment][log.filled] = row
-            log.filled += 1
-            self._place[row] = (segment << SEGMENT_BITS) + log.filled
-            self._live[segment] += 1
-            return
         while len(rows):
             if log.filled == log.room:
                 self._make_room(log, len(rows))
             segment, start = log.newest, log.filled
             piece, rows = rows[: log.room - start], rows[log.room - start :]
             log.filled += len(piece)
-            log.segments[segment][start : log.filled] = piece
-            first = (segment << SEGMENT_BITS) + 1
-            self._place[piece] = np.arange(first + start, first + log.filled)
+            number = (segment << SEGMENT_BITS) + 1 + start
+            kernels.enter_log(self._place, log.segments[segment], piece, start, number)
             self._live[segment] += len(piece)
 
     def remove(self, rows: Ints) -> None:
         """Remove blocks that are no longer evictable, or that were just used and are inserted again."""
-        if len(rows) <= FEW:
-            for row in rows.tolist():
-                segment = self._place.item(row) - 1 >> SEGMENT_BITS
-                self._place[row] = 0
-                self._forget(segment, 1)
-            return
-        segments = (self._place[rows] - 1) >> SEGMENT_BITS
-        self._place[rows] = 0
-        for segment, count in zip(*(each.tolist() for each in unique_counts(segments)), strict=True):
+        for segment, count in kernels.leave_log(self._place, rows, SEGMENT_BITS):
             self._forget(segment, count)
 
     def candidates(self, queue: int = 0) -> Iterator[Ints]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, Ints, Slots, as_list
+from kvsidecar.cache.arrays import FEW, Ints
 
 PAGE_BYTES = 4096
 _DIRTY, _ZEROING = 1, 2
@@ -55,7 +55,7 @@ class Freed:
         """That are to be zeroed, or are being zeroed."""
         return self._left * PAGE_BYTES
 
-    def add(self, slots: Slots, sizes: Ints | int) -> None:
+    def add(self, slots: Ints, sizes: Ints | int) -> None:
         """These slots have been freed, or will never be used again.
 
         Args:
@@ -68,14 +68,14 @@ class Freed:
             piece |= _DIRTY
         self._waiting.append(_Runs(self._turn, starts, ends))
 
-    def take_out(self, slots: Slots, sizes: Ints | int) -> None:
+    def take_out(self, slots: Ints, sizes: Ints | int) -> None:
         """These slots have been given out."""
         for start, end in zip(*_runs(slots, sizes), strict=True):
             piece = self._pages[start:end]
             self._left -= int(np.count_nonzero(piece == _DIRTY))
             piece &= _ZEROING
 
-    def is_zeroing(self, slots: Slots, size: int) -> bool:
+    def is_zeroing(self, slots: Ints, size: int) -> bool:
         """Whether any byte of these slots is being zeroed."""
         if not self._zeroing:
             return False
@@ -126,12 +126,12 @@ class Freed:
         self._zeroing = []
 
 
-def _runs(slots: Slots, sizes: Ints | int) -> tuple[list[int], list[int]]:
+def _runs(slots: Ints, sizes: Ints | int) -> tuple[list[int], list[int]]:
     """First page and end of each run of adjacent slots."""
     if len(slots) <= FEW and isinstance(sizes, int):
-        starts = [slot // PAGE_BYTES for slot in as_list(slots)]
+        starts = [slot // PAGE_BYTES for slot in slots.tolist()]
         return starts, [start + sizes // PAGE_BYTES for start in starts]
-    first = np.asarray(slots, np.int64) // PAGE_BYTES
+    first = slots // PAGE_BYTES
     end = first + np.asarray(sizes, np.int64) // PAGE_BYTES
     order = first.argsort(kind="stable")
     first, end = first[order], end[order]

@@ -12,8 +12,9 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from kvsidecar.cache.array_kernels import Tags
 from kvsidecar.cache.arrays import NO_INTS, Bools, Bytes, Ints, all_true, any_true, zeros
-from kvsidecar.cache.block_index import Keys, Tags
+from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.eviction_rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
 from kvsidecar.cache.grants import StorePart
 from kvsidecar.cache.space_blocks import SpaceBlocks

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvsidecar.cache import kernels
 from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, all_true
 from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.expiry import Expiry
@@ -73,7 +74,8 @@ class Reader:
             leased: whether those with a reference are readable though they have expired: a lease is a promise.
         """
         blocks, below = space.blocks, self.below
-        readable: Bools = (rows >= 0) & (blocks.missing[rows] == 0)
+        readable: Bools = np.empty(len(rows), np.bool_)
+        kernels.readable_rows(blocks.missing, rows, readable)
         if below is not None:
             ends = blocks.slots[:, rows] + np.array(space.slot_sizes)[:, np.newaxis]
             readable &= (ends <= below).all(axis=0)

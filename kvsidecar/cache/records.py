@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsidecar.cache.arrays import FEW, Bools, Bytes, Ints, Slots, Words, as_list
+from kvsidecar.cache.arrays import FEW, Bools, Bytes, Ints, Words
 from kvsidecar.cache.slabs import Grid
 from kvsidecar.cache.slots import SLOT_ALIGN
 from kvsidecar.types import HASH_BYTES_MAX, MAX_IDLE_SECONDS, Namespace
@@ -191,7 +191,7 @@ class Records:
         size: int,
         slots: Ints,
         words: Words,
-        places: Slots,
+        places: Ints,
         tick: int,
         expires: int = 0,
         priorities: Bytes | None = None,
@@ -212,7 +212,7 @@ class Records:
         table = number << 32 | idle << SHARD_BITS | shard
         size_word = size // SLOT_ALIGN | expires << 32
         if len(places) == 1 <= FEW:
-            (place,) = as_list(places)
+            place = places.item()
             if priorities is not None:
                 size_word |= priorities.item() << PRIORITY_BITS
             packed = _DIGESTED.pack(commit, table, slots.item(), size_word, words.tobytes())
@@ -220,7 +220,6 @@ class Records:
             self._bodies[place] = np.frombuffer(packed[8:] + _TAIL.pack(digest, 0, 0, tick << ORDER_BITS), np.uint64)
             self._commits[place] = commit
             return
-        at = np.asarray(places, np.int64)
         body = np.zeros((len(slots), RECORD_WORDS - 1), np.uint64)
         body[:, TABLE - 1] = table
         body[:, SLOT - 1] = slots
@@ -231,8 +230,8 @@ class Records:
         digests = _digest(body[:, : HASH - 1 + words.shape[1]], TABLE)
         body[:, DIGEST - 1] = digests + _digest(np.array([[commit]], np.uint64), COMMIT)
         body[:, USED - 1] = _used(tick, len(slots))[::-1]  # the deepest of a prefix goes first
-        self._bodies[at] = body
-        self._commits[at] = commit
+        self._bodies[places] = body
+        self._commits[places] = commit
 
     def cut(self, start: int, end: int, size: int) -> None:
         """Record that these units are one slab now. Call it before a slot of it is sealed. The slots of the slabs that
@@ -263,18 +262,18 @@ class Records:
         if self.take_room is not None and count:
             self.take_room(self._first_record + unit * self.grid.records * RECORD_WORDS, count * RECORD_WORDS)
 
-    def unseal(self, places: Slots) -> None:
+    def unseal(self, places: Ints) -> None:
         """Forget these slots, before anything can happen to their bytes."""
         if len(places) <= FEW:
-            for place in as_list(places):
+            for place in places.tolist():
                 self._commits[place] = 0
         else:
             self._commits[places] = 0
 
-    def touch(self, places: Slots, tick: int) -> None:
+    def touch(self, places: Ints, tick: int) -> None:
         """Record that these slots were used at ``tick``, in the order in which they are to go."""
         if len(places) <= FEW:
-            for i, place in enumerate(as_list(places)):
+            for i, place in enumerate(places.tolist()):
                 self._used[place] = tick << ORDER_BITS | i
         else:
             self._used[places] = _used(tick, len(places))
@@ -283,12 +282,12 @@ class Records:
         """Write the words of the last use as they are."""
         self._used[places] = used
 
-    def set_checksums(self, places: Slots, checksums: Words) -> None:
+    def set_checksums(self, places: Ints, checksums: Words) -> None:
         """Record the checksums of sealed slots."""
         self._records[places, CHECKSUM] = checksums
         self._records[places, CHECKED] = self._commits[places]
 
-    def checksums(self, places: Slots) -> tuple[Words, Bools]:
+    def checksums(self, places: Ints) -> tuple[Words, Bools]:
         """The checksums of sealed slots, and which slots have one."""
         return self._records[places, CHECKSUM], self._records[places, CHECKED] == self._commits[places]
 

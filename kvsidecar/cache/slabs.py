@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import Ints, Slots, extended
+from kvsidecar.cache.arrays import Ints, extended
 from kvsidecar.cache.freed import PAGE_BYTES
 
 LEVELS = 4
@@ -282,8 +282,8 @@ class Slabs:
         self._count = 1
         self._by_address: Ints | None = None
 
-    def holding(self, slots: Slots) -> Ints:
-        return self.at[np.asarray(slots, np.int64) // self.grid.unit].astype(np.int64)
+    def holding(self, slots: Ints) -> Ints:
+        return self.at[slots // self.grid.unit].astype(np.int64)
 
     def within(self, start: int, end: int) -> list[int]:
         """The slabs with any of these units."""

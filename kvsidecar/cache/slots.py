@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvsidecar.cache import kernels
 from kvsidecar.cache.allocation_plan import AllocationPlan
-from kvsidecar.cache.arrays import FEW, NO_INTS, Ints, Slots, any_true, as_list, unique_counts
+from kvsidecar.cache.array_kernels import NOT_A_SLOT, NOT_CUT, TWICE, WRONG_STATE, Columns
+from kvsidecar.cache.arrays import NO_INTS, Ints, any_true, unique_counts
 from kvsidecar.cache.cut_pool import CutPool
 from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.slot_states import NO_OWNER, SLOT_ALIGN, SlotState, size_class
@@ -67,24 +69,16 @@ class SlotAllocator(CutPool):
         """Bytes of the pool that slots can have."""
         return self.total_bytes - self.wasted_bytes - self._bytes[_QUARANTINED]
 
-    def bytes_of(self, slots: Slots) -> int:
-        if len(slots) <= FEW:
-            return sum([self.slabs.size.item(self.slabs.at.item(slot // self._unit)) for slot in as_list(slots)])
+    def bytes_of(self, slots: Ints) -> int:
         return int(self.slabs.size[self.slabs.holding(slots)].sum())
 
-    def places(self, slots: Slots) -> Slots:
+    def places(self, slots: Ints) -> Ints:
         """The numbers of these slots' records. Those of a slab are adjacent, from the first record of its first unit
         on."""
-        records = self.grid.records
-        if len(slots) <= FEW:
-            found = []
-            for slot in as_list(slots):
-                slab, _, at = self._locate_one(slot)
-                found.append(self.slabs.head.item(slab) * records + at - self.slabs.first.item(slab))
-            return found
         slabs = self.slabs.holding(slots)
         inside = (slots - self.slabs.start.take(slabs)) // self.slabs.size.take(slabs)
-        return inside + self.slabs.head.take(slabs) * records
+        places: Ints = inside + self.slabs.head.take(slabs) * self.grid.records
+        return places
 
     def owners(self, slab: int) -> Ints:
         """Owners of the used slots of a slab, one per slot."""
@@ -133,7 +127,9 @@ class SlotAllocator(CutPool):
             start, size = slabs.start.item(slab), slabs.size.item(slab)
             if start >= below:
                 break
-            slot = start + int(self._lowest_free(slab, 1)[0]) * size
+            first, lowest = slabs.first.item(slab), slabs.lowest_free.item(slab)
+            states = self._states[first + lowest : first + slabs.capacity.item(slab)]
+            slot = start + (lowest + int((states == _FREE).argmax())) * size
             if slot + size <= below:
                 found.append((slot, size))
                 break
@@ -153,12 +149,9 @@ class SlotAllocator(CutPool):
         pieces: dict[int, Ints] = {}
         missing = len(owners)
         slabs = self._slabs_with_room(size, node)
-        if missing == 1 <= FEW and (slab := next(slabs, None)) is not None:
-            return self._allocate_one(slab, size, owners)
         while missing and (slab := next(slabs, None)) is not None:
-            pieces[slab] = indices = self._lowest_free(slab, missing)
-            self._states[self.slabs.first[slab] + indices] = _RESERVED
-            self._count_taken(slab, len(indices), int(indices[-1]) + 1)
+            pieces[slab] = indices = self._reserve_free(slab, missing)
+            self._count_taken(slab, len(indices), indices.item(-1) + 1)
             missing -= len(indices)
         slots: list[Ints] = []
         for slab in sorted(pieces, key=self.slabs.head.item):
@@ -201,7 +194,7 @@ class SlotAllocator(CutPool):
     def own(self, slots: Ints, owners: Ints) -> None:
         self._owners[self._locate(slots)[2]] = owners
 
-    def seal(self, slots: Slots) -> None:
+    def seal(self, slots: Ints) -> None:
         """RESERVED to IN_USE: they are filled."""
         self._move(slots, _RESERVED, _IN_USE)
 
@@ -210,154 +203,73 @@ class SlotAllocator(CutPool):
         _, sizes, at = self._locate(slots)
         self.mark_in_use(slots[self._states[at] == _EVICTABLE])
         self._move(slots, _IN_USE, _QUARANTINED)
+        self._owners[at] = NO_OWNER
         if self.freed is not None and len(slots):
             self.freed.add(slots, sizes)
 
-    def mark_in_use(self, slots: Slots) -> None:
+    def mark_in_use(self, slots: Ints) -> None:
         """EVICTABLE to IN_USE: their blocks are in use."""
         self._move(slots, _EVICTABLE, _IN_USE)
 
-    def mark_evictable(self, slots: Slots, tick: int, source: SlotState = SlotState.IN_USE) -> None:
+    def mark_evictable(self, slots: Ints, tick: int, source: SlotState = SlotState.IN_USE) -> None:
         """IN_USE to EVICTABLE, or RESERVED to EVICTABLE if a store has just filled them: their blocks were last used at
         ``tick``. Ticks never decrease."""
-        self._move(slots, int(source), _EVICTABLE)
-        self.touch(slots, tick)
+        self._move(slots, int(source), _EVICTABLE, tick)
 
-    def touch(self, slots: Slots, tick: int) -> None:
+    def touch(self, slots: Ints, tick: int) -> None:
         """Record that their blocks, which are evictable, were used at ``tick``."""
         self.slabs.touched[self.slabs.holding(slots)] = tick
 
-    def free(self, slots: Slots) -> None:
+    def free(self, slots: Ints) -> None:
         """RESERVED, IN_USE or EVICTABLE to FREE."""
         if not len(slots):
             return
-        if len(slots) == 1 <= FEW:
-            slab, size, at = self._locate_one(as_list(slots)[0])
-            source = self._states.item(at)
-            if source in _UNOWNED:
-                raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
-            self._move_few(slots, source, _FREE)
-            self._count_freed(slab, 1, at - self.slabs.first.item(slab))
-            if self.freed is not None:
-                self.freed.add(slots, size)
-            return
-        ordered = np.sort(np.asarray(slots, np.int64))
-        if any_true(ordered[1:] == ordered[:-1]):
-            raise AssertionError("a slot is freed twice")
-        slabs, sizes, places = self._locate(ordered)
-        states = self._states[places]
-        # Floats, but whole numbers far below 2**53.
-        nbytes = [int(each) for each in np.bincount(states, sizes, len(SlotState)).tolist()]
-        if nbytes[_FREE] or nbytes[_QUARANTINED]:
-            raise AssertionError("a slot is FREE or QUARANTINED; only a used slot can be freed")
-        self._states[places] = _FREE
-        self._owners[places] = NO_OWNER
-        for state, freed in enumerate(nbytes):
-            self._bytes[state] -= freed
+        ordered = slots if len(slots) == 1 else np.sort(slots)
+        sizes = self.slabs.size[self.slabs.holding(ordered)] if self.freed is not None else NO_INTS
+        wrong, nbytes, slabs = kernels.free_slots(ordered, *self._columns, self._owners, NO_OWNER)
+        if wrong:
+            raise AssertionError(_what_is_wrong(wrong, "a slot is FREE or QUARANTINED; only a used slot can be freed"))
+        for state, each in enumerate(nbytes):
+            self._bytes[state] -= each
         self._bytes[_FREE] += sum(nbytes)
-        if nbytes[_EVICTABLE]:
-            np.subtract.at(self.slabs.evictable, slabs[states == _EVICTABLE], 1)
-        starts = [0, *((slabs[1:] != slabs[:-1]).nonzero()[0] + 1).tolist()]
-        for start, end in zip(starts, [*starts[1:], len(slabs)], strict=True):
-            at_slab = slabs.item(start)
-            self._count_freed(at_slab, end - start, places.item(start) - self.slabs.first.item(at_slab))
+        for slab, count, lowest in slabs:
+            self._count_freed(slab, count, lowest)
         if self.freed is not None:
             self.freed.add(ordered, sizes)
+
+    @property
+    def _columns(self) -> Columns:
+        slabs = self.slabs
+        return self._unit, slabs.at, slabs.size, slabs.start, slabs.first, slabs.evictable, self._states
 
     def _has_free(self, needs: Mapping[int, int], node: int | None = None) -> bool:
         """Whether the slabs that are already cut have enough free slots, as for nearly every request."""
         return all(self.free_slots(size, node) >= need for size, need in needs.items())
 
-    def _locate(self, slots: Slots) -> tuple[Ints, Ints, Ints]:
+    def _locate(self, slots: Ints) -> tuple[Ints, Ints, Ints]:
         """Slab, size class, and index in the columns of each slot. Raises AssertionError if one is not a slot."""
         slabs = self.slabs.holding(slots)
         sizes = self.slabs.size[slabs]
         if np.count_nonzero(sizes) < len(sizes):
-            raise AssertionError("the slot is FREE: its slab is not cut")
+            raise AssertionError(_what_is_wrong(NOT_CUT))
         offsets = slots - self.slabs.start[slabs]
         inside = offsets // sizes
         if any_true(inside * sizes != offsets):
-            raise AssertionError("not a slot: its slab is cut to another size")
+            raise AssertionError(_what_is_wrong(NOT_A_SLOT))
         return slabs, sizes, self.slabs.first[slabs] + inside
 
-    def _locate_one(self, slot: int) -> tuple[int, int, int]:
-        slab = self.slabs.at.item(slot // self._unit)
-        size = self.slabs.size.item(slab)
-        if not size:
-            raise AssertionError("the slot is FREE: its slab is not cut")
-        inside, beyond = divmod(slot - self.slabs.start.item(slab), size)
-        if beyond:
-            raise AssertionError("not a slot: its slab is cut to another size")
-        return slab, size, self.slabs.first.item(slab) + inside
-
-    def _move(self, slots: Slots, source: int, target: int) -> None:
-        if len(slots) <= FEW:
-            self._move_few(slots, source, target)
-            return
-        slabs, sizes, at = self._locate(slots)
-        if any_true(self._states[at] != source):
-            raise AssertionError(f"a slot is not {SlotState(source).name}")
-        self._states[at] = target
-        nbytes = int(np.add.reduce(sizes))
+    def _move(self, slots: Ints, source: int, target: int, tick: int = -1) -> None:
+        nbytes = kernels.move_slots(slots, *self._columns, source, target, self.slabs.touched, tick)
+        if nbytes < 0:
+            raise AssertionError(_what_is_wrong(nbytes, f"a slot is not {SlotState(source).name}"))
         self._bytes[source] -= nbytes
         self._bytes[target] += nbytes
-        if target in _UNOWNED:
-            self._owners[at] = NO_OWNER
-        if target == _EVICTABLE:
-            np.add.at(self.slabs.evictable, slabs, 1)
-        elif source == _EVICTABLE:
-            np.subtract.at(self.slabs.evictable, slabs, 1)
 
-    def _move_few(self, slots: Slots, source: int, target: int) -> None:
-        places = [self._locate_one(slot) for slot in as_list(slots)]
-        for _, _, at in places:
-            if self._states.item(at) != source:
-                raise AssertionError(f"a slot is not {SlotState(source).name}")
-        for slab, size, at in places:
-            self._states[at] = target
-            self._bytes[source] -= size
-            self._bytes[target] += size
-            if target in _UNOWNED:
-                self._owners[at] = NO_OWNER
-            if source == _EVICTABLE:
-                self.slabs.evictable[slab] -= 1
-            if target == _EVICTABLE:
-                self.slabs.evictable[slab] += 1
-
-    def _allocate_one(self, slab: int, size: int, owner: Ints) -> Ints:
-        """`allocate` for one owner: the lowest free slot of the slab."""
-        slabs = self.slabs
-        first = slabs.first.item(slab)
-        at, end, window = first + slabs.lowest_free.item(slab), first + slabs.capacity.item(slab), 32
-        while (found := self._states[at : min(at + window, end)].tobytes().find(_FREE)) < 0:
-            at += window
-            window *= 2
-        at += found
-        index = at - first
-        self._states[at] = _RESERVED
-        self._owners[at] = owner[0]
-        self._count_taken(slab, 1, index + 1)
-        if self.freed is not None:
-            self.freed.take_out([slabs.start.item(slab) + index * size], size)
-        return np.array((slabs.start.item(slab) + index * size,))
-
-    def _lowest_free(self, slab: int, wanted: int) -> Ints:
-        """Indices of the lowest free slots of a slab, at most ``wanted``. The slab has at least one.
-
-        A slab may have thousands of slots. So the search starts at the lowest slot that can be free and reads a window
-        of states at a time, each twice as long as the one before.
-        """
-        first = self.slabs.first.item(slab)
-        states = self._states[first : first + self.slabs.capacity.item(slab)]
-        start, window = self.slabs.lowest_free.item(slab), 2 * wanted + 64
-        found: list[Ints] = []
-        while wanted and start < len(states):
-            free = (states[start : start + window] == _FREE).nonzero()[0][:wanted]
-            found.append(free + start)
-            wanted -= len(free)
-            start += window
-            window *= 2
-        return np.concatenate(found) if len(found) > 1 else found[0]
+    def _reserve_free(self, slab: int, wanted: int) -> Ints:
+        """Reserve the lowest free slots of a slab, at most ``wanted``. Returns their indices; there is at least one."""
+        slabs, indices = self.slabs, np.empty(wanted, np.int64)
+        first, capacity, lowest = slabs.first.item(slab), slabs.capacity.item(slab), slabs.lowest_free.item(slab)
+        return indices[: kernels.reserve_free(self._states, first, capacity, lowest, wanted, indices)]
 
     def _count_taken(self, slab: int, count: int, lowest_free: int) -> None:
         """Account for ``count`` slots of the slab that changed from FREE to RESERVED."""
@@ -378,3 +290,12 @@ class SlotAllocator(CutPool):
         home.free_slots[size] += count
         if not used:
             self._make_whole(slab)
+
+
+def _what_is_wrong(code: int, with_its_state: str = "") -> str:
+    """The sentence for what a kernel says of a slot."""
+    if code == WRONG_STATE:
+        return with_its_state
+    if code == NOT_CUT:
+        return "the slot is FREE: its slab is not cut"
+    return "a slot is freed twice" if code == TWICE else "not a slot: its slab is cut to another size"

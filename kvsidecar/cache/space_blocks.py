@@ -7,17 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsidecar.cache.arrays import (
-    FEW,
-    NO_INTS,
-    Bools,
-    Bytes,
-    Ints,
-    any_true,
-    as_list,
-    extended,
-    only_value,
-)
+from kvsidecar.cache import kernels
+from kvsidecar.cache.arrays import NO_INTS, Bools, Bytes, Ints, extended, only_value
 from kvsidecar.cache.block_index import BlockIndex, Keys
 from kvsidecar.cache.eviction_lru import LRUQueues
 from kvsidecar.cache.eviction_rhythm import CLASS_OF, FIRST_GAP, NEVER, Rhythm, class_of, in_order
@@ -211,7 +202,7 @@ class SpaceBlocks:
             return
         if not len(rows):
             return
-        gap = self.gaps.item(rows.item()) if len(rows) == 1 <= FEW else only_value(self.gaps[rows])
+        gap = only_value(self.gaps[rows])
         if gap is not None:  # as nearly always
             self._insert_class(rows, CLASS_OF[gap] << PRIORITY_BITS | priority)
             return
@@ -357,23 +348,23 @@ class SpaceBlocks:
         self.index.reserve(length)
         self.queues.reserve(length)
 
-    def drop_refs(self, rows: Ints) -> Ints:
-        """Drop one reference to each of these blocks. Returns the blocks that have none left."""
-        refs = self.refs[rows] - 1
-        self.refs[rows] = refs
-        return rows[refs == 0] if np.count_nonzero(refs) else rows
+    def add_refs(self, rows: Ints) -> Ints:
+        """Add one reference to each of these blocks. Returns those that were evictable, which they are no more."""
+        idle = np.empty(len(rows), np.int64)
+        return idle[: kernels.add_refs(self.refs, self.evictable, rows, idle)]
 
-    def can_stay(self, rows: Ints) -> bool:
-        """Whether each of these blocks is in the index and has a sealed shard."""
-        return not any_true(self.detached[rows]) and not any_true(self.missing[rows] == self.space.num_shards)
+    def drop_refs(self, rows: Ints) -> tuple[Ints, bool]:
+        """Drop one reference to each of these blocks. Returns the blocks that have none left, the last first, and
+        whether each of them is in the index and has a sealed shard."""
+        idle = np.empty(len(rows), np.int64)
+        count, going = kernels.drop_refs(self.refs, self.detached, self.missing, self.space.num_shards, rows, idle)
+        return idle[:count], not going
 
-    def sealed_slots(self, rows: Ints) -> Ints | list[int]:
+    def sealed_slots(self, rows: Ints) -> Ints:
         """The slots of the sealed shards of these blocks."""
-        if len(rows) * self.space.num_shards <= FEW:
-            shards = range(self.space.num_shards)
-            return [slot for shard in shards for row in as_list(rows) if (slot := self.slots.item(shard, row)) >= 0]
-        slots: Ints = self.slots[:, rows].ravel()
-        return slots[slots >= 0]
+        shards = self.space.num_shards
+        sealed = np.empty(len(rows) * shards, np.int64)
+        return sealed[: kernels.sealed_slots(self.slots, shards, rows, sealed)]
 
     def oldest_use(self, priority: Priority = Priority.NORMAL, *, by_use: bool = False) -> Age | None:
         """Age of the block of this priority that would be evicted first; None if none can be.

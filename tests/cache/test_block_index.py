@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, LANES, BlockIndex
+from kvsidecar.cache.array_kernels import LANES
+from kvsidecar.cache.block_index import BLOCKS_PER_BUCKET, BlockIndex
 from tests.cache.integrity import check_index
 from tests.cache.support import hashes_of, instructions_of, rows_in
 from tests.marks import examples
@@ -69,7 +70,7 @@ def test_hashes_that_share_a_tag_are_told_apart() -> None:
 def test_a_call_costs_no_more_where_all_blocks_share_a_bucket_and_however_many_they_are(here: int) -> None:
     """Whoever knows the draw, or finds hashes that collide whatever it is, gains nothing."""
     blocks = index(capacity=4096)
-    blocks._multipliers[:] = blocks._addend = np.uint64(0)  # all are in bucket 0, which one of these calls splits
+    blocks._multipliers[:] = blocks._addend = 0  # all are in bucket 0, which one of these calls splits
     blocks.add(blocks.keys(digests(*range(here))), np.arange(here))
     more, one = blocks.keys(digests(*range(here, here + 50))), blocks.keys(digests(here + 50))
     there, last = blocks.keys(digests(*range(here - 50, here))), blocks.keys(digests(here - 1))

@@ -41,7 +41,7 @@ class FreedMachine(SlotsMachine):
         before = set(self.taken)
         enough = super().take(pages, count, node)
         for slot in set(self.taken) - before:
-            if self.freed.is_zeroing([slot], pages * PAGE):
+            if self.freed.is_zeroing(np.array([slot]), pages * PAGE):
                 self.must_wait.add(slot)
             else:
                 self.write(slot)
@@ -141,10 +141,10 @@ def pages(freed: Freed) -> list[int]:
 
 def test_what_was_freed_in_this_turn_waits_for_the_next_one() -> None:
     freed = Freed(8 * PAGE)
-    freed.add([0, 5 * PAGE], PAGE)
+    freed.add(np.array([0, 5 * PAGE]), PAGE)
     assert (pages(freed), freed.nbytes) == ([], 2 * PAGE)
     freed.next_turn()
-    freed.add([2 * PAGE], 2 * PAGE)
+    freed.add(np.array([2 * PAGE]), 2 * PAGE)
     assert pages(freed) == [0, 5]
     freed.next_turn()
     assert (pages(freed), freed.nbytes) == ([2, 3], 0)
@@ -152,8 +152,8 @@ def test_what_was_freed_in_this_turn_waits_for_the_next_one() -> None:
 
 def test_what_was_given_out_again_is_not_zeroed() -> None:
     freed = Freed(8 * PAGE)
-    freed.add([0], 4 * PAGE)
-    freed.take_out([PAGE], 2 * PAGE)
+    freed.add(np.array([0]), 4 * PAGE)
+    freed.take_out(np.array([PAGE]), 2 * PAGE)
     freed.next_turn()
     assert freed.nbytes == 2 * PAGE
     assert pages(freed) == [0, 3]
@@ -161,16 +161,16 @@ def test_what_was_given_out_again_is_not_zeroed() -> None:
 
 def test_a_slot_that_is_given_out_twice_while_it_is_zeroed_has_to_wait_both_times() -> None:
     freed = Freed(8 * PAGE)
-    freed.add([0], 2 * PAGE)
+    freed.add(np.array([0]), 2 * PAGE)
     freed.next_turn()
     assert freed.begin(8 * PAGE) == [(0, 2 * PAGE)]
     for _ in range(2):
-        freed.take_out([0], 2 * PAGE)
-        assert freed.is_zeroing([0], 2 * PAGE)
-        assert not freed.is_zeroing([2 * PAGE], PAGE)
-        freed.add([0], 2 * PAGE)
+        freed.take_out(np.array([0]), 2 * PAGE)
+        assert freed.is_zeroing(np.array([0]), 2 * PAGE)
+        assert not freed.is_zeroing(np.array([2 * PAGE]), PAGE)
+        freed.add(np.array([0]), 2 * PAGE)
     freed.end()
-    assert not freed.is_zeroing([0], 2 * PAGE)
+    assert not freed.is_zeroing(np.array([0]), 2 * PAGE)
     freed.next_turn()
     assert pages(freed) == [0, 1], "what the store in between wrote stays"
 

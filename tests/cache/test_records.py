@@ -25,7 +25,6 @@ from kvsidecar.cache.space_blocks import Space
 from kvsidecar.types import Namespace
 from tests.cache.cuts import NUM_SPACES, CutMemory, OrderAlone, recorded_cache, words_for
 from tests.cache.integrity import check_integrity
-from tests.cache.loops import loops_up_to
 from tests.cache.support import (
     PAGE,
     begin,
@@ -415,7 +414,7 @@ def test_a_checksum_is_of_one_seal() -> None:
 def test_a_loop_over_a_few_writes_the_same_records(steps: list[tuple[int, int, bool]]) -> None:
     written = []
     for few in (0, FEW):
-        with loops_up_to(few), pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(records, "FEW", few)
             life = Life()
             for start, count, second in steps:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from kvsidecar.cache.arrays import Ints, Slots, Words
+from kvsidecar.cache.arrays import Ints, Words
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.block_table import BlockTable
 from kvsidecar.cache.records import Records
@@ -160,7 +160,7 @@ class CommitFirst(Records):
     """The state is written before the record."""
 
     def seal(
-        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, *more: Any
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Ints, tick: int, *more: Any
     ) -> None:
         self._commits[places] = self._last_commit + 2
         super().seal(number, shard, size, slots, words, places, tick, *more)
@@ -170,7 +170,7 @@ class HashLast(Records):
     """The hash is written after the state."""
 
     def seal(
-        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, *more: Any
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Ints, tick: int, *more: Any
     ) -> None:
         hashes = self._records[places, 4:8].copy()
         super().seal(number, shard, size, slots, words, places, tick, *more)
@@ -183,11 +183,11 @@ class HashLast(Records):
 class UnsealLate(Records):
     """A slot is handed out again before its record is unsealed."""
 
-    def unseal(self, places: Slots) -> None:
+    def unseal(self, places: Ints) -> None:
         self.late = [*getattr(self, "late", ()), *places]
 
     def seal(
-        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Slots, tick: int, *more: Any
+        self, number: int, shard: int, size: int, slots: Ints, words: Words, places: Ints, tick: int, *more: Any
     ) -> None:
         self._commits[getattr(self, "late", [])] = 0
         self.late = []

@@ -11,7 +11,8 @@ def test_every_bug_can_be_planted_and_its_tests_exist() -> None:
     for bug in BUGS:
         before = (ROOT / bug.file).read_text()
         assert bug.plant(before) != before, bug.name
-        compile(bug.plant(before), bug.file, "exec")
+        if bug.file.endswith(".py"):
+            compile(bug.plant(before), bug.file, "exec")
     assert len({bug.name for bug in BUGS}) == len(BUGS), "a line of the report could mean two"
 
 

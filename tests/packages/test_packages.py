@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import platform
 import re
 import shutil
 import sys
@@ -35,13 +36,16 @@ from tests.packages.support import (
 )  # fmt: skip
 
 OF_CLIENT = {"grpcio", "kvsidecar-client", "numpy", "protobuf"}
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+"""The processors that have wheels of their own, as an ELF file names them."""
 OUTSIDE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": ""}
 """Nothing is imported from where a program was started."""
 
 
 @pytest.fixture(scope="module")
 def wheels(built: dict[str, Path]) -> dict[str, Path]:
-    return {name.split("-")[0].replace("_", "-"): path for name, path in built.items() if name.endswith(".whl")}
+    """Those for every platform."""
+    return {name.split("-")[0].replace("_", "-"): path for name, path in built.items() if name.endswith("-any.whl")}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,23 @@ def packages_of(python: Path) -> set[str]:
 def test_both_are_built_with_the_version_of_the_tag(built: dict[str, Path]) -> None:
     assert set(built) == {
         f"{name}-9.8.7{end}" for name in ("kvsidecar", "kvsidecar_client") for end in ("-py3-none-any.whl", ".tar.gz")
-    }
+    } | {f"kvsidecar-9.8.7-cp311-abi3-manylinux2014_{each}.manylinux_2_17_{each}.whl" for each in ELF_MACHINES}
+
+
+@pytest.mark.parametrize("processor", ELF_MACHINES)
+def test_a_wheel_with_compiled_kernels_is_the_one_for_every_platform_and_these(
+    built: dict[str, Path], wheels: dict[str, Path], processor: str
+) -> None:
+    (path,) = [path for name, path in built.items() if name.endswith(f"_{processor}.whl")]
+    kernels = "kvsidecar/cache/_kernels.abi3.so"
+    compiled, plain = zipfile.ZipFile(path), zipfile.ZipFile(wheels["kvsidecar"])
+    of_package = [{each for each in of.namelist() if ".dist-info/" not in each} for of in (compiled, plain)]
+    assert of_package[0] == of_package[1] | {kernels}
+    program = compiled.read(kernels)
+    assert program[:4] == b"\x7fELF"
+    assert int.from_bytes(program[18:20], "little") == ELF_MACHINES[processor]
+    versions = {tuple(map(int, each.split(b"."))) for each in re.findall(rb"GLIBC_([\d.]+)", program)}
+    assert max(versions, default=(0,)) <= (2, 17)
 
 
 def test_to_build_them_installs_neither(built: dict[str, Path]) -> None:
@@ -124,6 +144,8 @@ def test_daemon_and_client_work_from_wheels_without_the_checkout(
     assert packages_of(client) == OF_CLIENT
     assert {"aiohttp", "cuda-python", "uvloop"} <= packages_of(daemon)
     assert run(daemon.parent / "kvsidecar", "--version", cwd=tmp_path).split()[-1] == "9.8.7"
+    if platform.machine() in ELF_MACHINES:
+        assert run(daemon, "-c", "import kvsidecar.cache.kernels as k; print(k.COMPILED)", **OUTSIDE).strip() == "True"
     says_where = "import kvsidecar, kvsidecar.client; print(kvsidecar.__version__, kvsidecar.client.__file__)"
     version, where = run(client, "-c", says_where, cwd=tmp_path, **OUTSIDE).split()
     assert version == "9.8.7"

@@ -25,6 +25,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
 
+from hatch_build import KERNELS, compile_kernels
 from tests.planted.bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,8 @@ class Copies:
                 if (root / name).exists():  # it may have been removed since it was added
                     (target := parent / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(root / name, target, follow_symlinks=False)
+            if (root / f"{KERNELS}.abi3.so").exists():
+                compile_kernels(parent / str(number), parent / str(number) / f"{KERNELS}.abi3.so")
             self._free.put(parent / str(number))
 
     @contextmanager
@@ -75,9 +78,13 @@ def planted(bug: Bug, copy: Path) -> Iterator[None]:
     compiled = Path(cache_from_source(str(path)))
     compiled.unlink(missing_ok=True)
     path.write_text(bug.plant(before))
+    if path.suffix == ".c":
+        compile_kernels(copy, path.with_suffix(".abi3.so"))
     yield
     compiled.unlink(missing_ok=True)
     path.write_text(before)
+    if path.suffix == ".c":
+        compile_kernels(copy, path.with_suffix(".abi3.so"))
 
 
 def run_tests(copy: Path, tests: Sequence[str], limit: float | None = None) -> tuple[int | None, str, float]:

@@ -42,10 +42,27 @@ _CACHE = (
     # -- the index of hashes
     _bug(
         "hashes that a client chose to differ in the top bits of their words share a few tags",
-        "cache/block_index.py",
-        "words.view(np.uint32) @ self._multipliers",
-        "words @ (self._multipliers[: words.shape[1]] | np.uint64(1))",
+        "cache/_kernels.c",
+        "sum += multipliers[k] * words[k];",
+        "sum += k % 2 ? 0 : (multipliers[k / 2] | 1) * (words[k] | (uint64_t)words[k + 1] << 32);",
         "cache/test_block_index.py",
+    ),
+    _bug(
+        "a hash with the tag of another one has its row",
+        "cache/_kernels.c",
+        "if (!memcmp(table_words + row * width, words + i * width, width * 8)) {",
+        "if (1) {",
+        "cache/test_block_index.py",
+        "cache/test_kernels.py",
+    ),
+    _bug(
+        "a row that is not in the table is read",
+        "cache/_kernels.c",
+        """            int64_t row = table_rows[lane];
+            if (row < 0 || (row + 1) * width > capacity) {""",
+        """            int64_t row = table_rows[lane];
+            if (row < 0) {""",
+        "cache/test_kernels.py",
     ),
     _bug(
         "a bucket that overflows is placed again as a whole, however many blocks it has",
@@ -326,8 +343,8 @@ _CACHE = (
     _bug(
         "a block is evicted while another of its shards is stored",
         "cache/block_table.py",
-        "            self._mark_in_use(blocks, rows[blocks.evictable[rows]])\n        blocks.refs",
-        "            pass\n        blocks.refs",
+        "        self._mark_in_use(blocks, blocks.add_refs(rows))\n",
+        "        blocks.add_refs(rows)\n",
         "cache/test_block_cache.py",
     ),
     # -- deletion
@@ -413,17 +430,34 @@ _CACHE = (
     # -- slots
     _bug(
         "a slot changes its state from any other",
-        "cache/slots.py",
-        "            if self._states.item(at) != source:",
-        "            if False:",
+        "cache/_kernels.c",
+        "        else if (pool.states[place] != source)",
+        "        else if (pool.states[place] != source && !source)",
         "cache/test_slots.py",
+        "cache/test_kernels.py",
     ),
     _bug(
         "a slot can be freed twice in one call",
-        "cache/slots.py",
-        "        if any_true(ordered[1:] == ordered[:-1]):",
-        "        if False:",
+        "cache/_kernels.c",
+        "if (i && row_at(&slots, i - 1) >= row_at(&slots, i))",
+        "if (i && row_at(&slots, i - 1) > row_at(&slots, i))",
         "cache/test_slots.py",
+        "cache/test_kernels.py",
+    ),
+    _bug(
+        "a slot that was given out can be given out again",
+        "cache/_kernels.c",
+        "        *next = RESERVED;\n",
+        "",
+        "cache/test_slots.py",
+        "cache/test_kernels.py",
+    ),
+    _bug(
+        "the compiled kernels do as numpy's, except for what leaves the order of uses from two segments",
+        "cache/_kernels.c",
+        "if (count && of_row != segment)",
+        "if (0)",
+        "cache/test_kernels.py",
     ),
     _bug(
         "the lowest free slot of a slab is forgotten",
@@ -523,8 +557,8 @@ _CACHE = (
     _bug(
         "a record is valid before it is written",
         "cache/records.py",
-        "        self._bodies[at] = body\n        self._commits[at] = commit\n",
-        "        self._commits[at] = commit\n        self._bodies[at] = body\n",
+        "        self._bodies[places] = body\n        self._commits[places] = commit\n",
+        "        self._commits[places] = commit\n        self._bodies[places] = body\n",
         "cache/test_records.py",
     ),
     _bug(

@@ -36,7 +36,12 @@ def _settings(facts: Facts) -> Iterable[Result]:
         yield _PROBLEM, config.problem, "Correct the setting: the daemon does not start with it."
         return
     whose = " of the running daemon" if config.running else ""
-    yield _OK, f"kvsidecar {facts.version}: pool {format_size(config.pool_bytes)}{whose}, device {config.device}"
+    said = f"kvsidecar {facts.version}: pool {format_size(config.pool_bytes)}{whose}, device {config.device}"
+    if facts.compiled:
+        yield _OK, said
+    else:
+        fix = "Install the wheel of this processor, or a C compiler and Python's headers and then kvsidecar again."
+        yield _WARNING, f"{said}; without compiled kernels lookups and small jobs take two to three times as long", fix
 
 
 def _kernel(facts: Facts) -> Iterable[Result]:

@@ -236,6 +236,8 @@ class Facts:
     user: str
     uid: int
     version: str
+    compiled: bool
+    """Whether the cache has compiled kernels (`kvsidecar.cache.kernels`)."""
     kernel: Kernel
     host: Host
     config: DaemonConfig

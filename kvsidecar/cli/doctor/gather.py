@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar import __version__
+from kvsidecar.cache import kernels
 from kvsidecar.cli.doctor.facts import (
     Daemon,
     DaemonConfig,
@@ -87,6 +88,7 @@ def gather(flags: Mapping[str, str | None], pid: int | None, *, disk_speed: bool
         user=name_of(os.geteuid()),
         uid=os.geteuid(),
         version=__version__,
+        compiled=kernels.COMPILED,
         kernel=_kernel(),
         host=host(),
         config=config,
