@@ -75,11 +75,11 @@ class MemfdSource:
 
 @dataclass(frozen=True, slots=True)
 class RangesSource:
-    """Physical memory that another process shares: of ``cuMemCreate``; of memfds on the device ``host``."""
+    """Physical memory that another process shares: from ``cuMemCreate``; memfds on the device ``host``."""
 
     ranges: tuple[tuple[int, int], ...]
-    """Descriptor and bytes of each handle, to be mapped one behind the other. The descriptors stay the caller's, and
-    are not needed after the import."""
+    """Descriptor and bytes of each handle, to be mapped back to back. The descriptors stay the caller's, and are not
+    needed after the import."""
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +137,7 @@ class CopyMark(Protocol):
 
     def seconds(self) -> float:
         """How long the device itself copied, for a call that was issued ``timed`` and is done; to be called once. Never
-        raises: a device that does not say gives 0."""
+        raises: 0 if the device does not know."""
 
 
 class PreparedCall(Protocol):
@@ -231,7 +231,7 @@ class Platform(Protocol):
         """The UUID of every device to use, in the driver's order."""
 
     def device(self, uuid: str) -> Device:
-        """The same object for the same UUID. Creates what the device needs (a CUDA context) at the first call.
+        """The device with this UUID, always the same object. The first call creates what it needs (a CUDA context).
 
         Raises:
             DeviceNotFound: no such device is visible, and the text lists those that are; or it is a MIG device.

@@ -121,7 +121,7 @@ class _Mapping:
 
 
 def _sealed(fd: int) -> os.stat_result:
-    """What the kernel says of a memfd that can no longer change its size, and has no page beyond it.
+    """Status of a memfd that can no longer change its size and has no page beyond it.
 
     Raises:
         ImportRefused: it is none, or has holes.
@@ -184,7 +184,7 @@ class _MappedFiles:
         self._files: dict[int, tuple[int, tuple[int, int]]] = {}
         """Where each ends, and its device and inode."""
         self._kept: dict[tuple[int, int], tuple[int, int]] = {}
-        """By device and inode: a descriptor, and how often the file is mapped."""
+        """A descriptor of each file and how often it is mapped, by device and inode."""
         self._most = descriptor_limit() // 2
 
     def add(self, address: int, nbytes: int, fd: int) -> None:

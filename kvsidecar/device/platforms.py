@@ -1,4 +1,4 @@
-"""Which platform this machine has. Imports each implementation only when it is chosen."""
+"""Chooses the platform of this machine. Imports an implementation only when it is chosen."""
 
 from __future__ import annotations
 

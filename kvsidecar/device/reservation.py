@@ -29,7 +29,7 @@ class AddressSpace(Protocol):
         """Let copies use what was mapped. Raises ImportRefused."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Undo `map` of ranges that lie one behind the other. The addresses stay reserved."""
+        """Undo `map` of adjacent ranges. The addresses stay reserved."""
 
     def free(self, address: int, nbytes: int) -> None:
         """Undo `reserve`. Nothing is mapped there."""

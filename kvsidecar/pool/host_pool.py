@@ -106,21 +106,21 @@ class HostPool:
 
     @property
     def fd(self) -> int:
-        """The file, which stays the pool's. A RuntimeError as of `address`."""
+        """The file, which stays the pool's. A RuntimeError when `address` is one."""
         if self._fd is None or self._address is None:
             raise RuntimeError("the pool is not reserved")
         return self._fd
 
     @property
     def pages(self) -> Pages:
-        """Which pages were asked for. A RuntimeError before `pin`."""
+        """The pages that were requested. A RuntimeError before `pin`."""
         if self._pages is None:
             raise RuntimeError("the pool is not reserved")
         return self._pages
 
     @property
     def page_kind(self) -> PageKind:
-        """Which pages it got, or most of it; known from `pin` on."""
+        """Kind of the pages that it got, at least most of it; known from `pin` on."""
         return PageKind.SMALL if self._chunks.small_bytes > self.nbytes / 2 else self.pages.kind
 
     def numa_of_slab(self) -> tuple[int | None, ...]:
@@ -130,11 +130,11 @@ class HostPool:
 
     @property
     def boundary(self) -> int:
-        """Each chunk begins at a multiple of so many bytes."""
+        """Each chunk begins at a multiple of this many bytes."""
         return math.gcd(self._spec.chunk_bytes, *(part.offset for part in self._parts))
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """All bytes of the pool, not a copy. To use it after `close` is a segmentation fault."""
+        """All bytes of the pool, not a copy. Using it after `close` is a segmentation fault."""
         return host_memory.as_array(self.address, self.nbytes)
 
     # -- pin and give back ---------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class HostPool:
         self._fd = fd
 
     def check(self) -> Pages:
-        """Which pages the pool would have. Changes nothing.
+        """The pages that the pool would have. Changes nothing.
 
         Raises:
             PoolRefused: it does not fit a limit, and ``memory_check`` is on; or its pages cannot be had here.

@@ -91,8 +91,8 @@ class PoolDirectory:
 
     Args:
         path: is made, with mode 0700, if only its last part is missing.
-        table_path: as ``path``, of a directory on tmpfs for the table; None: the same one. Most of the table's pages
-            are never written and take no memory, which explicit huge pages would.
+        table_path: a directory on tmpfs for the table, made like ``path``; None: the same one. Most of the table's
+            pages are never written and take no memory, which explicit huge pages would.
 
     Raises:
         ConfigError: one cannot be used; the text is one sentence.
@@ -102,7 +102,7 @@ class PoolDirectory:
 
     def __init__(self, path: Path, table_path: Path | None = None) -> None:
         self.left_by_stranger = False
-        """To be set by who takes the lock."""
+        """Set by the code that takes the lock."""
         self._stays = file_lock.Stays()
         self.path = path
         self.huge_page_bytes = check_directories(path, table_path)
@@ -142,7 +142,8 @@ class PoolDirectory:
 
     @property
     def lock(self) -> int:
-        """To be locked by `flock` before anything else is called. Not a file of its own: nobody can remove it."""
+        """Descriptor to be locked by `flock` before anything else is called. Not a file of its own: nobody can remove
+        it."""
         return self._fd
 
     def say_stays(self) -> None:
@@ -225,7 +226,7 @@ def check_directories(path: Path, table_path: Path | None) -> int:
 
 
 def _huge_page_bytes(option: str, path: Path) -> int:
-    """Of a directory in memory, or of the one in which it is going to be made."""
+    """Size of the explicit huge pages of a directory in memory, or of the parent in which it is going to be made."""
     try:
         try:
             fd = _open_directory(path)

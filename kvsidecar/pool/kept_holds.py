@@ -21,11 +21,11 @@ from kvsidecar.types import Namespace
 
 MAX_HOLDS: Final = 1024
 _HEADS: Final = MAX_HOLDS + 1
-"""One more: a hold and the one that takes its place are there at the same time."""
+"""One more than the holds: a hold and its replacement exist at the same time."""
 _HEAD_WORDS: Final = 4
-"""Of a head: commit word, CRC, first page, bytes of its text."""
+"""Words of a head: commit word, CRC, first page, bytes of its text."""
 _PAGE_WORDS: Final = 512
-"""Of a page: number of the next one, and its piece of the text."""
+"""Words of a page: number of the next one, and its piece of the text."""
 _PIECE: Final = 8 * (_PAGE_WORDS - 1)
 _SHARE_OF_POOL: Final = 4096
 _LEAST_BYTES: Final = 8 << 20

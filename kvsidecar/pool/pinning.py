@@ -71,7 +71,7 @@ class PinnedChunks:
 
     Args:
         chunks: all of the pool, by offset.
-        threads: that fault in.
+        threads: number of threads that fault in.
         clock: seconds, monotonic.
     """
 
@@ -141,8 +141,8 @@ class PinnedChunks:
                 self.num_lost += 1
 
     def _prefault(self, chunk: Chunk, pages: Pages, threads: ThreadPoolExecutor) -> list[Future[tuple[float, int]]]:
-        """Begin to fault a chunk in. It is there when all of these are over; each says when it was, and what
-        `host_memory.populate` returned."""
+        """Begin to fault a chunk in. It is there when all of these are done; each returns the time at which it was, and
+        the result of `host_memory.populate`."""
         step = min(PREFAULT_BYTES, -(-chunk.nbytes // self._threads))
         step = -(-step // pages.nbytes) * pages.nbytes  # Two threads in one huge page would wait for each other.
         start, end = self._address + chunk.offset, self._address + chunk.offset + chunk.nbytes
@@ -162,5 +162,5 @@ class PinnedChunks:
 
 
 def reason_of(error: Exception) -> str:
-    """The error's text; an OSError without its number, which tells a person nothing."""
+    """The error's text; an OSError's without its number, which means nothing to a person."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

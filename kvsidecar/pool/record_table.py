@@ -3,8 +3,8 @@
 The header says which pool the records are of. It is written once, its magic number last. A table whose header does not
 fit is refused with the reason, and the daemon starts with an empty pool and a new table.
 
-It also names the processes that may still write to the pool: the daemon, and copiers whose DMA runs. Whoever takes the
-pool over waits for their ends first.
+It also names the processes that may still write to the pool: the daemon, and copiers whose DMA runs. A daemon that
+takes the pool over waits for their ends first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvsidecar.support import log
 from kvsidecar.support.units import format_size
 
 FORMAT = 4
-"""Of this file. It changes whenever another daemon would misread a header, a space entry or a record."""
+"""Version of the file's format. Changes whenever another daemon would misread a header, a space entry or a record."""
 MAX_OWNERS = 128
 LOG_SECONDS = 1.0
 BOOT_TIME = "boot time"
@@ -55,14 +55,14 @@ class TableFacts:
     page_kind: str
     """Kind of the pool's pages: other pages would be another file."""
     boot_id: str
-    """Of the kernel (``/proc/sys/kernel/random/boot_id``): no memory outlives it."""
+    """The kernel's boot (``/proc/sys/kernel/random/boot_id``): no memory outlives it."""
     clock: str = ""
-    """Of the times in it, such as `BOOT_TIME`; empty if nothing in it has a time, or in a table of before there was
-    another clock than that of the wall."""
+    """The clock of the times in it, such as `BOOT_TIME`; empty if nothing in it has a time, and in old tables, whose
+    only clock was the wall clock."""
 
 
 def _told_to_log(facts: TableFacts) -> Callable[[int, int], None]:
-    """Says every `LOG_SECONDS` how many records are read: with millions of blocks this takes seconds."""
+    """Logs every `LOG_SECONDS` how many records have been read: millions of blocks take seconds."""
     said = time.monotonic()
 
     def told(read: int, total: int) -> None:
@@ -97,8 +97,8 @@ class RecordTable:
         self.records.told = _told_to_log(facts)
 
     def take_room_by(self, take_room: TakeRoom) -> None:
-        """Have records take memory by this function before they are written; of one that was opened, those that are
-        there at once.
+        """Make records take memory through this function before they are written; in a table that was opened, the
+        existing ones do so at once.
 
         Args:
             take_room: takes bytes of the file: the first, and how many.
@@ -154,12 +154,12 @@ class RecordTable:
 
     @staticmethod
     def fixed_bytes(facts: TableFacts) -> int:
-        """Of its beginning, which needs memory before it is created or opened. The rest is for records."""
+        """Size of its beginning, which needs memory before it is created or opened. The rest is for records."""
         return RecordTable.file_bytes(facts) - 8 * record_words(Grid(facts.pool_bytes, facts.slab_bytes))
 
     @staticmethod
     def owners(memory: Words) -> list[Owner]:
-        """The processes that may write to the pool, as the last daemon has named them; empty if this is no table."""
+        """The processes that may write to the pool, as named by the last daemon; empty if this is no table."""
         if len(memory) < _HEADER_WORDS or memory.item(0) != _MAGIC:
             return []
         words = memory[_OWNERS : _OWNERS + 2 * MAX_OWNERS].reshape(MAX_OWNERS, 2).tolist()

@@ -15,20 +15,21 @@ _TEMPORARY: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL})
 
 
 def at(host: str, port: int) -> str:
-    """As in a URL: with brackets around an address of IPv6."""
+    """``host:port`` as in a URL: an IPv6 address gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_meant(host: str | None, local_address: str) -> bool:
-    """Whether a request for this host is meant for a server of this machine that it has reached here.
+    """Whether a request for this host is meant for a server of this machine.
 
-    A page of somebody else can have a browser ask for its own name, and that name lead to this machine (DNS rebinding):
-    the browser takes the answer for the page's. Who reaches a loopback address uses it, this machine's name, or one
-    without a dot, such as ``localhost``, which no page has; other addresses have the names that a network gives them.
+    Another site's page can make a browser request that site's own name after pointing it at this machine (DNS
+    rebinding): the browser takes the answer for the site's. A client that reaches a loopback address names that
+    address, this machine, or a name without a dot, such as ``localhost``, which no site has. Other addresses have the
+    names that a network gives them.
 
     Args:
-        host: as the client says; None: it does not, as browsers always do.
-        local_address: at which the request has arrived.
+        host: the client's ``Host``; None if it sent none. Browsers always do.
+        local_address: the address that the request was sent to.
     """
     if host is None or not _is_address(local_address) or not ipaddress.ip_address(local_address).is_loopback:
         return True

@@ -1,4 +1,4 @@
-"""Which run of which kernel this is, and how long it has run."""
+"""The current boot of the machine: its id, and how long ago it was."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ OFFSETS: Final = Path("/proc/self/timens_offsets")
 
 
 def boot_id() -> str:
-    """The same for all processes of a node until it boots again, also in containers.
+    """Id of the current boot: one for all processes of a node, also in containers, until it boots again.
 
     Raises:
-        OSError: the kernel does not say.
+        OSError: the kernel does not provide it.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -31,7 +31,7 @@ def boot_offset(offsets: Path) -> int:
     containers have, and processes that were restored from a checkpoint. A process cannot leave it.
 
     Args:
-        offsets: where the kernel says so (time_namespaces(7)).
+        offsets: the kernel's file with the offsets (time_namespaces(7)).
     """
     try:
         lines = [line.split() for line in offsets.read_text().splitlines()]

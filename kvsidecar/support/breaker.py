@@ -79,7 +79,7 @@ class CircuitBreaker:
         clock: monotonic seconds.
 
     Attributes:
-        state: of the calls.
+        state: whether calls are made.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def start(
 
     Args:
         cores: CPU cores that it may run on; None for those of this process.
-        start_new_session: as of `subprocess.Popen`.
+        start_new_session: see `subprocess.Popen`.
         options: for `subprocess.Popen`. The default of ``env`` is `environment`.
     """
     session = "session" if start_new_session else "same"

@@ -31,14 +31,15 @@ prctl = ctypes.CDLL(None).prctl
 
 Message = dict[str, Any]
 Answers = Mapping[str, Callable[[Message, Sequence[int]], Message]]
-"""By what a request wants done. They are given the request and its descriptors, which are closed afterwards."""
+"""Handlers by the operation that a request names. Each gets the request and its descriptors, which are closed after
+it."""
 
 
 def run(noun: str, serve: Callable[[Control], None]) -> NoReturn:
-    """What a child does, started with the number of its socket: ``serve`` the daemon, and end.
+    """The whole of a child, which is started with the number of its socket: ``serve`` the daemon, and end.
 
     Args:
-        noun: what it is, in its log.
+        noun: what its log calls it.
     """
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -52,7 +52,7 @@ _AT = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 
 def toml_problem(text: str, error: ValueError) -> str:
-    """What `tomllib` says of a text, with what is at the place that it means."""
+    """``tomllib``'s message about a text, with what is at the place that it names."""
     found = _AT.search(str(error))
     if found is None:
         return str(error).replace(" (at end of document)", " at its end")
@@ -67,7 +67,7 @@ def toml_hint(text: str, error: ValueError) -> str:
     """What to change in a text that is no TOML, if it is a key that is there twice or the quotes of a value; or empty.
 
     Args:
-        error: of `tomllib`, which names the line.
+        error: from ``tomllib``; names the line.
     """
     at = re.search(r"at line (\d+)", str(error))
     line = text.splitlines()[int(at[1]) - 1][:MAX_LINE] if at else ""

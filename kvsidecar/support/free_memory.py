@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Final
 
 TRIM_BYTES: Final = 8 << 20
-"""From how much less memory in use on it is worth to give memory back."""
+"""Drop in memory in use that makes it worth giving memory back."""
 QUIET_SECONDS: Final = 25.0
-"""What is in use again sooner is kept: to give it back, and to get it again, holds up whatever needs memory."""
+"""Memory that is in use again within this time is kept: giving it back and getting it again delays whatever needs
+memory."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """glibc's; musl has none, and keeps little."""
 
 
 def give_back() -> None:
-    """Takes milliseconds, and waits for no lock of Python. But who needs memory of this heap meanwhile waits for it."""
+    """Takes milliseconds without holding the GIL. Code that needs memory of this heap waits meanwhile."""
     if _trim is not None:
         _trim(0)
 
@@ -33,11 +34,10 @@ class Peak:
         """When it was about as much."""
 
     async def used(self, nbytes: int, most: int = 0) -> None:
-        """So much is in use now.
+        """Note how many bytes are in use now.
 
         Args:
-            most: what was at most since the last call, if that is known: what comes and goes between two of them is not
-                seen otherwise.
+            most: the peak since the last call, if known: what comes and goes between two calls is not seen otherwise.
         """
         now, most = self._clock(), max(nbytes, most)
         if most + TRIM_BYTES > self._most:

@@ -61,8 +61,8 @@ def advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def huge_page_bytes(fd: int) -> int | None:
-    """Of a file or directory in memory: the size of its explicit huge pages, 0 where it has none (tmpfs, a memfd); None
-    for one that is not in memory."""
+    """Size of the explicit huge pages of a file or directory in memory; 0 if it has none (tmpfs, a memfd), None if it
+    is not in memory."""
     found = ctypes.create_string_buffer(256)  # struct statfs begins with two words: the type and the block size
     _check("fstatfs", _libc.fstatfs(fd, found) == 0)
     kind, block_bytes = struct.unpack_from("@lL", found)

@@ -37,14 +37,14 @@ def needed(call: str, error: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises KernelRefuses if this process can be no daemon."""
+    """Raises KernelRefuses if this process cannot be a daemon."""
     for call, make in _NEEDED.items():
         with needed(call, KernelRefuses):
             os.close(make())
 
 
 def refused() -> tuple[str, ...]:
-    """Which calls a daemon needs, and this process may not make."""
+    """System calls that a daemon needs and this process may not make."""
     found = []
     for call, make in _NEEDED.items():
         try:

@@ -158,7 +158,7 @@ class Rate:
         self._left_out: dict[str, int] = {}
 
     def passes(self, kind: str) -> int | None:
-        """How many were left out since the one before; None: this one is, too.
+        """How many lines were left out since the last one that passed; None if this one is left out, too.
 
         Args:
             kind: a text without what clients choose. Of more than `MAX_KINDS`, all are new.
@@ -175,8 +175,8 @@ class Rate:
 
 
 class Limited:
-    """Logs what clients cause: at most one line of each event in `LIMITED_SECONDS`, which says with ``left_out`` how
-    many there were since the one before. Else a client could fill the disk, and hide what others have done."""
+    """Logs what clients cause: at most one line of each event in `LIMITED_SECONDS`. Its ``left_out`` is the number left
+    out since the one before. Otherwise a client could fill the disk, and hide what others have done."""
 
     def __init__(self, logger: structlog.typing.FilteringBoundLogger) -> None:
         self._logger, self._rate = logger, Rate()
@@ -199,5 +199,5 @@ class Limited:
 
 
 def limited(name: str) -> Limited:
-    """As `get`, for events that clients cause."""
+    """A logger for events that clients cause; see `get`."""
     return Limited(get(name))

@@ -34,10 +34,10 @@ class Lane(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it has a step that may begin."""
+        """True while it has a step that may begin."""
 
     def step(self) -> None:
-        """Take the next one. Called while it waits."""
+        """Take the next step. Called only while it waits."""
 
 
 class LoopTime:
@@ -48,8 +48,8 @@ class LoopTime:
     in the same iteration, a scheduler's lookup would wait for their sum. With this it waits for `SECONDS` and the last
     step.
 
-    Whoever has a step joins with its lane. Lanes that wait take one step each, round and round, when all sockets have
-    been read: a step that began while they are read would hold up a lookup that has arrived with its message.
+    A lane that has a step joins. Lanes that wait take one step each, in turns, when all sockets have been read: a step
+    that began while they are read would hold up a lookup that has arrived with its message.
 
     Args:
         seconds: how long steps begin in an iteration; 0: one step per iteration.
@@ -67,7 +67,7 @@ class LoopTime:
         self._calls: deque[Callable[[], None]] = deque()
 
     def end(self) -> None:
-        """The step that runs is the last one of this iteration: it has made work for somebody else."""
+        """Make the running step the last one of this iteration: it has made work for others."""
         self._over = True
 
     def join(self, lane: Lane) -> None:

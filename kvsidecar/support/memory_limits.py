@@ -64,7 +64,7 @@ class CgroupLimit:
     """One limit of one cgroup, in bytes."""
 
     path: str
-    """As this process sees it: in a cgroup namespace ``/`` is the container itself."""
+    """The cgroup as this process sees it: in a cgroup namespace ``/`` is the container itself."""
     source: str
     """Name of the file."""
     limit: int

@@ -1,4 +1,4 @@
-"""Which namespaces a pattern of the configuration covers."""
+"""Matches namespaces against patterns of the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERYTHING: Final = "*"
 
 
 def covers(patterns: tuple[str, ...], namespace: Namespace) -> bool:
-    """Whether one of these patterns is of the namespace."""
+    """Whether one of these patterns matches the namespace."""
     return EVERYTHING in patterns or _fits(patterns, namespace)
 
 

@@ -1,7 +1,7 @@
 """Processes that were written down: which one a number means, whether it lives, and waiting for its end.
 
-A process id alone is given to another process one day, so the start time stands beside it. Both mean something in the
-PID namespace that wrote them, and during one run of the machine.
+A process id is given to another process one day, so the start time is kept with it. Both are valid only in the PID
+namespace that wrote them, and during one boot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvsidecar.support.polling import wait_readable
 MAX_PID: Final = 1 << 22
 """The most that Linux allows (PID_MAX_LIMIT)."""
 _PF_EXITING: Final = 0x4
-"""Of the flags of a task (include/linux/sched.h; field 9 of /proc/PID/stat)."""
+"""A flag of tasks (include/linux/sched.h; field 9 of /proc/PID/stat)."""
 
 
 class ProcessId(NamedTuple):
@@ -59,7 +59,7 @@ def is_ending(pid: int) -> bool:
 
 
 class Watched:
-    """Those of some processes that can be seen from here. A context manager: it has a descriptor of each."""
+    """Those of the given processes that are visible from here, and a descriptor of each. A context manager."""
 
     def __init__(self, processes: Iterable[ProcessId]) -> None:
         self._pidfds: list[int] = []

@@ -18,7 +18,7 @@ _TRIM: Final = b"malloc_trim"
 _RTLD_DI_LINKMAP: Final = 2
 _DT_NULL, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ, _DT_JMPREL = 0, 2, 5, 6, 7, 8, 23
 _RELA: Final = struct.Struct("<QII8x")
-"""Of a relocation: offset, kind, number of the symbol."""
+"""A relocation: offset, kind, number of the symbol."""
 _SYMBOL_BYTES: Final = 24
 
 

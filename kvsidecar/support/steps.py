@@ -10,7 +10,7 @@ from typing import Final
 from kvsidecar.support.loop_time import LoopTime
 
 CALL_SECONDS: Final = 1.0
-"""How long after a call the next one is expected. Schedulers make some in each step of their engines."""
+"""How long after a call the next one is expected. Schedulers make calls in each step of their engines."""
 
 
 class Steps:
@@ -20,7 +20,7 @@ class Steps:
     a scheduler's lookup would wait for all of them. To look at the sockets after each step takes a tenth more of a loop
     that is busy with jobs alone, so it is done for `CALL_SECONDS` after a call.
 
-    Whoever has a step asks `may_begin`, and passes it to `later` if it may not; steps that wait begin in that order,
+    The owner of a step asks `may_begin`, and passes it to `later` if it may not; steps that wait begin in that order,
     before any new one.
     """
 
@@ -32,7 +32,7 @@ class Steps:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def called(self) -> None:
-        """Somebody has made a call, which must not wait for many steps."""
+        """A call has been made, which must not wait for many steps."""
         self._calls_until = self.loop_time.clock() + self._call_seconds
 
     def may_begin(self) -> bool:

@@ -1,7 +1,8 @@
 """A child of the daemon: a process of its own that is started, asked, killed when it hangs, and replaced when it ends.
 
-The death of a child is the proof that nothing of it touches the pool any more; its pidfd tells of it. Its own side is
-`kvsidecar.support.child_side`. Imports little: the first child starts while the daemon still imports its own modules.
+The death of a child is the proof that nothing of it touches the pool any more; its pidfd reports it. The child's own
+side is `kvsidecar.support.child_side`. Imports little: the first child starts while the daemon still imports its own
+modules.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ ANSWER_SECONDS: Final = 60.0
 """A request that takes longer counts as stuck. The slowest ones pin a chunk, make a context or open a file system."""
 FIRST_PAUSE_SECONDS: Final = 0.5
 LONGEST_PAUSE_SECONDS: Final = 30.0
-"""Between attempts to replace a child; doubled each time."""
+"""Longest wait between attempts to replace a child. Waits double each time."""
 FULL_SECONDS: Final = 0.005
-"""Between attempts to send descriptors while this user has too many on their way."""
+"""Wait between attempts to send descriptors while this user has too many in flight."""
 
 _ROOT: Final = str(Path(kvsidecar.__file__).resolve().parents[1])
 
@@ -133,10 +134,10 @@ async def to_the_end(work: Coroutine[Any, Any, T], on_cancel: Callable[[], objec
 
 
 class State(Enum):
-    """Of one process."""
+    """The life of one child process."""
 
     LAUNCHED = "launched"
-    """It has nothing that another daemon waits for: the kernel may not kill it with this one yet."""
+    """It holds nothing that another daemon waits for: the kernel may not kill it with this one yet."""
     GREETED = "greeted"
     KILLED = "killed"
     ENDED = "ended"
@@ -156,9 +157,9 @@ class Child:
     NOUN: ClassVar[str]
     """What it is, at the beginning of a sentence about its end."""
     LOST: ClassVar[type[KVSidecarError]]
-    """Raised by whoever needs it when it has ended."""
+    """Raised by code that needs it after its end."""
     FAILED: ClassVar[type[KVSidecarError]]
-    """Raised for an answer with an error that is none of `kvsidecar.errors`."""
+    """Raised if it answers with an error that is not in `kvsidecar.errors`."""
 
     def __init__(self, launched: Launched) -> None:
         self.state = State.LAUNCHED
@@ -167,7 +168,7 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._asking = asyncio.Lock()
         self._asked_at = 0.0
-        """When the request was sent that is being answered; 0 if there is none."""
+        """When the request being answered was sent; 0 if there is none."""
         self._last_words = ""
         self._killed_at = 0.0
         self.pid = launched.process.pid
@@ -221,7 +222,7 @@ class Child:
         return reply
 
     def stuck(self, seconds: float) -> str:
-        """What has made no progress for longer than this; empty if there is nothing."""
+        """What has made no progress for longer than this; empty if nothing has."""
         if self._asked_at and (waited := time.monotonic() - self._asked_at) > ANSWER_SECONDS:
             return f"a request has not been answered for {waited:.0f} s"
         return ""
@@ -252,7 +253,7 @@ class Child:
             self._after_end(reason)
 
     def _before_end(self) -> None:
-        """Take what it said before it died."""
+        """Read what it sent before it died."""
 
     def _after_end(self, reason: str) -> None:
         """Settle all that it was asked for: nothing of it moves any more."""
@@ -262,22 +263,22 @@ C = TypeVar("C", bound=Child)
 
 
 class Supervised(ABC, Generic[C]):
-    """One child, across the processes that are it one after another. Used from the event loop.
+    """One child. Outlives its process: a dead one is replaced. Used from the event loop.
 
     Args:
-        noun: what it is, in the log.
-        whose: facts of each line of the log about it.
+        noun: what the log calls it.
+        whose: values in each line of the log about it.
         given: to each of its processes.
     """
 
     NOT_STARTED: ClassVar[str] = ""
-    """Goes before why a process does not start."""
+    """Prefix of the reason why a process does not start."""
     HUNG_CHECKS: ClassVar[int] = 1
     """A process hangs if it is stuck in this many checks in a row."""
     SETTLED_SECONDS: ClassVar[float]
-    """One that has worked for longer is replaced at once."""
+    """A process that has worked for longer than this is replaced immediately."""
     FREE_DEATHS: ClassVar[int] = 0
-    """So many are replaced at once, too, however short they have worked."""
+    """This many deaths are replaced immediately, regardless of uptime."""
 
     def __init__(self, noun: str, whose: dict[str, str], given: Given) -> None:
         self.deaths = 0
@@ -288,13 +289,13 @@ class Supervised(ABC, Generic[C]):
         self._log = log.get(noun).bind(**whose)
         self._link: C | None = None
         self._failures = 0
-        """Processes that did not come to work since one did."""
+        """Processes that failed to start since the last one that worked."""
         self._hung_checks = 0
         self._closing = False
 
     @abstractmethod
     async def _start(self) -> C:
-        """Have a process that works, be it a new one. Raises KVSidecarError or OSError: it does not."""
+        """A process that works, perhaps a new one. Raises KVSidecarError or OSError: none does."""
 
     def _set_down(self, reason: str) -> None:
         self.down = reason

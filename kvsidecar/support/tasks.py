@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 AGAIN_SECONDS: Final = 1.0
-"""After an unexpected error, until a part that lasts begins again."""
+"""Wait after an unexpected error before a lasting part begins again."""
 
 
 class TaskSet:
@@ -38,11 +38,11 @@ class TaskSet:
         return task
 
     def keep(self, part: Callable[[], Coroutine[Any, Any, object]], *, name: str) -> asyncio.Task[Any]:
-        """Spawn a part that lasts. If it raises, the error is reported, and it begins again after `AGAIN_SECONDS`: no
-        part of a daemon may end unheard, nor for ever because of one error.
+        """Spawn a lasting part. If it raises, the error is reported, and it begins again after `AGAIN_SECONDS`: no part
+        of a daemon may end unnoticed, nor for ever because of one error.
 
         Args:
-            part: begins it. It must bear to be begun again.
+            part: begins it; can begin it again.
         """
 
         async def run() -> None:
@@ -57,7 +57,7 @@ class TaskSet:
         return self.spawn(run(), name=name)
 
     def attempt(self, call: Callable[[], object], *, name: str) -> None:
-        """Make one of several calls that must not keep each other from being made: an error is reported."""
+        """Make one of several independent calls: an error is reported, and does not prevent the others."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - reported; the caller goes on
@@ -89,8 +89,8 @@ class TaskSet:
 
 
 def heard(what: str, error: BaseException) -> None:
-    """Tell the event loop's exception handler of an unexpected error, as a callback does that raises: for one that has
-    more to do."""
+    """Report an unexpected error to the event loop's exception handler, as if this callback had raised it: for callers
+    that have more to do."""
     asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
 

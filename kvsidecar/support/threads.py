@@ -15,7 +15,7 @@ ROOM: Final = 40
 """Threads that must be possible when a daemon starts: its own, of which gRPC has up to twenty, and those of its first
 copier. Where libraries in C cannot start theirs, they end the process by a signal, without a word."""
 WORKERS: Final = 8
-"""Of the event loop, for `asyncio.to_thread`. The pin has one of them for as long as it takes."""
+"""The event loop's threads for `asyncio.to_thread`. Pinning the pool occupies one until it is done."""
 LIMITS: Final = "its limit of processes is ulimit -u, TasksMax= of a unit, or pids.max of a container"
 
 
@@ -44,7 +44,7 @@ def started_pool(count: int) -> ThreadPoolExecutor:
 
 
 def submit(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
-    """Have the pool make the call. Where the system starts no thread for it, it is made here and now."""
+    """Have the executor make the call. If the system starts no thread for it, it is made here and now."""
     try:
         return pool.submit(call)
     except RuntimeError:

@@ -13,22 +13,22 @@ from kvsidecar.support.loop_time import LoopTime, as_step
 T = TypeVar("T")
 
 SHARE: Final = 0.3
-"""Of the loop's time, what one user's steps may take for long. What is left is not theirs, even if nobody uses it: a
-loop that is never idle waits longer for its core."""
+"""Part of the loop's time that one user's steps may take in the long run, even if nobody uses the rest: a loop that is
+never idle waits longer for its core."""
 BURST_SECONDS: Final = 0.05
 """Time that a user's steps may take before `SHARE` holds."""
 FEW: Final = 64
-"""So many users are remembered in any case."""
+"""Number of users that are remembered in any case."""
 
 
 @dataclass(slots=True)
 class _User:
     used: float = 0.0
-    """When what it has taken is paid for, in monotonic seconds."""
+    """Monotonic time at which everything it has taken is paid for."""
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
     resting: bool = False
     lined_up: bool = False
-    """It is among `Turns._next`. A step may take further ones of its user, and must not line it up twice."""
+    """It is in `Turns._next`. A step may take further ones of its user, and must not queue the user twice."""
 
 
 class Turns:
@@ -40,10 +40,10 @@ class Turns:
         self.loop_time = LoopTime() if loop_time is None else loop_time
         self._share, self._burst_seconds = share, burst_seconds
         self._users: dict[Hashable, _User] = {}
-        """Those with steps that wait, or whose time is not paid for; some others until `_forget`."""
+        """Users whose steps wait or whose time is not paid for; others stay until `_forget`."""
         self._few = FEW
         self._next: deque[Hashable] = deque()
-        """Those with steps that wait and may begin."""
+        """Users with steps that wait and may begin."""
 
     def take(self, user: Hashable, step: Callable[[], None]) -> None:
         """Take a step in one of the next iterations of the loop."""
@@ -64,8 +64,8 @@ class Turns:
         return await result
 
     def charge(self, user: Hashable, seconds: float) -> None:
-        """What runs is the last step of this iteration: it has made work for somebody else, which takes about so long
-        and which the user pays for."""
+        """Make the running step the last one of this iteration: it has made about this much work for others, which the
+        user pays for."""
         queue = self._users.setdefault(user, _User())
         queue.used = max(queue.used, self.loop_time.clock()) + seconds / self._share
         self.loop_time.end()
@@ -110,7 +110,7 @@ class Turns:
             queue.used = max(queue.used, began) + (self.loop_time.clock() - began) / self._share
 
     def _forget(self, now: float) -> None:
-        """Those who have nothing that waits or is not paid for; called the less often, the more stay."""
+        """Forget users with nothing that waits or is not paid for. Runs less often the more users stay."""
         for user in [each for each, queue in self._users.items() if not queue.waiting and queue.used < now]:
             del self._users[user]
         self._few = max(FEW, 2 * len(self._users))

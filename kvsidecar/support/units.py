@@ -45,7 +45,7 @@ def parse_count(text: str | int) -> int:
     """A number of tokens such as ``128k``, which is 128,000, or ``128Ki``; or of bytes.
 
     Raises:
-        ValueError: as of `parse_size`, but that nothing is ambiguous.
+        ValueError: see `parse_size`; but nothing is ambiguous.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:

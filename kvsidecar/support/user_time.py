@@ -38,7 +38,7 @@ class UserTime:
             self._schedule()
 
     def later(self, user: Hashable, go_on: Callable[[], None]) -> None:
-        """Call it in the next iteration in which the user has time left and those before it have gone on."""
+        """Call it in the next iteration in which the user has time left and the calls before it have been made."""
         self._waiting.setdefault(user, deque()).append(go_on)
         self._schedule()
 

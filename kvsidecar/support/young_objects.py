@@ -14,8 +14,8 @@ COLLECT: Final = (100, 2, 1 << 30)
 """For `gc.set_threshold`: few objects in one go. All, which takes 13 ms with a thousand connections, only as
 `YoungObjects` says: jobs, clients and connections leave hardly any garbage for it, and gRPC's calls what is young."""
 FULL_SECONDS: Final = 600.0
-"""Between full collections, each of which takes 7 ms or more. Python begins them by the number of younger ones: with
-many clients every 50 to 100 s, to find some 20 objects for each second."""
+"""Time between full collections, each of which takes 7 ms or more. Python begins them by the number of younger ones:
+with many clients every 50 to 100 s, to find some 20 objects for each second."""
 
 
 class YoungObjects:

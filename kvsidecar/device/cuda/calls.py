@@ -120,7 +120,7 @@ OPERATION: Final = np.dtype(
 )
 """``CUDA_MEMCPY3D_BATCH_OP``"""
 _OPERATION: Final = struct.Struct("i4xQQQii i4xQQQii QQQiI")
-"""The same, for one operation."""
+"""One `OPERATION`, to pack without numpy."""
 _END = [
     ("XInBytes", np.uint64),
     ("Y", np.uint64),
