@@ -1,4 +1,4 @@
-"""What the daemon's requests to a copier, other than copies, say of memory and layouts."""
+"""Memory and layouts in the daemon's requests to a copier, other than copies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The copiers of a daemon, one for each device: started side by side, watched, replaced when one ends.
 
-A copier that has ended is replaced by one that pins the same chunks of the pool. It knows no ranks: those of the one
-before attach again, because a rank must know whose death proves that its copies are over.
+A copier that has ended is replaced by one that pins the same chunks of the pool. It knows no ranks: its predecessor's
+attach again, because a rank must know whose death proves that its copies are over.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Options:
     device: str
     """``auto``, ``cuda`` or ``host``."""
     devices: tuple[str, ...] = ()
-    """Those to use, by UUID or index; empty for all."""
+    """The devices to use, by UUID or index; empty for all."""
     light_seconds: float = 0.0
     given: Given = NOTHING
 
 
 class Copier(Supervised[CopierLink]):
-    """The copier of one device, across the processes that are it one after another. Used from the event loop.
+    """One device's copier. Outlives its process: a dead one is replaced. Used from the event loop.
 
     Requests and replacement take turns under one lock, so a new process pins all that the one before had pinned.
 
@@ -77,7 +77,7 @@ class Copier(Supervised[CopierLink]):
 
     @property
     def pid(self) -> int:
-        """Of its process; 0 if there is none."""
+        """Process id of its process; 0 if there is none."""
         return 0 if self._link is None else self._link.pid
 
     # -- the process ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Copier(Supervised[CopierLink]):
         return link
 
     async def _start(self) -> CopierLink:
-        """Have a process that knows all that it must."""
+        """A process that is set up: open, with the pool mapped and its chunks pinned."""
         if (link := self.alive) is None:
             link = self.launch()
         async with self._lock:
@@ -130,7 +130,7 @@ class Copier(Supervised[CopierLink]):
             await self._changed.wait()
 
     async def tell_log_level(self, level: str) -> None:
-        """For this process, and those after it."""
+        """Set the log level of this process and of its successors."""
         super().set_log_level(level)
         async with self._lock:
             if self._link is not None and self._link.state is State.GREETED:
@@ -339,7 +339,7 @@ class Copiers:
             copier.check(stuck_seconds)
 
     def unkillable(self, seconds: float) -> str:
-        """Which copiers still live so long after they were killed; empty if there are none."""
+        """The copiers that still live this long after they were killed, as text; empty if there are none."""
         return "; ".join(
             f"{copier.uuid}: the copier (pid {link.pid}) was killed and does not end"
             for copier in self

@@ -83,17 +83,16 @@ class QueuedCopy:
     submitted: float = field(default_factory=time.monotonic)
     failed: bool = False
     planned_bytes: int = 0
-    """Of the slices that were taken from its plan."""
+    """Bytes of the slices that were taken from its plan."""
     calls: int = 0
-    """Issued."""
+    """Number of issued calls."""
     timed: list[tuple[CopyMark, int]] = field(default_factory=list)
-    """Calls that are done and that the device timed, and their bytes."""
+    """Finished calls that the device timed, and their bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One call in flight; without a mark, the end of its copy, which has not failed. A call has entered the copy's
-    lane."""
+    """One call in flight, which has entered the copy's lane; without a mark, the end of a copy that has not failed."""
 
     copy: QueuedCopy
     mark: CopyMark | None

@@ -1,5 +1,5 @@
-"""Whose queued copy is the next one: sessions take turns by bytes, so that one that submits much delays the others by
-a slice of a copy, not by all of its copies.
+"""Chooses the next queued copy: sessions take turns by bytes, so that one that submits much delays the others by a
+slice of a copy, not by all of its copies.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996). Each session has a tag: the bytes it was given, divided by its
 weight then, and at least the tag of the session that had the last turn, so that nobody saves up turns while idle. The
@@ -33,16 +33,17 @@ T = TypeVar("T", bound=Queued)
 class FairCopies(Generic[T]):
     def __init__(self) -> None:
         self._queues: dict[int, deque[T]] = {}
-        """By session; none is empty."""
+        """Each session's queued copies; none is empty."""
         self._tags: dict[int, float] = {}
         self._now = 0.0
-        """The tag of the session that was last given a turn."""
+        """The tag of the session that had the last turn."""
 
     def __bool__(self) -> bool:
         return bool(self._queues)
 
     def __iter__(self) -> Iterator[T]:
-        """In the order of turns, if all of a session's copies are taken at its turn. May be changed meanwhile."""
+        """All copies in the order of turns, if a session's copies are all taken at its turn. The queue may change
+        meanwhile."""
         sessions = list(self._queues)
         if len(sessions) > 1:
             sessions.sort(key=self._tags.__getitem__)
@@ -57,7 +58,7 @@ class FairCopies(Generic[T]):
         queue.append(copy)
 
     def charge(self, copy: T, nbytes: int) -> None:
-        """This copy's session was given so many bytes; fewer than none: it has not had them after all."""
+        """Charge the copy's session for this many bytes; a negative number gives them back."""
         tag = self._tags.get(copy.session, self._now)
         self._now = max(self._now, tag)
         self._tags[copy.session] = tag + nbytes / copy.weight
@@ -67,12 +68,12 @@ class FairCopies(Generic[T]):
                 self._now = max(self._now, self._tags.pop(each))
 
     def put_back(self, copy: T) -> None:
-        """Let a copy that was removed be the first one of its session again."""
+        """Make a copy that was removed the first one of its session again."""
         self._queues.setdefault(copy.session, deque()).appendleft(copy)
         self._tags.setdefault(copy.session, self._now)
 
     def others_first(self, session: int) -> bool:
-        """Whether it is another session's turn."""
+        """True if it is another session's turn."""
         own = self._tags.get(session, self._now)
         return any(self._tags[each] < own for each in self._queues if each != session)
 
@@ -86,7 +87,7 @@ class FairCopies(Generic[T]):
         return next((copy for queue in self._queues.values() for copy in queue if copy.number == number), None)
 
     def prioritize(self, copy: T) -> None:
-        """Let it be the next one of its session."""
+        """Make it the next one of its session."""
         queue = self._queues[copy.session]
         queue.remove(copy)
         queue.appendleft(copy)

@@ -68,7 +68,7 @@ class Imported:
     key: bytes
     """Identifies the allocation on its device."""
     nbytes: int
-    """Of the whole allocation, as the driver or kernel knows it, not as the client claims."""
+    """Size of the whole allocation, as the driver or kernel knows it, not as the client claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Opened:
 class Copying:
     """A copy that was handed to a copier.
 
-    It ends once, when nothing of it moves any more: `on_end` is called with what the copier said, or with DeviceLost if
+    It ends once, when nothing of it moves any more: `on_end` is called with the copier's answer, or with DeviceLost if
     its process has ended.
     """
 
@@ -104,7 +104,7 @@ class Copying:
         self._ended: asyncio.Future[Done] | None = None
 
     def set_end(self, end: Done | DeviceLost) -> None:
-        """The link says that it is over."""
+        """Called by the link when it is over."""
         # Let go of what is called: it refers to this, and only the garbage collector would free both, in one go with
         # those of many other copies.
         on_end, self.on_end, self.on_start = self.on_end, None, None
@@ -133,7 +133,7 @@ class Copying:
         self._tell(Kind.CANCEL)
 
     def prioritize(self) -> None:
-        """Let it be the next one of its direction, if it has not started yet."""
+        """Make it the next one of its direction, if it has not started yet."""
         self._tell(Kind.PRIORITIZE)
 
     def _tell(self, kind: Kind) -> None:
@@ -157,7 +157,7 @@ def _resolve(ended: asyncio.Future[Done], end: Done | DeviceLost) -> None:
 class CopierLink(Child):
     """One process, and the copies that it was handed. Used from the event loop.
 
-    A copy that was sent ends exactly once: as the copier says, or with the process. The death of the process proves
+    A copy that was sent ends exactly once: by the copier's answer, or with the process. The death of the process proves
     that none of its DMA runs any more (measured: docs/benchmarks.md), so its copies are over then.
 
     Args:
@@ -173,11 +173,11 @@ class CopierLink(Child):
         self._senders: dict[Direction, Sender] = {}
         self._receivers: dict[Direction, Receiver] = {}
         self._records: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
-        """That it has written and that have not been handled; the first one waits for its turn."""
+        """Records that it has written and that have not been handled; the first one waits for its turn."""
         self._mapped = False
-        """It has the pool: its threads take records."""
+        """The pool is mapped: its threads take records."""
         self._taken = dict.fromkeys(Direction, (-1, 0.0))
-        """Bytes that it has taken of each ring, and when that was last seen to be more than before, or all."""
+        """Bytes that it has taken from each ring, and when that was last seen to have grown, or to be all."""
         self._copies: dict[int, Copying] = {}
         self._handed = dict.fromkeys(Direction, 0)
         self._numbers = iter(range(1, 1 << 62))
@@ -185,14 +185,14 @@ class CopierLink(Child):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def hello(self, device: str, devices: Sequence[str], given: Given = NOTHING) -> Hello:
-        """Have it look at the machine.
+        """Make it examine the machine.
 
         Args:
             device: ``auto``, ``cuda`` or ``host``.
             devices: which to use, by UUID or index; empty for all.
 
         Raises:
-            ConfigError, DriverUnusable, DeviceNotFound: as `kvsidecar.device.platforms.open_platform`.
+            ConfigError, DriverUnusable, DeviceNotFound: see `kvsidecar.device.platforms.open_platform`.
             DeviceLost: the process has ended.
         """
         await self.greet(given)
@@ -200,7 +200,7 @@ class CopierLink(Child):
         return Hello(reply["platform"], reply["why"], dict(reply["devices"]), reply["pin_limit"])
 
     async def start(self, uuid: str, *, light_seconds: float = 0.0, ring_bytes: int = RING_BYTES) -> None:
-        """Have it open its device, and test it. It copies when it has the pool.
+        """Make it open its device and test it. It copies once the pool is mapped.
 
         Raises:
             DeviceError: the device cannot be used.
@@ -214,7 +214,7 @@ class CopierLink(Child):
         await self.ask({"do": "start", "uuid": uuid, "light_seconds": light_seconds, "ring_bytes": ring_bytes}, fds)
 
     async def map(self, pool: PoolFile) -> None:
-        """Have it map the pool."""
+        """Make it map the pool."""
         await self.ask({"do": "map", "pool": facts_of(pool), "boundary": pool.boundary}, [pool.fd])
         self._mapped = True
 
@@ -321,7 +321,7 @@ class CopierLink(Child):
         return handed - running, int(running)
 
     def stuck(self, seconds: float) -> str:
-        """What has made no progress for longer than this; empty if there is nothing.
+        """What has made no progress for longer than this; empty if nothing has.
 
         Called again and again: that a direction takes nothing is seen by comparison with earlier calls.
         """
@@ -350,7 +350,7 @@ class CopierLink(Child):
         self._senders[direction].flush()
 
     def _take_records(self, direction: Direction, *, at_once: bool = False) -> None:
-        """Handle the records, or those before the end of a copy that must wait for its turn."""
+        """Handle the records, up to the end of a copy that must wait for its turn."""
         records = self._records[direction]
         while records:
             kind = kind_of(records[0])
@@ -372,11 +372,11 @@ class CopierLink(Child):
                     self._guard.keep_awake()
                 case Kind.LAST_WORDS:
                     self._last_words = last_words_of(record)
-        except Exception as error:  # noqa: BLE001 - told; the records behind it are of other copies
+        except Exception as error:  # noqa: BLE001 - reported; the records behind it are of other copies
             heard("a copier's record was not handled", error)
 
     def _step(self, direction: Direction) -> None:
-        """The turn of the end of a copy, and of what follows it."""
+        """Handle the end of a copy, at its turn, and the records after it."""
         if self._records[direction]:  # else the process has ended meanwhile
             self._take(Kind.DONE, self._records[direction].popleft())
             self._take_records(direction)
@@ -401,7 +401,7 @@ class CopierLink(Child):
         for copying in copies.values():
             try:
                 copying.set_end(DeviceLost(reason))
-            except Exception as error:  # noqa: BLE001 - told; the other copies are over, too
+            except Exception as error:  # noqa: BLE001 - reported; the other copies are over, too
                 heard("a copy has not ended in order", error)
         for ring in self._rings:
             ring.close()

@@ -77,7 +77,7 @@ class Part:
     slots: npt.NDArray[np.int64]
     """Where each block's slot begins, in bytes from the pool's base."""
     slice: int = 0
-    """Which slice of the group's regions, from 1 on; 0 for all."""
+    """Number of a slice of the group's regions, from 1 on; 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class Copy:
 
     Args:
         number: unique among the copies of this copier.
-        event: of the session's ring, which must be done before the copy starts; None: it may start at once.
+        event: index in the session's ring; the copy starts when this event is done. None: it may start at once.
         checks: slots whose checksums a store reports when it is over, and a load compares before it starts; None or
             at least one.
-        weight: of its session's turns on the link.
+        weight: how many turns its session gets on the link.
     """
 
     number: int
@@ -133,8 +133,8 @@ class Done:
     """A copy has ended. Seconds are of the monotonic clock, which all processes of a machine share.
 
     Args:
-        values: of a store that was copied, the checksums of its checks, in order; of a corrupt load, the indices of
-            those checks that differ.
+        values: for a store that was copied, the checksums of its checks, in order; for a corrupt load, the indices of
+            the checks that differ.
     """
 
     number: int
@@ -169,7 +169,7 @@ def kind_of(record: bytes) -> Kind:
 
 
 def pack_number(kind: Kind, number: int) -> bytes:
-    """CANCEL, PRIORITIZE or STARTED of a copy; PACE of so many bytes, 0 for the whole link."""
+    """A record that carries one number: CANCEL, PRIORITIZE and STARTED a copy's, PACE bytes (0: the whole link)."""
     return _NUMBER.pack(kind, number)
 
 

@@ -50,7 +50,7 @@ from kvsidecar.support.polling import Sleeper
 from kvsidecar.types import Direction
 
 FULL_SECONDS: Final = 1e-3
-"""Between attempts to write into a ring that the daemon does not empty."""
+"""Wait between attempts to write into a ring that the daemon does not empty."""
 
 _PR_SET_NAME: Final = 15
 _PR_SET_TIMERSLACK: Final = 29
@@ -63,10 +63,10 @@ class Session:
 
     memories: list[DeviceMemory]
     groups: dict[tuple[int, int], BoundGroup]
-    """By group and slice; slice 0 is all of the group."""
+    """Bound groups by group and slice; slice 0 is all of the group."""
     events: list[DeviceEvent] = field(default_factory=list)
     lanes: Mapping[Direction, Lane] = field(default_factory=dict)
-    """Of its engine's fence, if it has one."""
+    """The copier's lanes of the engine's fence, if it has one."""
 
 
 class Sessions:
@@ -106,7 +106,7 @@ class Sessions:
         }
 
     def _import(self, session: Session, sources: Sequence[MemorySource]) -> None:
-        """Add the memories of all sources, in their order; on an error, those that there are."""
+        """Add the memories of all sources, in order; on an error, those imported so far."""
         ranges = [each for each in sources if isinstance(each, RangesSource)]
         side_by_side: Iterator[DeviceMemory] = iter(())
         ordered = []
@@ -162,8 +162,8 @@ class CopyLoop:
     Two threads, because a driver's call for a thousand copies takes half a millisecond of a core, and both directions
     together need more than one core (measured). The interpreter's lock is released during such a call.
 
-    The same thread takes checksums, in slices between two steps of the queue: of a store when its copy is over, of a
-    load before its copy is queued. So they delay other copies by a slice at most, and small ones not by large ones.
+    The same thread takes checksums, in slices between two steps of the queue: a store's when its copy is over, a load's
+    before its copy is queued. So they delay other copies by a slice at most, and small ones not by large ones.
 
     Args:
         pool: where this process has mapped it.
@@ -183,7 +183,7 @@ class CopyLoop:
     def __post_init__(self) -> None:
         self._last_end = 0.0
         self._checking: deque[tuple[SlotCheck, QueuedCopy, Done | None]] = deque()
-        """Loads before their copies, and stores behind them with what is to be said; in turns."""
+        """Loads before their copies, and stores after theirs with their answers; they take turns."""
 
     def run(self) -> None:
         """Copy until the process ends.

@@ -1,4 +1,4 @@
-"""Whether the copies of a stream may still move a byte, after an error."""
+"""Waits, after an error, until no copy of a stream can move a byte any more."""
 
 from __future__ import annotations
 

@@ -96,22 +96,22 @@ class Recipe:
     contiguous: bool
     """There is one column with one row, and blocks follow each other without a gap: neighbours can be joined."""
     wide_us: float
-    """What the pitched copies and the wide pieces of a block take, without the start of their batches."""
+    """Time for the pitched copies and the wide pieces of a block, without the start of their batches."""
     narrow_us: float
-    """The same of the narrow ones as pieces."""
+    """Time for a block's narrow copies as pieces."""
     narrow_link_us: float
-    """And of these the time on the link, which is all that they take in a long run."""
+    """The part of `narrow_us` on the link, which is all that they take in a long run."""
     piece_bytes: int
     """The most bytes of a piece; 0: there is none."""
     long_run: int
-    """The least number of blocks of which the narrow ones are better copied as runs; 0: there is none."""
+    """From this many blocks on, the narrow ones are better copied as runs; 0: never."""
 
     def microseconds(self, num_blocks: int, num_runs: int, in_runs: int, max_batch: int, call_bytes: int) -> float:
         """About how long the copies of these blocks take.
 
         Args:
-            num_runs: that are long enough for pitched copies.
-            in_runs: blocks in these.
+            num_runs: runs that are long enough for pitched copies.
+            in_runs: blocks in these runs.
             max_batch, call_bytes: most pieces, and bytes, of a call.
         """
         others = num_blocks - in_runs
@@ -137,11 +137,11 @@ class BoundGroup:
 
     num_blocks: int
     nbytes: int
-    """Of one block."""
+    """Bytes of one block."""
     few: Recipe
-    """As few copies as possible."""
+    """The recipe with the fewest copies."""
     fast: Recipe
-    """The copies that take the least time when there are many."""
+    """The recipe that takes the least time when there are many copies."""
 
 
 def bind(
@@ -152,8 +152,8 @@ def bind(
     Args:
         layout: checked, with all of its regions.
         base_addresses: where each allocation is mapped in this process, in the registration's order.
-        number: of a slice of the layout, from 1 on; 0: all of it. A slice lies in the slot where it lies in the whole.
-        reservations: of each allocation, see `kvsidecar.device.base.DeviceMemory.reservation`; 0 or missing: of none.
+        number: a slice of the layout, from 1 on; 0: all of it. A slice lies in the slot where it lies in the whole.
+        reservations: each allocation's `kvsidecar.device.base.DeviceMemory.reservation`; 0 or missing: it has none.
     """
     regions = layout.regions
 
@@ -209,8 +209,8 @@ def _joined_where_they_touch(columns: Columns, space: npt.NDArray[np.uint64]) ->
     """Join neighbours that have no gap between them on either side, in every block.
 
     Args:
-        space: of each column, the allocation or reservation that no copy may leave: where two allocations lie side by
-            side by chance, the driver refuses a copy that spans both.
+        space: each column's allocation or reservation, which no copy may leave: where two allocations lie side by side
+            by chance, the driver refuses a copy that spans both.
 
     Returns:
         The columns, and the space of each.

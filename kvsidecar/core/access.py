@@ -152,7 +152,7 @@ def unidentified() -> UnknownPeer:
 
 
 def parse(value: object) -> Policy | None:
-    """The rules of a TOML file's ``[[policy]]`` tables, or of the same as TOML text (a flag, a variable).
+    """The rules of a TOML file's ``[[policy]]`` tables, or of these tables as TOML text (a flag, a variable).
 
     Raises:
         ValueError: the end of a sentence that begins with the option: which rule, and what is wrong with it.

@@ -1,7 +1,7 @@
 """The latest notes of each namespace, for the snapshots of watchers to come. Bounded in bytes: clients fill it.
 
-When all notes together are too many, the user who has most gives up the oldest of its namespace that has most, as many
-as are to go for what has come: no user loses notes to one who has fewer.
+When all notes together are too many, the user with the most gives up the oldest of its namespace with the most, as many
+as the new ones need: no user loses notes to one who has fewer.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ENTRY_BYTES: Final = 200
 """What an entry takes beside its hashes and notes."""
 STEP_NOTES: Final = 1024
 STEP_BYTES: Final = 4 * 1024 * 1024
-"""At most so many are looked at, or freed, in one step: half a millisecond."""
+"""Limit of the notes that one step looks at, or frees: half a millisecond."""
 STEP_BLOCKS: Final = 8192
-"""At most so many blocks of them are looked for in one step: one or two milliseconds."""
+"""Limit of their blocks that one step looks for: one or two milliseconds."""
 LOOKS: Final = 40
 """Calls of `look` between two rounds: ten seconds. No younger note is looked at: its block may be on its way."""
 
 IsThere = Callable[[int, bytes], Bools]
-"""Of these blocks of one group, hashes joined, which are there."""
+"""Tells which blocks of one group are in the cache: one flag for each of the joined hashes."""
 AreGone = Callable[[Namespace, "Sequence[Change]"], Sequence[bool]]
-"""Of each of these notes of one namespace, whether none of its blocks is there any more."""
+"""Tells which notes of one namespace have lost all their blocks: one flag for each note."""
 
 
 def without_blocks(cache: BlockCache, namespace: Namespace, notes: Sequence[Change]) -> list[bool]:
-    """Of each of these notes, whether none of its blocks is in the pool."""
+    """One flag for each note: true if none of its blocks is in the pool."""
     gone = [True] * len(notes)
     for group in {each.group for each in notes}:
         if (space := cache.find_space(namespace, group)) is None:
@@ -54,7 +54,7 @@ def without_blocks(cache: BlockCache, namespace: Namespace, notes: Sequence[Chan
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Of one user in one namespace."""
+    """One user's notes in one namespace."""
 
     changes: dict[int, Change] = field(default_factory=dict)
     """Numbered in their order. Those that are gone leave holes."""
@@ -93,27 +93,27 @@ def _piece(kept: _Kept, number: int, end: int, width: int) -> tuple[list[int], i
 class Notes:
     def __init__(self) -> None:
         self._kept: dict[Namespace, dict[int, _Kept]] = {}
-        """By namespace and user."""
+        """Notes by namespace and user."""
         self._by_user: dict[int, dict[Namespace, _Kept]] = {}
-        """The same."""
+        """The notes of `_kept` by user and namespace."""
         self._bytes: dict[int, int] = {}
-        """By user."""
+        """Bytes of each user's notes."""
         self._freed: list[dict[int, Change]] = []
-        """What was forgotten, and is freed step by step: all of it at once takes tens of milliseconds."""
+        """Forgotten notes, which are freed step by step: all at once would take tens of milliseconds."""
         self._freed_bytes = 0
         self._round: Iterator[None] | None = None
-        """What `look` goes on with; None between two rounds."""
+        """The round that `look` continues; None between two rounds."""
         self._unlooked: Iterator[Namespace] = iter(())
-        """Namespaces of which is to be seen whether they are there still."""
+        """Namespaces still to be checked for existence."""
         self._looks = 0
         self._old: list[tuple[Namespace, int, _Kept, int]] = []
-        """Namespace, user and what was kept, with its end, when the last round began."""
+        """Namespace, user, notes and their end when the last round began."""
         self.total_bytes = 0
 
     def add(
         self, namespace: Namespace, user: int, change: Change, most: int = STEP_NOTES
     ) -> list[tuple[Namespace, Change]]:
-        """Keep notes. Returns those that are given up for them: themselves, if more others than ``most`` had to go.
+        """Keep notes. Returns the notes given up for them: these themselves, if more than ``most`` others had to go.
 
         Args:
             user: uid of the client.
@@ -166,17 +166,17 @@ class Notes:
 
     @property
     def namespaces(self) -> list[Namespace]:
-        """Those with notes."""
+        """Namespaces with notes."""
         return list(self._kept)
 
     def forget(self, namespace: Namespace) -> None:
-        """All notes of a namespace."""
+        """Forget all notes of a namespace."""
         for user in tuple(self._kept.get(namespace, ())):
             self._freed_bytes += self._kept[namespace][user].nbytes
             self._freed.append(self._remove(namespace, user).changes)
 
     def forget_gone(self, namespace: Namespace, are_there: IsThere) -> Iterator[None]:
-        """What the notes of a namespace say of blocks that are not there, in steps."""
+        """Forget, in steps, a namespace's notes on blocks that are not there."""
         for user, kept in tuple(self._kept.get(namespace, {}).items()):
             number, end = kept.first, kept.end
             while number < end and self._is_kept(namespace, user, kept):
@@ -192,7 +192,7 @@ class Notes:
                 yield
 
     def _cut(self, namespace: Namespace, user: int, kept: _Kept, number: int, there: Bools) -> None:
-        """Leave of one of the notes what it says of these blocks."""
+        """Reduce a note to the blocks that are there."""
         if not any_true(there):
             self._give_up(namespace, user, kept, number)
         elif not all_true(there):
@@ -205,11 +205,11 @@ class Notes:
             self._count(user, kept, kept.changes[number].nbytes - change.nbytes)
 
     def _is_kept(self, namespace: Namespace, user: int, kept: _Kept) -> bool:
-        """Whether it was not forgotten meanwhile."""
+        """True unless it was forgotten meanwhile."""
         return self._kept.get(namespace, {}).get(user) is kept
 
     def of(self, namespace: Namespace) -> Iterator[Change]:
-        """Those that there are now, as far as they are still there when they are asked for."""
+        """The present notes of a namespace; those that are forgotten before it is their turn are left out."""
         for user, kept in tuple(self._kept.get(namespace, {}).items()):
             for number in range(kept.first, kept.end):
                 if not self._is_kept(namespace, user, kept):
@@ -240,7 +240,7 @@ class Notes:
 
     @property
     def held_bytes(self) -> int:
-        """Also of those that are forgotten and not freed yet."""
+        """Bytes of all notes, including those that are forgotten and not freed yet."""
         return self.total_bytes + self._freed_bytes
 
     def _free(self) -> None:

@@ -1,4 +1,4 @@
-"""What watchers are told."""
+"""The updates that watchers are sent."""
 
 from __future__ import annotations
 

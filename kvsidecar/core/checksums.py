@@ -1,5 +1,5 @@
-"""Which slots' checksums are taken and compared, and their values. Off by default; a copier reads the bytes: see
-`kvsidecar.copier.slot_check`. A mismatch is a miss."""
+"""Chooses the slots whose checksums are taken and compared, and keeps the values. Off by default; a copier reads the
+bytes: see `kvsidecar.copier.slot_check`. A mismatch is a miss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Checksums:
         return self._verify is Verify.ALWAYS or (self._verify is Verify.SAMPLE and block_hash[-1] % SAMPLE == 0)
 
     def to_take(self, parts: Iterable[BlocksInSlots]) -> Checks | None:
-        """What a copier is to take when it has stored these; None: nothing."""
+        """The checksums that a copier is to take when it has stored these blocks; None: no checksums."""
         return _checks(
             [
                 (slot, nbytes, 0)
@@ -47,7 +47,7 @@ class Checksums:
         )
 
     def keep(self, grant: StoreGrant, checks: Checks, values: Sequence[int]) -> None:
-        """Remember what a copier has taken: a value for each check. The store is sealed next."""
+        """Remember a copier's checksums: a value for each check. The store is sealed next."""
         if self._cache.recorded:
             grant.checksums = checks["slot"], np.fromiter(values, np.uint64, len(checks))
         else:

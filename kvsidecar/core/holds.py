@@ -106,7 +106,7 @@ class Holds:
         seconds: float,
         kept_blocks: int = 0,
     ) -> Holding:
-        """`hold`, of which so many blocks are kept already."""
+        """`hold`, with some of its blocks kept already."""
         lease: Lease | None = None
         try:
             pieces = [(space, piece) for space, hashes in parts for piece in hashes.pieces(HOLD_STEP)]

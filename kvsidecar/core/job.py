@@ -25,7 +25,7 @@ class JobBlocks:
     hashes: Sequence[bytes]
     block_ids: npt.NDArray[np.int64]
     slice: int = 0
-    """Of a load: which slice of the group's regions is copied, from 1 on; 0 for all."""
+    """Slice of the group's regions that a load copies, from 1 on; 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Job:
         lease: the lease that a load names, if it names one.
         order: what a store waits for on the device; None if the client has waited.
         ttl: seconds after which the blocks of a store expire; 0: when their share's do.
-        idle_ttl: the same after their last use.
-        priority: of the blocks of a store.
+        idle_ttl: seconds after their last use until they expire; 0: when their share's do.
+        priority: how long a store's blocks are worth keeping, compared with others.
         traceparent: as the client sent it; empty for none.
         on_done: called once, with the result.
     """
@@ -90,7 +90,7 @@ class Job:
     ended: float = field(default=0.0, init=False)
     """A store's blocks can be looked up from then on."""
     grants: list[StoreGrant | LoadGrant] = field(default_factory=list, init=False)
-    """Slots or references that the job has: one, or of very many blocks several, in the order of the blocks."""
+    """Grants of slots or references: one, or several for very many blocks, in the order of the blocks."""
     timer: asyncio.TimerHandle | None = field(default=None, init=False)
     """Cancels it at its deadline."""
     stopped: Refusal | None = field(default=None, init=False)
@@ -112,7 +112,7 @@ class Job:
         weight: int,
         on_end: Callable[[Done | DeviceLost], None],
     ) -> None:
-        """Hand the copy to a copier; as `CopierLink.submit`."""
+        """Hand the copy to a copier; see `CopierLink.submit`."""
         event, on_start = (None, None) if self.order is None else (self.order.event, self.order.on_start)
         self._copying = copier.live().submit(
             session, self.direction, parts, event=event, on_start=on_start, checks=checks, weight=weight, on_end=on_end

@@ -1,4 +1,4 @@
-"""Store and load jobs: the cache decides, a copier moves the bytes, the cache is told.
+"""Store and load jobs: the cache decides, a copier moves the bytes, the cache learns the result.
 
 A job belongs to the daemon, not to the RPC that asked for it: DMA cannot be cancelled, so a job whose client has gone
 still ends, and only then are its slots, references and mappings given back.
@@ -50,8 +50,8 @@ class JobRunner:
     Args:
         clock: seconds, the clock of leases.
         later: takes the next step of a larger job in one of the next iterations of the loop.
-        store_blocks, load_blocks: that one step decides about at most.
-        checksums: of the slots; None for no checksums.
+        store_blocks, load_blocks: the most blocks that one step decides about.
+        checksums: checksums of the slots; None for none.
         guard: kept awake when a job begins and when it ends.
         on_ended: called with each job when its answer is on its way.
         tiering: blocks that are worth it go to slower tiers; None: there are none.
@@ -377,13 +377,13 @@ class JobRunner:
 
 
 def _tokens(parts: Sequence[JobBlocks], block_tokens: int) -> int:
-    """Of the prompts that a load continues: those of the group with most blocks, as others need only the last ones. Of
-    a load by slices, the first slice counts."""
+    """Tokens of the prompts that a load continues: those of the group with most blocks, as others need only the last
+    ones. For a load by slices, the first slice counts."""
     return block_tokens * max((len(part.block_ids) for part in parts if part.slice <= 1), default=0)
 
 
 class _Counts:
-    """The metrics of one direction, looked up once: to find a label takes longer than to count."""
+    """The metrics of one direction, looked up once: finding a label takes longer than counting."""
 
     def __init__(self, metrics: Metrics, direction: Direction) -> None:
         label = direction.value
@@ -435,17 +435,17 @@ class _Span:
 
     @property
     def hashes(self) -> Sequence[bytes] | bytes:
-        """In the form that the cache takes fastest."""
+        """Their hashes, in the form that the cache takes fastest."""
         hashes = self.part.hashes
         return hashes.cut(self.first, self.end) if isinstance(hashes, PackedHashes) else hashes[self.first : self.end]
 
 
 _Piece = list[_Span]
-"""What one step takes of a job."""
+"""The blocks of a job that one step takes."""
 
 
 def _pieces(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks], most: int) -> Iterator[_Piece]:
-    """The job's blocks in order, so many at a time; one piece at least."""
+    """The job's blocks in order, cut into pieces of limited size; at least one piece."""
     piece, left = _Piece(), most
     for group, part in zip(groups, parts, strict=True):
         first, count = 0, len(part.block_ids)

@@ -17,9 +17,9 @@ from kvsidecar.types import Direction
 MODELS_SHOWN: Final = 32
 """Models with a label of their own at a time."""
 LABEL_CHARACTERS: Final = 128
-"""Of a model's name. Names that begin alike share a label."""
+"""Longest label. Models whose names begin with the same characters share one."""
 QUIET_SECONDS: Final = 3600.0
-"""A model that was not counted for so long may lose its label to another one."""
+"""A model that was not counted for this long may lose its label to another one."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class ModelCounts:
         counts.loaded_tokens += loaded_tokens
 
     def _admit(self, label: str) -> Counts:
-        """Give it a label, if there is one."""
+        """Give it a label, if one is free."""
         if label == REST:
             return self._rest
         if len(self._counts) >= MODELS_SHOWN:

@@ -27,13 +27,14 @@ MAX_LEASES = 16384
 MAX_LEASED_BLOCKS = 1 << 22
 """Blocks in the leases of one user, 8 bytes each; a block that is in two counts twice."""
 MAX_LOOKUP_BLOCKS = 8192
-"""That one lookup looks for, in three milliseconds. Clients split longer ones, into parts of as many."""
+"""The most blocks that one lookup looks for, in three milliseconds. Clients split longer ones into parts of this
+size."""
 CLEAR_STEP = 2048
 """Blocks that one step of a clear looks for, and deletes: about two milliseconds."""
 
 Clearing = Generator[None, None, int]
-"""The steps of a clear, which return how many blocks can no longer be looked up. Between two of them anything may
-happen; what a step has cleared is not found any more."""
+"""The steps of a clear; they return how many blocks can no longer be looked up. Anything may happen between two steps;
+blocks that a step has cleared are not found any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,13 @@ class GroupAnswer:
     first: int = 0
     """The place of the first flag among the group's hashes: more than 0 only with a tail."""
     held: Sequence[bool] = ()
-    """If the caller chooses: one flag per hash, whether it is missing and a slower tier has it; empty for none."""
+    """If the caller chooses: one flag per hash, true if it is missing and a slower tier has it; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
     ready: bool
-    """Whether it comes from the cache; otherwise the daemon declines lookups, and there are no hits."""
+    """True if the cache has answered; otherwise the daemon declines lookups, and there are no hits."""
     groups: tuple[GroupAnswer, ...]
     lease: int | None = None
     lease_seconds: float = 0.0
@@ -65,12 +66,12 @@ class LookupAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the caller of a lookup wants to be fetched."""
+    """The misses that the caller of a lookup wants fetched."""
 
     wanted: Sequence[Sequence[int]]
-    """By group, in the order of the lookup: 0 or 1 per hash; what is beyond these is not wanted."""
+    """For each group, in the order of the lookup: 0 or 1 per hash; hashes beyond these are not wanted."""
     tokens: int
-    """That the caller need not compute if all of it comes."""
+    """Tokens that the caller need not compute if all of it comes."""
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class _Missing:
         return answers, asking
 
     def fetch_chosen(self, choice: Choice) -> tuple[tuple[GroupAnswer, ...], bool]:
-        """As `fetch`, of what the caller has chosen, with what it may choose."""
+        """`fetch` the blocks that the caller has chosen. The answers contain those that it may choose."""
         result, asking, chosen, nbytes = list(self.answers), False, [], 0
         for i, hits in enumerate(self.found):
             space, hashes = self.parts[i][0], self.groups[i][1]
@@ -132,9 +133,9 @@ class LookupService:
         lease_max: the longest lease granted, in seconds.
         guard: kept awake by each lookup: loads follow.
         owners_of: the tokens of all clients of one user, by one of them.
-        tiering: what a lookup misses is fetched from there; None: there is no slower tier.
+        tiering: fetches what a lookup misses; None: there is no slower tier.
         holds: None: none can be made.
-        notes: of what is cleared, they go with it.
+        notes: notes on blocks, which are cleared with them.
     """
 
     cache: BlockCache
@@ -174,7 +175,7 @@ class LookupService:
         choice: Choice | None = None,
         tails: Sequence[int] = (),
     ) -> LookupAnswer:
-        """Which of these blocks are readable, of the first `MAX_LOOKUP_BLOCKS`: what is behind them is a miss.
+        """Find the readable ones of the first `MAX_LOOKUP_BLOCKS` blocks. All blocks after these are misses.
 
         Args:
             groups: (group, block hashes) pairs.
@@ -182,10 +183,10 @@ class LookupService:
                 if it would take what is guaranteed to other shares.
             owner: token of the client; the lease ends when the client disconnects.
             lease: a lease of this client that the hits are added to; 0 for a new one.
-            lease_last: as `BlockCache.lookup_and_lease`.
+            lease_last: see `BlockCache.lookup_and_lease`.
             touch: the blocks were used elsewhere: what is there counts as used, and not as looked up. No lease is
                 taken, and nothing is fetched.
-            pause: of a touch, as `BlockCache.touch`.
+            pause: for a touch, see `BlockCache.touch`.
             fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
             prefill_rate: tokens a second that the caller computes; 0 if it does not say.
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
@@ -281,7 +282,7 @@ class LookupService:
         choice: Choice | None,
         **options: Any,
     ) -> LookupAnswer:
-        """Look up the groups without a tail, and then of the others what is at the end of what those have."""
+        """Look up the groups without a tail, and then the others' tails at the end of the prefix that those have."""
         lengths = [len(hashes) for _, hashes in groups]
         counts = [min(each, tail + 1) if tail else each for each, tail in zip(lengths, tails, strict=True)]
         whole, cut = [i for i, tail in enumerate(tails) if not tail], [i for i, tail in enumerate(tails) if tail]
@@ -319,7 +320,7 @@ class LookupService:
         )
 
     def report(self, namespace: Namespace, needed_tokens: int, loaded_tokens: int) -> None:
-        """Count what an engine says of prompts that it has begun: tokens that it did not have itself, and those of them
+        """Count an engine's report on prompts that it has begun: tokens that it did not have itself, and those of them
         that it has loaded."""
         self.metrics.prompt_tokens_needed.inc(needed_tokens)
         self.metrics.prompt_tokens_loaded.inc(loaded_tokens)
@@ -377,8 +378,7 @@ class LookupService:
     # -- clears: in steps, of which each leaves no block that it has cleared to be found again -----------------------
 
     def clear(self, namespace: Namespace | None, share: str = "") -> Clearing:
-        """Forget the blocks of one namespace, of those of a share, or of all. Returns how many can no longer be looked
-        up."""
+        """Forget the blocks of one namespace, of a share's, or of all. Returns how many can no longer be looked up."""
         cleared = 0
         if namespace is None and not share:
             self._forget_behind(None)  # also what no namespace of the pool is
@@ -416,8 +416,8 @@ class LookupService:
         return cleared
 
     def clear_unused(self, namespace: Namespace | None, share: str, seconds: float) -> Clearing:
-        """Forget the blocks of a namespace, a share or all that nobody has used for so long; in slower tiers, all of
-        these namespaces."""
+        """Forget the blocks of a namespace, a share or all that were not used for this long; in slower tiers, all
+        blocks of these namespaces."""
         self.expire()
         cleared = 0
         for each in self._chosen(namespace, share):
@@ -435,7 +435,7 @@ class LookupService:
             self.tiering.forget(namespace)
 
     def _forget_notes(self, namespace: Namespace) -> Iterator[None]:
-        """Those on blocks that are gone."""
+        """Forget the notes on blocks that are gone."""
 
         def there(group: int, hashes: bytes) -> Bools:
             space = self._space(namespace, group)
@@ -446,7 +446,7 @@ class LookupService:
         yield from self.notes.forget_gone(namespace, there)
 
     def _chosen(self, namespace: Namespace | None, share: str) -> list[Namespace]:
-        """One namespace, or those of a share, or of all, that have blocks or ranks.
+        """This namespace; or those of a share, or all, that have blocks or ranks.
 
         Raises:
             InvalidRequest: there is no such share.
@@ -459,7 +459,7 @@ class LookupService:
 
 
 def _first_of(groups: Sequence[tuple[int, Sequence[bytes]]]) -> list[tuple[int, Sequence[bytes]]]:
-    """Of these blocks, those that one lookup looks for: the first ones of each group, equally many of all long ones."""
+    """The blocks that one lookup looks for: the first ones of each group, equally many of all long ones."""
     left, counts = MAX_LOOKUP_BLOCKS, [0] * len(groups)
     for number, at in enumerate(sorted(range(len(groups)), key=lambda at: len(groups[at][1]))):
         counts[at] = min(len(groups[at][1]), left // (len(groups) - number))
@@ -477,7 +477,7 @@ def _part(hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
 
 
 def _padded(answers: Sequence[GroupAnswer], groups: Sequence[tuple[int, Sequence[bytes]]]) -> tuple[GroupAnswer, ...]:
-    """The answers of `_first_of`, with misses for what is behind."""
+    """The answers to `_first_of`, with misses for the blocks after it."""
     return tuple(
         replace(each, found=[*each.found, *repeat(False, len(hashes) - len(each.found))]) if each.found else each
         for each, (_, hashes) in zip(answers, groups, strict=True)

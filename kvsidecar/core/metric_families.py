@@ -26,7 +26,7 @@ def gauge(name: str, text: str, labels: Sequence[str], values: Mapping[L, float]
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Mapping[L, float]) -> CounterMetricFamily:
-    """As `gauge`; without the suffix ``_total``."""
+    """Args: name: without the prefix ``kvsidecar_`` and the suffix ``_total``."""
     family = CounterMetricFamily(f"kvsidecar_{name}", text, labels=labels)
     _fill(family, values)
     return family

@@ -62,7 +62,7 @@ class ResetReason(StrEnum):
     FLOOD = "flood"
     """More has changed at once than is kept to be sent."""
     FAILED = "failed"
-    """What was to be sent is lost by an unexpected error, which the log has."""
+    """An unexpected error, which is in the log, has lost what was to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class Gauges:
     imported_bytes: Mapping[str, int] = field(default_factory=dict)
     tiers: Sequence[TierGauges] = ()
     shares: Sequence[Share] = ()
-    """The last one is that of the namespaces that no other covers."""
+    """The last one is the share of the namespaces that no other covers."""
     used_by_model: Mapping[str, int] | None = None
-    """Bytes of the pool; None if whoever reads the metrics may not learn which models there are."""
+    """Bytes of the pool; None if readers of the metrics may not learn which models there are."""
 
 
 class Metrics:
@@ -266,7 +266,7 @@ class Metrics:
         self._gauges, self._count = source, count
 
     def warm_started(self, found: WarmStart) -> None:
-        """Show what the start has kept."""
+        """Record what the start has kept."""
         self.warm_start_blocks.labels("kept").set(found.kept_blocks)
         self.warm_start_blocks.labels("dropped").set(found.dropped_blocks)
         self.warm_start_seconds.set(found.seconds)

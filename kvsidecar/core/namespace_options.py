@@ -1,4 +1,4 @@
-"""What engines say of their namespaces: under which name they serve the model, and the options behind a namespace, for
+"""What engines report about their namespaces: the name under which they serve the model, and a namespace's options, for
 operators who wonder why two do not share.
 
 Clients fill it, so it is bounded, and nothing but texts for people and routers depends on it.
@@ -20,7 +20,7 @@ MAX_VALUE = 64
 """Bytes. Longer ones are left out."""
 MAX_BYTES = 16 << 20
 MAX_BYTES_OF_USER = 4 << 20
-"""The oldest of a user, and then of all, are forgotten."""
+"""Beyond it the oldest of a user, and then of all, are forgotten."""
 OPTION_BYTES = 128
 """What an option takes beside its texts."""
 SAID_BYTES = 1024
@@ -40,18 +40,18 @@ class _Said:
 
 
 def taken(options: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Those of a client's options that are kept."""
+    """The options of a client that are kept."""
     first = islice(options, MAX_OPTIONS)
     return {name: value for name, value in first if len(name.encode()) <= MAX_NAME and len(value.encode()) <= MAX_VALUE}
 
 
 class NamespaceOptions:
-    """By namespace, what was said last."""
+    """The last report on each namespace."""
 
     def __init__(self) -> None:
         self._said: dict[Namespace, _Said] = {}
         self._bytes_of: dict[int, int] = {}
-        """By user."""
+        """Bytes that each user's reports take."""
 
     @property
     def nbytes(self) -> int:
@@ -60,11 +60,11 @@ class NamespaceOptions:
     def add(
         self, namespace: Namespace, options: Mapping[str, str], uid: int, served_name: str = ""
     ) -> Namespace | None:
-        """A rank with these options has attached. Returns another namespace of the model, the one that was said of
-        last, if this one was not known.
+        """Note the options of a rank that has attached. Returns the model's most recently reported other namespace if
+        this one was not known.
 
         Args:
-            served_name: empty: it keeps the one that it has.
+            served_name: empty: the namespace keeps its present one.
         """
         if not options and not served_name:
             return None
@@ -81,7 +81,7 @@ class NamespaceOptions:
         return None if known else other
 
     def served_name(self, namespace: Namespace) -> str:
-        """The name that the latest engine serves the model under; empty if nobody has said it."""
+        """The name under which the latest engine serves the model; empty if no engine has reported one."""
         said = self._said.get(namespace)
         return "" if said is None else said.served_name
 
@@ -94,7 +94,7 @@ class NamespaceOptions:
         return said
 
     def differences(self, one: Namespace, other: Namespace) -> list[str]:
-        """In what two namespaces of one model differ: names of options, with both values where these are short."""
+        """Differences between two namespaces of one model: names of options, with both values where these are short."""
         differing = [
             _difference(name, str(getattr(one, name)), str(getattr(other, name)))
             for name in _FIELDS

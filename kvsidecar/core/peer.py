@@ -18,7 +18,7 @@ class Peer:
 
     token: bytes
     pid: int
-    """In the daemon's PID namespace; 0 if the kernel cannot name it there."""
+    """Its id in the daemon's PID namespace; 0 if the kernel cannot name it there."""
     uid: int
     gid: int
     client: str
@@ -70,7 +70,7 @@ class Peer:
         self.on_closed(len(spent))
 
     def source(self, allocation: Allocation) -> MemorySource:
-        """Where an allocation's memory comes from. Raises InvalidRequest: it names a descriptor that is not there."""
+        """The source of an allocation's memory. Raises InvalidRequest: it names a descriptor that is not there."""
         match allocation:
             case CudaAllocation():
                 return CudaIpcSource(allocation.handle)

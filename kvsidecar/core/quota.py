@@ -22,7 +22,7 @@ class Quota:
         self._what = what
         self._total = total
         self.held = 0
-        """By all holders together."""
+        """Number held by all holders together."""
         self._peak = 0
         self._held_by: Counter[Hashable] = Counter()
 

@@ -7,9 +7,9 @@ Ready means: the pool is pinned, a self-test copy has come back right, and RPC l
 
 Kept blocks are served before that, from the memory that is pinned: `serve_kept`.
 
-While no device takes copies, a daemon that is ready shows the state starting, and the devices: their copiers are being
-started again. So does one to which nobody can connect: `unreachable`. Draining hides the state, which changes below it
-as before: `cancel_drain` shows the state as it is by then.
+While no device takes copies, a ready daemon reports the state starting, and the devices: their copiers are being
+started again. So does one to which nobody can connect: `unreachable`. Draining hides the state, which goes on changing
+underneath: `cancel_drain` uncovers the state as it is by then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WarmStart:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Blocks that were not kept, by reason."""
     seconds: float = 0.0
-    """Until the cache was known, without the time to pin it."""
+    """Time until the cache was known, without the time to pin it."""
 
     @property
     def warm(self) -> bool:
@@ -65,7 +65,7 @@ class DaemonReadiness:
         self._unreachable = ""
         """Why nobody can connect; empty while clients can."""
         self._accepts = False
-        """Whether who is connected is served as by a daemon that is ready."""
+        """True while connected clients are served as by a ready daemon."""
         self.warm_start = WarmStart()
         """What was kept; known before the daemon is ready."""
         self._listeners: dict[object, Callable[[Readiness], None]] = {}
@@ -122,12 +122,12 @@ class DaemonReadiness:
             self._set(State.FAILED, reason, pinned_bytes=0, eta_seconds=None, serves_kept=False)
 
     def devices_down(self, down: Mapping[str, str], *, all_down: bool) -> None:
-        """Which devices take no copies now, and why. The daemon stays ready while another one does."""
+        """Set the devices that take no copies now, and why. The daemon stays ready while another one does."""
         self._down, self._all_down = dict(down), all_down
         self._tell()
 
     def unreachable(self, reason: str) -> None:
-        """Why nobody can connect now; empty: clients can. Those that are connected are served as before."""
+        """Set why nobody can connect now; empty: clients can. Those that are connected are served as before."""
         self._unreachable = reason
         self._tell()
 

@@ -63,7 +63,7 @@ class RankRegistration:
     groups: tuple[GroupLayout, ...]
     event_handles: tuple[bytes, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
-    """What the client says the namespace is made of."""
+    """What the namespace is made of, according to the client."""
     served_name: str = ""
     """The name that requests give the model."""
 
@@ -119,10 +119,10 @@ def checking_aliases(registration: RankRegistration, keys: Sequence[bytes]) -> G
     """Refuse regions of a group that overlap because two allocations are the same memory, in small steps.
 
     Args:
-        keys: of the memory of each allocation, once it is imported.
+        keys: each allocation's `Imported.key`.
 
     Raises:
-        InvalidRequest: as of `checking_regions`.
+        InvalidRequest: see `checking_regions`.
     """
     if len(set(keys)) == len(keys):
         return

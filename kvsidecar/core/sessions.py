@@ -67,13 +67,13 @@ class SessionGroup:
 
 @dataclass(slots=True)
 class Work:
-    """What all ranks of one user have the daemon do."""
+    """The outstanding work of all ranks of one user."""
 
     jobs: int = 0
     blocks: int = 0
-    """As `RankSession.outstanding_blocks`."""
+    """Sum of their `RankSession.outstanding_blocks`."""
     waits: int = 0
-    """Of flushes for jobs: each of a flush for one."""
+    """Jobs that flushes wait for; a job counts once for each of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class RankSession:
     registration: RankRegistration
     copier: Copier
     process: int
-    """The process of the copier that has the memory."""
+    """The copier's process that has imported the memory."""
     memories: tuple[Imported, ...]
     groups: Mapping[int, SessionGroup]
     attached_at: float
@@ -96,7 +96,7 @@ class RankSession:
     jobs: dict[int, Job] = field(default_factory=dict)
     """Jobs that are not over, by the numbers that the client chose."""
     beginning: list[Job] = field(default_factory=list)
-    """Jobs of which some blocks are not reserved or referenced yet, in their order. Only the first one goes on."""
+    """Jobs with blocks that are not reserved or referenced yet, in order. Only the first one proceeds."""
     num_events: int = 0
     """Interprocess events of the engine's ring; none if stores are ordered on the host."""
     device_order_refused: str = ""
@@ -133,7 +133,7 @@ class RankSession:
 
     @property
     def weight(self) -> int:
-        """Of its turns on the link: that of the share that pays for its namespace."""
+        """How many turns it gets on the link: the weight of the share that pays for its namespace."""
         return next(iter(self.groups.values())).space.share.weight
 
     @property
@@ -154,7 +154,7 @@ class Instances:
     Args:
         on_task_error: called with (task name, error) when a job raises an unexpected error.
         access: decides what a peer may do.
-        loop_time: of which registrations that take long to check have theirs.
+        loop_time: registrations that take long to check get theirs from it.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Instances:
         self._groups_of = Quota(MAX_RANK_GROUPS, "KV cache groups of ranks attached")
         self.watches_of = Quota(MAX_WATCHES, "watches")
         self.options = NamespaceOptions()
-        """What attached ranks have said of their namespaces; for people."""
+        """What attached ranks have reported about their namespaces; for people."""
 
     # -- access ----------------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class Instances:
                 peer.close_fds()
 
     def _count(self, uid: int, groups: int) -> None:
-        """One more rank of this user, with so many groups. Raises LimitExceeded."""
+        """Count one more rank of this user, with this many groups. Raises LimitExceeded."""
         self._ranks_of.take(uid)
         try:
             self._groups_of.take(uid, groups)
@@ -475,7 +475,7 @@ class Instances:
         return spaces
 
     async def _give_back(self, copier: Copier, session: tuple[int, int] | None, spaces: list[Space]) -> None:
-        """Close what a session has open.
+        """Close everything that a session has open.
 
         Args:
             session: its id, and the process that has its memory; None if no process has.

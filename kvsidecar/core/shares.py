@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 MAX_SHARES: Final = 1024
 REST: Final = "other"
-"""In the metrics, all shares together that have no label of their own."""
+"""Label of all shares together that have none of their own in the metrics."""
 MAX_TTL: Final = 366 * 86400
 MAX_WEIGHT: Final = 100
 MAX_DISK_PATTERNS: Final = 1 << 17
-"""Characters of all patterns that the disk tier's process is told: its messages are bounded."""
+"""Characters of all patterns that the disk tier's process is sent: its messages are bounded."""
 _NOBODY: Final = Rule()
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -47,23 +47,23 @@ class ShareRule:
     ttl: float | None = None
     """Seconds after which its blocks expire."""
     idle_ttl: float | None = None
-    """Seconds after the last use."""
+    """Seconds after their last use until its blocks expire."""
     weight: int = 1
-    """Of the turns of each of its engines on the link."""
+    """How many turns each of its engines gets on the link."""
     disk_most: Size | None = None
-    """Of the disk tier."""
+    """The most that it may have of the disk tier."""
     disk_guaranteed: Size | None = None
-    """The same."""
+    """What it is guaranteed of the disk tier."""
 
     @property
     def disk_keys(self) -> list[str]:
-        """Of the table, those that are about the disk tier."""
+        """The keys of the table that are about the disk tier."""
         keys = {"disk_max": self.disk_most, "disk_guaranteed": self.disk_guaranteed}
         return [key for key, size in keys.items() if size is not None]
 
 
 def parse(value: object) -> tuple[ShareRule, ...]:
-    """The shares of a TOML file's ``[[share]]`` tables, or of the same as TOML text (a flag, a variable).
+    """The shares of a TOML file's ``[[share]]`` tables, or of these tables as TOML text (a flag, a variable).
 
     Raises:
         ValueError: the end of a sentence that begins with the option: which share, and what is wrong with it.
@@ -103,11 +103,11 @@ def resolve(rules: Sequence[ShareRule], policy: Policy | None, pool_bytes: int) 
 
 
 def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: int) -> list[TierShare]:
-    """What each share covers, and what it may have of the disk tier. Up to the last share of which that is said: the
-    first that covers a namespace is its share.
+    """What each share covers, and what it may have of the disk tier: all shares up to the last that mentions the disk,
+    because the first share that covers a namespace is its share.
 
     Args:
-        disk_bytes: of the tier; 0 if there is none.
+        disk_bytes: size of the tier; 0 if there is none.
 
     Raises:
         ConfigError: a share has a part of a disk that is not there, the disk cannot keep all guarantees, an owner has
@@ -140,7 +140,7 @@ def resolve_disk(rules: Sequence[ShareRule], policy: Policy | None, disk_bytes: 
 def _least_and_most(
     name: str, guaranteed: Size | None, most: Size | None, nbytes: int, of: str = "", option: str = "max"
 ) -> tuple[int, int | None]:
-    """The bytes of so many that a share is guaranteed, and the most that it may have. Raises ConfigError."""
+    """A share's guaranteed bytes and its most, out of ``nbytes``. Raises ConfigError."""
     least = 0 if guaranteed is None else guaranteed.of(nbytes)
     limit = None if most is None else most.of(nbytes)
     if limit is not None and limit < least:
@@ -151,7 +151,7 @@ def _least_and_most(
 
 
 def _patterns(rule: ShareRule, policy: Policy | None) -> tuple[str, ...]:
-    """Of the namespaces that it covers. Raises ConfigError."""
+    """Patterns of the namespaces that the share covers. Raises ConfigError."""
     owners = rule.owners
     if not owners.has_owners:
         return rule.namespaces

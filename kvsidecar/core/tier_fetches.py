@@ -1,7 +1,8 @@
 """Blocks that a lookup misses are fetched from a slower tier, if that is expected to beat their computation.
 
-A fetch reserves slots as a store does, so a block of it is readable when all of its shards are sealed. What a lookup is
-told to come may still fail: it is a miss then. Slots stay reserved until the tier's call returns or its process dies.
+A fetch reserves slots as a store does, so a block of it is readable when all of its shards are sealed. A block that was
+announced to a lookup may still fail: it is a miss then. Slots stay reserved until the tier's call returns or its
+process dies.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Namespace
 
 CHUNK_BYTES: Final = 16 << 20
-"""A hit grows by as much at a time."""
+"""A hit grows by this much at a time."""
 CHUNKS: Final = 8
-"""That are read at a time."""
+"""Chunks that are read at a time."""
 MAX_WAITING: Final = 16 * MAX_BLOCKS
 """Blocks that may wait to be fetched, of all requests."""
 INTEREST_SECONDS: Final = 1.0
-"""A fetch for which nobody has asked for so long is given up."""
+"""A fetch that nobody has asked for in this time is given up."""
 TRIAL_SECONDS: Final = 10.0
-"""When nothing has been read for so long, a little is read even if that seems slower than to compute it: the tier may
+"""When nothing has been read for this long, a little is read even if that seems slower than computing it: the tier may
 be faster than when it was last measured, or than was guessed."""
 ABSENT_SECONDS: Final = 1.0
 """How long a tier is not asked again for a block that it does not have, or that is not worth a fetch."""
@@ -50,7 +51,7 @@ class Coming:
     """What may follow the hits of a lookup soon."""
 
     blocks: int = 0
-    """That are being fetched, in prefix order after the hits."""
+    """Number of blocks being fetched, in prefix order after the hits."""
     asking: bool = False
     """A tier is being asked: there may be more."""
 
@@ -60,22 +61,22 @@ NOTHING: Final = Coming()
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a fetch of blocks of several groups is for, none of which is of use without the others."""
+    """What a multi-group fetch saves; a hit needs all of its groups."""
 
     nbytes: int
-    """Of all of them."""
+    """Bytes of all groups together."""
     tokens: int
-    """That need not be computed then."""
+    """Tokens that need not be computed if all of it comes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Which misses of a lookup a tier has."""
+    """The misses of a lookup that a tier has."""
 
     places: Sequence[int] = ()
-    """Of their hashes in the lookup, ascending."""
+    """Positions of their hashes in the lookup, ascending."""
     asking: bool = False
-    """It is being asked: there may be more."""
+    """The tier is being asked: there may be more."""
 
 
 NOT_HELD: Final = Held()
@@ -83,10 +84,10 @@ NOT_HELD: Final = Held()
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """Which of some hashes a tier has."""
+    """A request to a tier: which of these blocks does it have?"""
 
     asked: int
-    """Blocks."""
+    """Number of blocks asked for."""
     until: float
     """When the answer is outdated."""
     held: frozenset[bytes] | None = None
@@ -103,17 +104,17 @@ class Fetch:
     seconds: float
     """How long the engine can wait."""
     prefill_rate: float
-    """Tokens a second that it computes; 0 if it does not say."""
+    """Tokens a second that the engine computes; 0 if unknown."""
     asked: float
-    """When somebody last asked for it."""
+    """When a lookup last asked for it."""
     gain: Gain | None = None
     """None: the blocks of this fetch are of use by themselves."""
     found: int = 0
-    """How many of them are fetched."""
+    """Number of its blocks that the tier has and that are fetched."""
     issued: int = 0
-    """How many of these have been handed to the tier."""
+    """Number of found blocks that have been handed to the tier."""
     chunks: int = 0
-    """That are being read."""
+    """Chunks that are being read."""
     finding: bool = True
     over: bool = False
 
@@ -130,7 +131,7 @@ class _Chunk:
     grant: StoreGrant
     nbytes: int
     reads: int = 1
-    """That have not ended; one more while they are handed over."""
+    """Reads that have not ended; one more while they are handed over."""
     failed: bool = False
 
 
@@ -139,11 +140,11 @@ class Fetches:
     """Used from the event loop.
 
     Args:
-        bit: of the tier, in `SpaceBlocks.tiers`.
+        bit: the tier's bit in `SpaceBlocks.tiers`.
         clock: monotonic seconds.
         refused: called with the reason and a number of blocks.
         may_be_cleared: whether the tier may have blocks of a namespace that were cleared.
-        chunk_bytes: of one call of an engine, about.
+        chunk_bytes: approximate size of a chunk.
     """
 
     cache: BlockCache
@@ -158,21 +159,21 @@ class Fetches:
 
     def __post_init__(self) -> None:
         self._by_hash: dict[Space, dict[bytes, tuple[Fetch, int]]] = {}
-        """Those that are not over, by each of their hashes, with its place in the prefix."""
+        """Running fetches by each of their hashes, with its place in the prefix."""
         self._queues: dict[Namespace, deque[Fetch]] = {}
-        """Those with blocks that wait, by namespace; namespaces take turns."""
+        """Fetches with blocks that wait, by namespace; namespaces take turns."""
         self._absent: dict[tuple[Space, bytes], float] = {}
         """First misses for which there is nothing to fetch, and until when; the oldest first."""
         self._questions: dict[tuple[Space, bytes], _Question] = {}
-        """By the last hash of a lookup, which stands for the others before it; the oldest first."""
+        """Questions by the last hash of their lookup, which identifies the ones before it; the oldest first."""
         self._asked_blocks = 0
-        """Of these questions."""
+        """Number of blocks in all questions."""
         self._digests: dict[Space, bytes] = {}
         self._next_trial = self.clock() + TRIAL_SECONDS
         self._off_misses = 0
-        """That have not been counted."""
+        """Misses while the tier was off that have not been counted."""
         self.waiting_blocks = 0
-        """That have been found, and not handed to the tier yet."""
+        """Blocks that have been found, and not handed to the tier yet."""
         self.reading_bytes = 0
 
     def may_come(self, space: Space, block_hash: bytes) -> bool:
@@ -185,8 +186,8 @@ class Fetches:
         return True
 
     def count(self) -> None:
-        """Count the misses for which a tier that is off was not asked: to count each by itself takes as long as all of
-        `may_come`."""
+        """Count the misses for which a tier that is off was not asked: counting each by itself would take as long as
+        all of `may_come`."""
         if self._off_misses:
             self.refused(FetchRefusal.OFF, self._off_misses)
             self._off_misses = 0
@@ -203,10 +204,10 @@ class Fetches:
         """What may follow the hits of a lookup, if its first miss `may_come`. Begins to fetch it, if that is worth it.
 
         Args:
-            hashes: of the lookup; all of them are in prefix order.
-            hits: how many of the first ones are readable; there are others.
+            hashes: all hashes of the lookup, in prefix order.
+            hits: how many of the first ones are readable; not all are.
             seconds: how long the caller can wait.
-            prefill_rate: tokens a second that it computes; 0 if it does not say.
+            prefill_rate: tokens a second that the caller computes; 0 if unknown.
             gain: what the blocks are for, together with others; None: they are of use by themselves.
         """
         first = hashes[hits]
@@ -236,11 +237,11 @@ class Fetches:
         return Coming(0, fetch.finding)
 
     def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> Held:
-        """Which of the misses of a lookup the tier has; of the first `MAX_BLOCKS` that it may have. Fetches nothing.
+        """The misses of a lookup that the tier has, of the first `MAX_BLOCKS` that it may have. Fetches nothing.
 
         Args:
-            hashes: of the lookup, in prefix order.
-            hits: for each of them, whether it is readable; not all are.
+            hashes: all hashes of the lookup, in prefix order.
+            hits: one flag per hash, true if it is readable; not all are.
         """
         now, key = self.clock(), (space, hashes[-1])
         places = self._perhaps(space, hashes, hits)
@@ -291,7 +292,7 @@ class Fetches:
         return question
 
     def _drop_questions(self, now: float, room: int) -> None:
-        """Forget those that are outdated, and others that have been answered until there is room for so many blocks."""
+        """Forget questions that are outdated, and other answered ones until there is room for this many blocks."""
         for key, question in tuple(self._questions.items()):
             if question.until >= now and self._asked_blocks + room <= MAX_WAITING:
                 return
@@ -318,11 +319,12 @@ class Fetches:
         return estimate.worth_it and estimate.seconds <= fetch.seconds
 
     def _may_try(self, nbytes: int, seconds: float) -> bool:
-        """Whether to read so much that does not seem worth it, to learn how fast the tier is."""
+        """Whether to read this much although it does not seem worth it, to learn how fast the tier is."""
         return self.clock() >= self._next_trial and nbytes / self.tier.read_rate <= seconds
 
     def _digest(self, space: Space) -> bytes:
-        """Of its first shard. Of a space without ranks something else: a lookup there takes as long as any other."""
+        """Digest of the space's first shard. A space without ranks gets a constant: a lookup there takes as long as any
+        other."""
         digest = self._digests.get(space)
         if digest is None:
             if space.shard_bytes[0] is None:
@@ -344,7 +346,7 @@ class Fetches:
                 self._asked_blocks -= question.asked
 
     def _found(self, fetch: Fetch, flags: Sequence[bool]) -> None:
-        """The tier has answered what it has."""
+        """Handle the tier's answer."""
         fetch.finding = False
         found = next((i for i, flag in enumerate(flags) if not flag), len(flags))
         if not found or fetch.over:
@@ -373,7 +375,7 @@ class Fetches:
             fetch = queue[0]
             try:
                 self._read_chunk(fetch)
-            except Exception as error:  # noqa: BLE001 - told; the other fetches go on
+            except Exception as error:  # noqa: BLE001 - reported; the other fetches go on
                 heard(f"blocks are not fetched from the tier {self.tier.name}", error)
                 self._end(fetch, FetchRefusal.FAILED, fetch.waiting)
             if fetch.over or not fetch.waiting:
@@ -421,7 +423,7 @@ class Fetches:
                 chunk.reads += 1
             except TierFailed:
                 chunk.failed = True
-            except Exception as error:  # noqa: BLE001 - told; what was asked before has to end all the same
+            except Exception as error:  # noqa: BLE001 - reported; what was asked before has to end all the same
                 heard(f"blocks are not read from the tier {self.tier.name}", error)
                 chunk.failed = True
         self._read_ended(chunk)

@@ -21,7 +21,7 @@ class TierGauges:
     off: str
     """Why it is not used at present; empty while it is."""
     stats: BackendStats | None
-    """As its process last said; None if it has never worked."""
+    """The last report of its process; None if it has never worked."""
     counts: TierCounts
     reading_bytes: int = 0
     writing_bytes: int = 0
@@ -31,7 +31,7 @@ class TierGauges:
 
 
 def _tier_share_metrics(tiers: Sequence[TierGauges]) -> Iterable[Metric]:
-    """Of tiers of which shares have a part; as `share_metrics`."""
+    """Metrics of tiers that are divided among shares; see `share_metrics`."""
     used: dict[tuple[str, ...], float] = {}
     guaranteed: dict[tuple[str, ...], float] = {}
     for tier in tiers:

@@ -26,15 +26,17 @@ from kvsidecar.tiers.tier import Tier
 from kvsidecar.types import Namespace
 
 CHUNKS: Final = 8
-"""That are handed to the tier at a time: what waits there for others is soon late, and would be taken for a failure."""
+"""Chunks that are handed to the tier at a time: a chunk that waits there for others is soon late, and would be taken
+for a failure."""
 QUEUE_SHARE: Final = 16
-"""At most one byte in so many of the pool waits to be written, or is being written: it cannot be evicted meanwhile."""
+"""At most one in this many bytes of the pool waits to be written, or is being written: it cannot be evicted
+meanwhile."""
 SMALL_QUEUE: Final = 64 << 20
-"""Unless that is less than this; but never more than half of the pool."""
+"""Least size of the queue, but never more than half of the pool."""
 AHEAD_BYTES: Final = 8 << 30
-"""At most so much of the pool, and half of the queue, is evicted before a store needs it (`Admission.ON_EVICT`)."""
+"""At most this much of the pool, and half of the queue, is evicted before a store needs it (`Admission.ON_EVICT`)."""
 AHEAD_CHUNKS: Final = 32
-"""That are begun in one step."""
+"""Chunks that are begun ahead in one step."""
 MAX_NAMES: Final = 1 << 16
 """Blocks that wait without a reference, by name: 4 MiB of the longest hashes."""
 
@@ -49,9 +51,9 @@ class _Write:
     grant: WriteGrant
     nbytes: int
     kept: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    """Which blocks the tier has."""
+    """One flag per block: true unless a write of it has failed."""
     calls: int = 1
-    """That have not ended; one more until they are handed over."""
+    """Calls that have not ended; one more until they are handed over."""
     failed: WriteRefusal | None = None
 
 
@@ -60,11 +62,11 @@ class Writes:
     """Used from the event loop.
 
     Args:
-        bit: of the tier, in `SpaceBlocks.tiers`.
+        bit: the tier's bit in `SpaceBlocks.tiers`.
         clock: monotonic seconds.
         refused: called with the reason and a number of blocks.
-        chunk_bytes: of one call of an engine, about.
-        queue_bytes: that may wait to be written, or are being written.
+        chunk_bytes: approximate size of a chunk.
+        queue_bytes: the most bytes that wait to be written, or are being written.
         soon: makes a call a little later: a job's answer goes first. The blocks have references already.
     """
 
@@ -83,17 +85,18 @@ class Writes:
     def __post_init__(self) -> None:
         self._under_way: set[_Write] = set()
         self._waiting: deque[_Write] = deque()
-        """Those that the tier has not been handed yet."""
+        """Writes that the tier has not been handed yet."""
         self._handing_over = False
         self._then_forget: dict[Namespace | None, set[_Write]] = {}
-        """What was cleared, and the writes that may bring it back: the tier is told once more when they have ended."""
+        """Cleared namespaces, and the writes that may bring them back: the tier forgets them once more when these have
+        ended."""
         self._names: deque[tuple[Space, bytes]] = deque()
-        """Spaces and block hashes, joined, of what did not fit the queue."""
+        """Spaces and joined hashes of blocks that did not fit the queue."""
         self._num_names = 0
         self._ahead: tuple[Space, ...] = ()
-        """Those of the last use, which the next stores are expected to need room for."""
+        """Spaces of the last use, which the next stores are expected to need room for."""
         self._evicted_unkept = self.cache.tiers.evicted_unkept
-        """That have been counted."""
+        """Evictions without a copy that have been counted."""
         self.writing_bytes = 0
 
     @property
@@ -103,7 +106,7 @@ class Writes:
         return self.budget.left(self.clock())
 
     def _see_spent(self) -> None:
-        """Its process knows what earlier daemons have spent, too."""
+        """Adopt the budget of the tier's process, which knows what earlier daemons have spent, too."""
         stats = self.tier.stats
         if stats is not None and stats.write_bytes_left is not None:
             self.budget.at_most(stats.write_bytes_left)
@@ -178,7 +181,7 @@ class Writes:
                 self._write_rows(chain.blocks, rows)
 
     def _write_rows(self, blocks: SpaceBlocks, rows: Ints) -> bool:
-        """False: the budget is used up; the rest of them is counted."""
+        """Write these blocks. False: the budget is used up, and the rest of them is counted."""
         space = blocks.space
         count = max(1, self.chunk_bytes // space.block_bytes)
         self._see_spent()
@@ -194,7 +197,7 @@ class Writes:
         return True
 
     def _keep_names(self, chain: Chain) -> None:
-        """These blocks are written later, if they are still there."""
+        """Remember these blocks by name, to be written later if they are still there."""
         left = len(chain.rows) if self.writing_bytes else 0  # else no end of a write would give them their turn
         left = min(left, MAX_NAMES - self._num_names)
         if left < len(chain.rows):
@@ -204,7 +207,7 @@ class Writes:
             self._num_names += left
 
     def _write_named(self) -> None:
-        """Write those that wait by name, as far as there is room."""
+        """Write the blocks that wait by name, as far as there is room."""
         for _ in range(len(self._names)):
             if self.writing_bytes > self.queue_bytes // 2 or not self._names:
                 return
@@ -229,7 +232,7 @@ class Writes:
         self.soon(self._hand_over_some)
 
     def _hand_over_some(self) -> None:
-        """As many as the tier is given at a time. The end of one that fails at once must not begin another round."""
+        """Hand over as many writes as the tier takes at a time. One that fails at once must not begin another round."""
         if self._handing_over:
             return
         self._handing_over = True
@@ -254,7 +257,7 @@ class Writes:
                 write.calls += 1
             except TierFailed:
                 self._fail(write, WriteRefusal.OFF)
-            except Exception as error:  # noqa: BLE001 - told; the other writes go on
+            except Exception as error:  # noqa: BLE001 - reported; the other writes go on
                 heard(f"blocks are not handed to the tier {self.tier.name}", error)
                 self._fail(write, WriteRefusal.FAILED)
         self._ended(write)
@@ -282,7 +285,7 @@ class Writes:
         self._under_way.remove(write)
         try:
             self.cache.tiers.end_write(write.grant, write.kept, evict=self.admission is Admission.ON_EVICT)
-        except Exception as error:  # noqa: BLE001 - told; the other writes go on
+        except Exception as error:  # noqa: BLE001 - reported; the other writes go on
             heard(f"a write to the tier {self.tier.name} has not ended in order", error)
         for namespace, writes in tuple(self._then_forget.items()):
             writes.discard(write)

@@ -1,4 +1,4 @@
-"""The slower tiers behind the pool, the fastest first: what they are told, and what they bring."""
+"""The slower tiers behind the pool, the fastest first: what they are sent, and what they bring."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvsidecar.types import Namespace
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """A tier, and what it is given."""
+    """A tier, and what it may take."""
 
     tier: Tier
     admission: Admission = Admission.SECOND_USE
     write_bytes_per_day: int | None = None
     """None for no limit."""
     own: bool = False
-    """It is this node's alone, and knows what it has: watchers are told."""
+    """It belongs to this node alone, and knows what it has: watchers are sent its blocks, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ class Tiering:
     Args:
         plans: the fastest tier first; at most eight.
         clock: seconds, the clock of leases.
-        chunk_bytes: of one call of an engine, about.
-        queue_bytes: that may wait to be written to all tiers, or are being written; None for a share of the pool.
+        chunk_bytes: approximate size of a chunk.
+        queue_bytes: the most bytes that wait to be written to all tiers, or are being written; None for a share of the
+            pool.
         soon: makes a call a little later, see `Writes`; None: behind the answers that the event loop has to send.
     """
 
@@ -97,8 +98,8 @@ class Tiering:
         self._own = next((plan.tier for plan in plans if plan.own), None)
         only = self._tiers[0].fetches if len(plans) == 1 else None
         self.may_come: Callable[[Space, bytes], bool] = (lambda *_: True) if only is None else only.may_come
-        """As `Fetches.may_come`, to be asked before `coming`: nearly every miss ends here, and with one tier in one
-        call. With several, `coming` asks each."""
+        """Asks `Fetches.may_come` before `coming`: nearly every miss ends here, and with one tier in one call. With
+        several, `coming` asks each."""
 
     def gauges(self) -> list[TierGauges]:
         self.count()
@@ -117,21 +118,21 @@ class Tiering:
         ]
 
     def count(self) -> None:
-        """As `Fetches.count`."""
+        """`Fetches.count` in all tiers."""
         for each in self._tiers:
             each.fetches.count()
 
     def off(self) -> dict[str, str]:
-        """By name, why a tier is not used at present; empty while it is."""
+        """The reason why each tier is not used at present, by its name; empty while it is."""
         return {each.tier.name: each.tier.off for each in self._tiers}
 
     def stored(self, grant: StoreGrant) -> None:
-        """As `Writes.stored`."""
+        """`Writes.stored` in all tiers."""
         for each in self._tiers:
             each.writes.stored(grant)
 
     def used(self, grant: LoadGrant) -> None:
-        """As `Writes.used`."""
+        """`Writes.used` in all tiers."""
         for each in self._tiers:
             each.writes.used(grant)
 
@@ -144,8 +145,8 @@ class Tiering:
         prefill_rate: float,
         gain: Gain | None = None,
     ) -> Coming:
-        """As `Fetches.coming`, if the first miss `may_come`. A run of blocks comes from the first tier that has its
-        first block, and what follows it from another one at the same time: one run of each tier."""
+        """`Fetches.coming` across all tiers, if the first miss `may_come`. A run of blocks comes from the first tier
+        that has its first block, and what follows it from another one at the same time: one run of each tier."""
         first, asking = hits, False
         for _ in self._tiers:
             block_hash = hashes[first]
@@ -163,7 +164,7 @@ class Tiering:
         return Coming(first - hits, asking) if asking or first > hits else NOTHING
 
     def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> Held:
-        """As `Fetches.held`. A tier is asked for what those before it do not have."""
+        """`Fetches.held` across all tiers. A tier is asked for what the faster ones do not have."""
         there, places = list(hits), list[int]()
         for each in self._tiers:
             held = each.fetches.held(space, hashes, there)
@@ -175,7 +176,7 @@ class Tiering:
         return Held(sorted(places), held.asking)
 
     def watch(self, space: Space, tell: OnTold) -> ShardSpace | None:
-        """Tell what the node's own tier has of a space, and what changes; from the beginning if it is watched already.
+        """Report what the node's own tier has of a space, and changes; from the beginning if it is watched already.
         A block counts by its first shard: the shards of a block are written together, and looked for by the first.
 
         Returns:

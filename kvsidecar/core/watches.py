@@ -1,8 +1,9 @@
-"""Tells watchers which blocks of their namespace can be looked up, and what changes. Decides; sends nothing by itself.
+"""Informs watchers which blocks of their namespace can be looked up, and what changes. Decides; sends nothing by
+itself.
 
-The cache tells a `_Feed` per watched namespace, whose `ChangeLog` is sent from time to time, the same to all watchers
-of the namespace. A watcher that has no room for it is left out and gets a snapshot when it has: with a log that was
-given up, all do. Snapshots are read from the cache piece by piece, between the changes.
+The cache reports to a `_Feed` per watched namespace, whose `ChangeLog` is sent from time to time, the same to all
+watchers of the namespace. A watcher that has no room for it is left out and gets a snapshot when it has; all do when
+the log was given up. Snapshots are read from the cache piece by piece, between the changes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ INTERVAL = 0.05
 MAX_UPDATE_BYTES = 64 * 1024
 """Hashes and notes in one update, about."""
 TAKEN_BYTES = 4 * MAX_UPDATE_BYTES
-"""Changes that are joined at a time: to join all that may wait takes milliseconds."""
+"""Changes that are joined at a time: joining all that may wait would take milliseconds."""
 SNAPSHOT_ROWS = 1024
 """Rows of a table that one piece of a snapshot covers."""
 MAX_LOGS_BYTES = 32 * 1024 * 1024
@@ -38,18 +39,18 @@ MAX_LOGS_BYTES = 32 * 1024 * 1024
 PIECES = 4
 """Updates of a snapshot per `INTERVAL` and watcher: 160,000 blocks a second, or notes on 40,000."""
 LISTING_TURNS = int(30 / INTERVAL) * PIECES * 32
-"""A snapshot does not wait for a tier for longer than half a minute: each run of `flush` asks so often at most."""
+"""A snapshot waits for a tier for half a minute at most: each run of `flush` asks this often at most."""
 MAX_COMPARED = 8192
 """Blocks that are looked at to join changes, per `INTERVAL` and namespace: it takes about a millisecond."""
 MAX_NOTE_BYTES = 16 * 1024
-"""Of one block."""
+"""Longest note on one block."""
 
 
 class Receiver(Protocol):
     """The way to one watcher."""
 
     def has_room(self) -> bool:
-        """Whether it reads what it is sent."""
+        """False while it does not read what it is sent."""
 
     def send(self, update: Update) -> None:
         """Never waits, never raises."""
@@ -61,7 +62,7 @@ class _Feed:
     def __init__(self, on_change: Callable[[], object], count: Callable[[int], object]) -> None:
         self.watches: list[Watch] = []
         self.on_disk: dict[int, _OnDisk] = {}
-        """By group."""
+        """What the node's own tier has, by group."""
         self._on_change, self._count = on_change, count
         self.log = ChangeLog[Change]()
 
@@ -106,13 +107,13 @@ class Slower(Protocol):
 
 
 class _OnDisk:
-    """What the node's own tier has of one group: told to the namespace's feed."""
+    """What the node's own tier has of one group, reported to the namespace's feed."""
 
     def __init__(self, feed: _Feed, group: int) -> None:
         self._feed, self._group = feed, group
         self.watched: ShardSpace | None = None
         self.listed = False
-        """All that was there has been told since the last watcher began."""
+        """All that was there has been reported since the last watcher began."""
 
     def tell(self, kind: Residency, hashes: bytes) -> None:
         self.listed |= kind in (Residency.COMPLETE, Residency.CLEARED)
@@ -129,13 +130,13 @@ class Watch:
         self.reset: ResetReason | None = ResetReason.NEW
         """Why it waits for a snapshot to begin; None if it does not."""
         self.snapshot: Iterator[Change | None] | None = None
-        """What is left of the snapshot."""
+        """The rest of the snapshot."""
         self.ended = False
         self.sequence = 0
         """Number of the last update."""
 
     def lose(self, reason: ResetReason) -> None:
-        """It was not told everything: it needs a new snapshot."""
+        """It has missed something: it needs a new snapshot."""
         self.reset, self.snapshot = self.reset or reason, None
 
 
@@ -143,9 +144,9 @@ class Watches:
     """All watchers of the daemon.
 
     Args:
-        later: calls a function after so many seconds; with 0, in one of the loop's next iterations that has time.
+        later: calls a function after this many seconds; with 0, in one of the loop's next iterations that has time.
         is_ready: whether all that the cache has can be looked up; until then no snapshot begins.
-        slower: tells what the node's own tier has; None: there is none.
+        slower: reports what the node's own tier has; None: there is none.
     """
 
     def __init__(
@@ -161,10 +162,10 @@ class Watches:
         self._feeds: dict[Namespace, _Feed] = {}
         self.notes = Notes()
         self._log_bytes = 0
-        """Of all feeds."""
+        """Bytes of the logs of all feeds."""
         self._armed = False
         self._sending: Iterator[None] | None = None
-        """What is left of what `flush` has begun to send."""
+        """The rest of what `flush` has begun to send."""
         self._counts = {kind: metrics.residency_blocks.labels(kind.value) for kind in Residency if kind.is_change}
 
     def __len__(self) -> int:
@@ -195,7 +196,7 @@ class Watches:
                         self._slower.unwatch(each.watched)
 
     def _count(self, nbytes: int) -> None:
-        """The feeds have so many more bytes: of too many, who has the most begins anew."""
+        """The feeds have grown by this many bytes: if they are too many, the largest feed begins anew."""
         self._log_bytes += nbytes
         while self._log_bytes > MAX_LOGS_BYTES:
             max(self._feeds.values(), key=lambda feed: feed.log.nbytes).give_up()
@@ -247,7 +248,7 @@ class Watches:
         for namespace, feed in tuple(self._feeds.items()):
             try:
                 yield from self._send_feed(namespace, feed)
-            except Exception as error:  # noqa: BLE001 - told; the others are sent theirs, and these begin anew
+            except Exception as error:  # noqa: BLE001 - reported; the others are sent theirs, and these begin anew
                 heard(f"the watchers of {namespace.model} were not told what has changed", error)
                 for watch in feed.watches:
                     watch.lose(ResetReason.FAILED)
@@ -348,7 +349,7 @@ class Watches:
 
     def _snapshot(self, namespace: Namespace) -> Iterator[Change | None]:
         """All notes, then all readable blocks, piece by piece as the cache has them then; None for a piece without any.
-        What becomes readable meanwhile is told as a change."""
+        What becomes readable meanwhile is reported as a change."""
         yield from self.notes.of(namespace)
         for group in [space.group for space in self._cache.spaces_of(namespace)]:
             for hashes in self._cache.readable_hashes(namespace, group, SNAPSHOT_ROWS):
@@ -356,7 +357,7 @@ class Watches:
         yield from self._snapshot_behind(namespace)
 
     def _snapshot_behind(self, namespace: Namespace) -> Iterator[None]:
-        """What the node's own tier has comes as changes: this is over when all of it has been told."""
+        """The node's own tier reports its blocks as changes: this is over when all of them have been reported."""
         feed = self._feeds.get(namespace)
         if self._slower is None or feed is None:
             return
@@ -373,13 +374,13 @@ _JOINED: Final = (Residency.NOTES, Residency.REMOVED, Residency.STORED)
 
 
 def joined(log: Sequence[Change], width: int) -> list[Change]:
-    """The same in as few changes as possible: each costs a watcher more than the hashes in it.
+    """The log in as few changes as possible: each costs a watcher more than the hashes in it.
 
-    Notes go first, as whoever announces a block needs them. Of what is stored and removed the order matters only for
-    a block that is both: then it is kept, and likewise around all other kinds.
+    Notes go first: a watcher that announces a block needs them. The order of stored and removed matters only for a
+    block that is both: then it is kept, and likewise around all other kinds.
 
     Args:
-        width: of a hash.
+        width: bytes of a hash.
     """
     result: list[Change] = []
     for apart, run in groupby(log, lambda change: change.kind not in _JOINED and (change.kind, change.group)):

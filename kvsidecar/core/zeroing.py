@@ -12,9 +12,9 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.support import failpoints, host_memory
 
 SLICE_BYTES: Final = 8 << 20
-"""Zeroed at a time: about a millisecond, for which a store may have to wait."""
+"""Bytes zeroed at a time: about a millisecond, for which a store may have to wait."""
 TURN_SECONDS: Final = 0.5
-"""A freed slot is zeroed if it has not been given out again for so long, or up to twice as long."""
+"""A freed slot is zeroed if it has not been given out again for this long, or up to twice as long."""
 
 
 class Memory(Protocol):
@@ -28,7 +28,7 @@ class Zeroing:
     """Used from the event loop.
 
     Args:
-        freed: what is to be zeroed.
+        freed: the slots to zero.
         memory: mapped as long as `run` runs.
     """
 
@@ -44,7 +44,7 @@ class Zeroing:
         """Whether this store may write into its slots now. Ask once, before it does.
 
         Args:
-            later: called once, if it may not: when it may.
+            later: called once when it may, if it may not now.
         """
         zeroing = False
         for part in grant.parts:
@@ -56,7 +56,8 @@ class Zeroing:
         return not zeroing
 
     def _zero_ends(self, slots: Sequence[int], shard_bytes: int, slot_size: int) -> None:
-        """Of slots that are a little larger than their shard: the store does not write there. Less than a page each."""
+        """Zero the ends of slots that are a little larger than their shard: the store does not write there. Less than a
+        page each."""
         if shard_bytes < slot_size:
             for slot in slots:
                 host_memory.zero(self._memory.address + slot + shard_bytes, slot_size - shard_bytes)

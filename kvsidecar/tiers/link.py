@@ -136,5 +136,5 @@ class TierLink(Child, asyncio.Protocol):
         for on_end, _ in waiting.values():
             try:
                 on_end(TierFailed(reason))
-            except Exception as error:  # noqa: BLE001 - told; the other calls are over, too
+            except Exception as error:  # noqa: BLE001 - reported; the other calls are over, too
                 heard("a call to a tier has not ended in order", error)
