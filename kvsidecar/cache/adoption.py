@@ -1,4 +1,4 @@
-"""Takes over the blocks that an earlier run has left in the pool: what its records say, as far as it is whole.
+"""Takes over the blocks that an earlier run has left in the pool, as far as its records are whole.
 
 Nothing about the records is believed that can be checked. What does not fit is dropped and counted, and its record is
 unsealed before anything else can happen to its slot. Being killed meanwhile changes nothing but the order of eviction:
@@ -38,7 +38,7 @@ from kvsidecar.cache.space_blocks import NO_SLOT, Space, SpaceBlocks
 from kvsidecar.types import HASH_BYTES_MAX, Priority
 
 SLICE = 1 << 15
-"""Records that are read, and rows that are put in order, at a time."""
+"""Number of records that are read, and of rows that are put in order, at a time."""
 _LAST_USE = np.uint64((1 << 63) - 1)
 
 
@@ -48,7 +48,7 @@ class AdoptReport:
 
     kept_blocks: int = 0
     kept_bytes: int = 0
-    """Of their slots."""
+    """Bytes of the kept blocks' slots."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of sealed slots that were not kept, by reason: ``damaged``, ``misplaced``, ``no_space`` (cleared, or the
     space could not be kept), ``duplicate``, ``incomplete`` (not all shards of the block were sealed)."""
@@ -74,7 +74,7 @@ class _Adoption:
         self.report = AdoptReport()
         self._entries = {entry.number: entry for entry in records.find_spaces()}
         self._blocks: dict[int, SpaceBlocks] = {}
-        """Tables of which a record was found, by their number."""
+        """Tables for which a record was found, by number."""
         self._slabs, lost = records.find_slabs()
         self._count("damaged", lost)
         # Those of a slab that lies on two NUMA nodes, as of now, are dropped.
@@ -85,9 +85,9 @@ class _Adoption:
     # -- what the records say --------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Create the blocks, of which some shards may be missing, and what is known of them; drop what does not fit.
+        """Create the blocks with all that is known about them; shards may be missing. Drop what does not fit.
 
-        `SpaceBlocks.last_used` has the word of the last use, as in the record.
+        `SpaceBlocks.last_used` holds the record's word of the last use.
         """
         for places, contents in self._records.find_sealed(self._slabs, SLICE):
             places, contents = self._without("damaged", self._records.damaged(contents), places, contents)
@@ -103,7 +103,7 @@ class _Adoption:
                     self._enter(self._blocks_of(entry), places[piece], contents[piece])
 
     def _misplaced(self, places: Ints, contents: Words) -> Bools:
-        """Which of these records are not what `Records.seal` has written, or do not fit the place they are in."""
+        """Flags the records that `Records.seal` cannot have written, or that do not fit their place."""
         slabs, grid = self._slabs, self._records.grid
         at = slabs.head.searchsorted(places // grid.records, "right") - 1
         sizes, starts = size_classes(contents), slabs.head[at] * grid.unit
@@ -169,7 +169,7 @@ class _Adoption:
     # -- what is kept ----------------------------------------------------------------------------------------------
 
     def keep_whole(self) -> list[SpaceBlocks]:
-        """Drop the blocks of which a shard is missing, and the spaces without blocks. Returns the others."""
+        """Drop the blocks that lack a shard, and the spaces without blocks. Returns the others."""
         kept = []
         for number in self._entries:
             blocks = self._blocks.pop(number, None)
@@ -201,7 +201,7 @@ class _Adoption:
     def make_evictable(self, kept: list[SpaceBlocks]) -> None:
         """Cut the slabs, and put the blocks into the order of their last use.
 
-        Ticks begin again at 1, without gaps: whatever a damaged word says of a last use concerns the order alone.
+        Ticks begin again at 1, without gaps: a damaged word of a last use affects the order alone.
         """
         ticks, end = np.empty(sum(map(len, kept)), np.int64), 0
         for blocks in kept:
@@ -226,7 +226,7 @@ class _Adoption:
                 blocks.insert(in_order[start : start + SLICE])
 
     def _make_evictable(self, blocks: SpaceBlocks, rows: Ints, ticks: Ints) -> None:
-        """Do so with the slots of these blocks."""
+        """Make the slots of these blocks evictable."""
         if not len(rows):
             return
         used = blocks.last_used[rows]
@@ -262,7 +262,7 @@ class _Adoption:
             self.report.dropped[reason] += slots
 
     def _slabs_of(self, slots: Ints) -> Ints:
-        """The slabs, of those that the earlier run has cut, that these slots are in."""
+        """The earlier run's slabs that these slots are in."""
         found: Ints = self._slabs.head.searchsorted(slots // self._records.grid.unit, "right") - 1
         return found
 
@@ -291,7 +291,7 @@ def _slices(blocks: SpaceBlocks) -> Iterator[slice]:
 
 
 def _whole(blocks: SpaceBlocks, rows: slice) -> Ints:
-    """Those of these rows that have a block of which no shard is missing."""
+    """The rows whose block has all its shards."""
     whole: Ints = (blocks.missing[rows] == 0).nonzero()[0] + rows.start
     return whole
 

@@ -44,7 +44,7 @@ class AllocationPlan:
     ) -> None:
         self._slabs = slabs
         self.parts = parts
-        """With the runs that are not cut after what this plan frees."""
+        """All parts, with the runs that are not cut after what this plan frees."""
         self._own_parts = False
         """Whether ``parts`` are copies."""
         self._needs = sorted(needs.items(), reverse=True)
@@ -88,7 +88,7 @@ class AllocationPlan:
 
     @property
     def whole_slabs(self) -> list[int]:
-        """Slabs of which the plan frees every used slot."""
+        """Slabs whose used slots are all freed by the plan."""
         return [slab for slab, freed in self._freed.items() if freed and self.is_whole(slab)]
 
     def is_whole(self, slab: int) -> bool:

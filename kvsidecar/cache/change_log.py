@@ -1,8 +1,8 @@
-"""What becomes of the blocks of a namespace, for those who are told: watchers of the pool, and the daemon of a tier.
+"""Changes to the blocks of a namespace, for their readers: watchers of the pool, and the daemon of a tier.
 
-Whoever makes a change calls an `Outlet`, which only appends to a log: a copy never waits for a reader. Between two
-pieces of the log its reader tells what is there at the beginning, piece by piece: a block may be told twice, but the
-last word on each is right.
+The code that makes a change calls an `Outlet`, which only appends to a log: a copy never waits for a reader. Between
+two pieces of the log its reader reports what was there at the beginning, piece by piece: a block may be reported twice,
+but the last report on each is right.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Final, Generic, TypeVar
 from kvsidecar.types import Residency
 
 Outlet = Callable[[Residency, int, bytes], object]
-"""Is told, after the change, that blocks of a group (block hashes, joined) have become readable (`Residency.STORED`) or
-are lost (`Residency.REMOVED`), or that all readable ones are (`Residency.CLEARED`)."""
+"""Called after blocks of a group (block hashes, joined) have become readable (`Residency.STORED`) or are lost
+(`Residency.REMOVED`), or after all readable ones are lost (`Residency.CLEARED`)."""
 
 MAX_LOG_BYTES: Final = 4 * 1024 * 1024
-"""Of one log, hashes and notes that wait to be sent. With more, everything is sent again."""
+"""Hashes and notes of one log that wait to be sent. Beyond it, everything is sent again."""
 CHANGE_BYTES: Final = 256
-"""What each change takes besides."""
+"""Bytes that each change takes besides."""
 
 _Change = TypeVar("_Change")
 
@@ -52,7 +52,7 @@ class ChangeLog(Generic[_Change]):
         self._changes.clear()
 
     def take(self, most_bytes: int = MAX_LOG_BYTES) -> list[_Change]:
-        """Remove and return the first changes, of about so many bytes."""
+        """Remove and return the first changes, of about this many bytes."""
         taken, before, self.flooded = list[_Change](), self.nbytes, False
         while self._changes and before - self.nbytes < most_bytes:
             change, nbytes = self._changes.popleft()

@@ -18,8 +18,8 @@ from kvsidecar.cache.windows import Wanted, Window, cheapest, oldest, replaceabl
 
 _FREE = int(SlotState.FREE)
 SPARE_COLUMNS = 4
-"""So many times the columns of a pool of the smallest slots are reserved. They take no memory until they are used: to
-copy those of a million slots would take 25 ms."""
+"""The columns of a pool of the smallest slots are reserved this many times. They take no memory until they are used;
+growing them later would copy those of a million slots, in 25 ms."""
 
 
 class CutPool:
@@ -47,11 +47,11 @@ class CutPool:
         """Ends of slabs that are too short for a slot."""
         self.slabs = Slabs(self.grid)
         self.new_slabs: list[tuple[int, int, int]] | None = None
-        """First unit, end and size class of each slab that was cut, if somebody has set this to a list; who takes them
-        empties it."""
+        """First unit, end and size class of each slab that was cut, if this has been set to a list; its reader empties
+        it."""
         self._new_places = True
         self._bytes = [0] * len(SlotState)
-        """Of the slots in each state. What is not cut counts as FREE."""
+        """Bytes of the slots in each state. What is not cut counts as FREE."""
         self._bytes[_FREE] = pool_bytes
         self._states = np.zeros(SPARE_COLUMNS * pool_bytes // SLOT_ALIGN, np.uint8)
         """State of each slot. The slots of a slab are adjacent; slabs follow each other in the order they are cut."""
@@ -121,8 +121,8 @@ class CutPool:
         return self._new_places and len(several) > 1 and not all(self.grid.shape(size).nests for size in several)
 
     def cheapest_windows(self, size: int, plan: AllocationPlan, slots: int = 1) -> Iterator[Window]:
-        """Places for a slab of this size class, or for so many large slots side by side, beside others that leave gaps,
-        after what the plan frees; best first. O(slabs)."""
+        """Places for a slab of this size class, or for this many large slots side by side, beside others that leave
+        gaps, after what the plan frees; best first. O(slabs)."""
         shape = self.grid.shape(size)
         wanted = Wanted(shape, 1 if shape.nests else slots)
         shapes = [self.grid.shape(each) for each in {*self._cut_slabs, size}]
@@ -137,7 +137,7 @@ class CutPool:
 
     @contextmanager
     def no_new_places(self) -> Iterator[None]:
-        """Inside, slabs are cut only where those that are freed meanwhile were, and had as many slots at least."""
+        """In the block, slabs are cut only in place of slabs that are freed in it and had at least as many slots."""
         runs = [(part, list(zip(part.starts, part.ends, strict=True))) for part in self._parts]
         for part in self._parts:
             part.starts, part.ends, part.joins = [], [], False

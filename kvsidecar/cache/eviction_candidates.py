@@ -59,7 +59,7 @@ def _lowest_first(
 
 
 def _less(budget: Budget | None, taken: Iterable[Chain]) -> Budget | None:
-    """What is left of a budget when these blocks are evicted."""
+    """The rest of a budget when these blocks are evicted."""
     return (
         None
         if budget is None
@@ -70,7 +70,7 @@ def _less(budget: Budget | None, taken: Iterable[Chain]) -> Budget | None:
 def _by_age(
     orders: Iterable[TableOrder], size: int | None, missing: int, until: Age | None, budget: Budget | None
 ) -> tuple[list[Chain], int]:
-    """The oldest blocks of these orders, as `oldest_blocks`, and what is missing still."""
+    """The `oldest_blocks` of these orders, and what is still missing."""
     tables: list[Queue] = []
     with ExitStack() as streams:
         streams_of = [streams.enter_context(closing(order.oldest_first())) for order in orders]
@@ -90,7 +90,7 @@ def _by_age(
 def _oldest_in(
     tables: Iterable[Queue], size: int | None, missing: int, until: Age | None, budget: Budget | None
 ) -> tuple[list[Chain], int]:
-    """`oldest_blocks` of these tables, and what is missing still."""
+    """The `oldest_blocks` of these tables, and what is still missing."""
     ordered = sorted(tables, key=lambda table: (table[0].number, table[1]))
     found = [candidates_of(blocks, priority, size, missing, until) for blocks, priority in ordered]
     found = [each for each in found if len(each[1])]

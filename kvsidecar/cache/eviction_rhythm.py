@@ -1,27 +1,27 @@
-"""The eviction policy ``rhythm``: the blocks go first that will be without a use for longest, by how it was so far.
+"""The eviction policy ``rhythm``: blocks go first whose next use is expected latest, judging by their past.
 
 Requests that come back in turns, as those of coding agents do, defeat an order by the last use alone (LRU): in a pool
 that does not hold all sessions, what will be used next is just what has waited longest. So a block keeps its *gap*, the
 usual time from the end of one use to the beginning of the next. It moves by at most an octave with each use, so that
 one pause changes little. A block that is new has that of its prompt (`kvsidecar.cache.prompts`).
 
-The blocks are in classes by their gaps, one an octave, each a queue of `LRUQueues` in the order of the last use. A
-class has a *patience*: so long its blocks are waited for, and no matter how long they have waited already, they stand
-behind those of classes with less of it. The victim is the block whose patience, or time without a use if that is longer
-already, is the longest; of several with the same, the one whose last use is the oldest, and the deepest of a prefix. In
-ticks: a block counts as last used when it was, or at `Rhythm.horizons` of its class (now minus the patience) if that is
-earlier. With one class that is LRU.
+The blocks are in classes by their gaps, one per octave, each a queue of `LRUQueues` in the order of the last use. A
+class has a *patience*: how long a next use of its blocks is waited for. However long they have waited already, they go
+before those of classes with less patience. The victim is the block with the longest patience, or time without a use if
+that is longer already; among equals, the one whose last use is the oldest, and the deepest of a prefix. In ticks: a
+block counts as last used when it was, or at `Rhythm.horizons` of its class (now minus the patience) if that is earlier.
+With a single class that is LRU.
 
-Whoever runs the sessions may know more: how long the next pause is, or that there is no next use at all. A block that
-is told so has a class for that, with a patience of its own, until its next use (`told`).
+The code that runs the sessions may know more: how long the next pause is, or that there is no next use at all. A block
+with such an announcement has a class for it, with a patience of its own, until its next use (`told`).
 
-What is there stays rather than what is new: a block is not stored in the place of one that is of its class or the
-next, and that has not waited for longer than the next class's patience. Otherwise sessions that return equally soon
-would take each other's places for ever, and none would be hit.
+Old blocks stay rather than new ones: a block is not stored in the place of one that is of its class or the next, and
+that has not waited for longer than the next class's patience. Otherwise sessions that return equally soon would take
+each other's places for ever, and none would be hit.
 
-The order is that of LRU, and everything is stored, until LRU would have hit less than four fifths of what came back of
-late, and again where it would have hit clearly more than this (`Rhythm.on`). In a pool that nearly suffices, all that
-is declined is lost, as it would have been there when it came back.
+The order is LRU's, and everything is stored, until LRU would have hit less than four fifths of what came back recently,
+and again where it would have hit clearly more than this policy (`Rhythm.on`). In a pool that nearly suffices, all that
+is declined is lost: it would have been there when it came back.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ MOST_SECONDS = 1 << 17
 """36 hours; longer gaps count as this one."""
 MOST_GAP = STEPS * 17
 FIRST_GAP = round(STEPS * log2(10))
-"""Of a block of which nothing is known, in seconds: the median of coding agents."""
+"""The gap of a block about which nothing is known: 10 seconds, the median of coding agents."""
 CLASSES = MOST_GAP // STEPS + 1
 PATIENCE = tuple(5.0 * 2.0 ** (number / 2) for number in range(CLASSES))
-"""Of each class, in seconds: 5 times the root of its gap. One of 10 seconds is waited for 16, one of 5 minutes 87: the
-next gap is mostly nearer to that of all sessions than the usual one is."""
+"""Each class's patience in seconds: 5 times the root of its gap. A gap of 10 seconds gets 16, one of 5 minutes 87: the
+next gap is mostly nearer to the gap of all sessions than the block's usual one is."""
 
 NEVER = 1 << 62
 """A tick later than any."""
 
 TOLD = STEPS * CLASSES
-"""Gaps from this one on are what somebody has said of the next use: an octave each, then `OVER`."""
+"""Gaps from this one on are announced pauses: an octave each, then `OVER`."""
 TOLD_CLASSES = 13
 MOST_TOLD = 1 << TOLD_CLASSES - 2
-"""34 minutes; longer pauses that are told count as this one."""
+"""34 minutes; longer announced pauses count as this one."""
 OVER = TOLD + STEPS * (TOLD_CLASSES - 1)
-"""There will be no next use."""
+"""The gap that announces that there will be no next use."""
 TOLD_PATIENCE = tuple(2.0**number for number in range(TOLD_CLASSES - 1))
-"""Of each of these classes but the last, which is not waited for at all: the pause itself. Whoever tells one knows what
-it is for, which the usual gap does not."""
+"""Patience of these classes, but of the last, which gets none: the pause itself. Its announcement is made with
+knowledge of what it is for, which a usual gap lacks."""
 
 ENOUGH, TOO_LITTLE = 0.85, 0.8
-"""LRU's order begins where it would hit more of what is known than the one, and ends where less than the other."""
+"""LRU's order begins when it would hit more than the first of what is known, and ends when less than the second."""
 CLEARLY = 1.3
-"""Where LRU would have hit so many times as much of late, the order is that of LRU for `TRY_AGAIN`."""
+"""When LRU would recently have hit this many times as much, the order is LRU's for `TRY_AGAIN`."""
 FIRST_POOLS, LATE_POOLS, TRY_AGAIN = 2.0, 8.0, 32.0
-"""Known bytes that are looked up, as multiples of the pool's: so many hits of LRU are taken for granted at the start;
-one so many back counts a third; and after so many more the policy is tried again. In bytes and not in lookups, as few
-long prompts fill a pool, or many short ones."""
+"""Known bytes that are looked up, as multiples of the pool's size: hits of LRU that are assumed at the start; how far
+back a hit counts a third; and when the policy is tried again. In bytes, not lookups: a few long prompts fill a pool, or
+many short ones."""
 
 Stream = tuple[Iterator[Ints], int, int, int]
 """The blocks of one class in the order of their last use, its horizon, its number, and a tick that is not later than
@@ -84,11 +84,11 @@ def class_of(gaps: Bytes) -> Bytes:
 
 
 CLASS_OF = tuple(class_of(np.arange(OVER + 1, dtype=np.uint8)).tolist())
-"""By gap: its class."""
+"""The class of each gap."""
 
 
 def told(seconds: float) -> int:
-    """The gap of a block that will be used next in so many seconds; infinity: not at all."""
+    """The gap of a block whose next use is announced in this many seconds; infinity: there will be none."""
     if seconds == inf:
         return OVER
     return TOLD + STEPS * round(log2(min(max(seconds, 1.0), MOST_TOLD)))
@@ -106,16 +106,16 @@ class Rhythm:
         self._times, self._on_switch = times, on_switch
         self._now = 0.0
         self._hit = self._lru_hit = 1.0
-        """Of what was known of late prompts, the share that was hit, and the share that LRU would have hit."""
+        """The shares of recent prompts' known blocks that were hit, and that LRU would have hit."""
         self._late = FIRST_POOLS
-        """What these shares are of, in pools."""
+        """What these are shares of, as a multiple of the pool."""
         self._rest = 0.0
-        """Pools that are to be looked up before the policy may be tried again."""
+        """Multiple of the pool that is to be looked up before the policy may be tried again."""
         self.on = False
-        """False: LRU hits enough, or clearly more. Then blocks go by their last use, but first those of which it is
-        said that they will not be used again."""
+        """False: LRU hits enough, or clearly more. Then blocks go by their last use, but first those whose announcement
+        says that they will not be used again."""
         self.horizons: Ints = np.full(CLASSES + TOLD_CLASSES, NEVER, np.int64)
-        """Per class a tick that is as long ago as its patience: what was used later is waited for still."""
+        """Each class's tick that is as long ago as its patience: blocks used later are still waited for."""
         self.horizons[-1] = -2  # before all others, whose earliest is -1
 
     def set_time(self, now: float) -> None:
@@ -127,12 +127,13 @@ class Rhythm:
         self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
 
     def count(self, hit: int, lru_hit: int, known: int, pools: float) -> None:
-        """A prompt is looked up of which so many blocks are known: so many of these were hit, and so many LRU would
-        have hit.
+        """Count a lookup of a prompt with known blocks.
 
         Args:
+            hit: how many known blocks were hit.
+            lru_hit: how many LRU would have hit.
             known: at least 1.
-            pools: what these are, as a multiple of the pool.
+            pools: size of the known blocks, as a multiple of the pool.
         """
         self._late = min(self._late + pools, LATE_POOLS)
         weight = min(pools / self._late, 1.0)
@@ -164,12 +165,12 @@ class Rhythm:
         return min(last_used, self.horizons.item(CLASS_OF[gap]))
 
     def rank_of_new(self, gap: int) -> int:
-        """A new block with this gap takes the place of those only that have a lower rank, or that were last used at
-        this tick or before it."""
+        """The tick that limits the victims of a new block with this gap: it replaces only blocks with a lower rank, or
+        last used at this tick or before."""
         return self.horizons.item(min(CLASS_OF[gap] + 1, CLASSES - 1))
 
     def use(self, gaps: Bytes, last_used: Ints, rows: Ints) -> None:
-        """These blocks are used now: change their gaps. Uses within a second are one. What was told ends with this use.
+        """Change the gaps of blocks that are used now. Uses within a second are one. Announcements end with this use.
 
         Args:
             last_used: ticks of the last uses of all blocks.
@@ -195,7 +196,7 @@ class Rhythm:
 
 
 def moved(gap: int, seconds: float) -> int:
-    """A gap after one more of so many seconds; `Rhythm.use` has the rules."""
+    """A gap after one more pause of this many seconds; see `Rhythm.use` for the rules."""
     if seconds < 1.0:
         return gap
     found = round(STEPS * log2(min(seconds, MOST_SECONDS)))
@@ -233,11 +234,11 @@ def in_order(streams: Iterable[Stream], last_used: npt.NDArray[np.int64]) -> Ite
 
 
 def _before(used: Ints, horizon: int, number: int, other: tuple[int, int, int]) -> int:
-    """How many of the first blocks of a class go before the first of another one: at least one.
+    """How many of the first blocks of a class go before the first of another class: at least one.
 
     Args:
         used: ticks of their last uses, ascending.
-        other: the same of the other class: rank and last use of its first block, and its number.
+        other: rank and last use of the other class's first block, and the class's number.
     """
     rank, last_used, other_number = other
     if horizon < rank:

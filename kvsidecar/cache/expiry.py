@@ -27,7 +27,7 @@ from kvsidecar.types import MAX_IDLE_SECONDS
 SCAN = 1 << 16
 """Rows of a table to look at in one step: less than a millisecond."""
 SCAN_IDLE = 1 << 14
-"""The same where blocks expire that nobody uses: when each was used last takes longer to find out."""
+"""Rows to look at in one step where blocks expire without a use: finding the time of each last use takes longer."""
 SWEEP = 2048
 """Blocks to delete in one step: about a millisecond."""
 STEP_SECONDS = 0.25
@@ -37,15 +37,15 @@ LAST_SECOND = (1 << 32) - 1
 
 @dataclass(slots=True)
 class _Scan:
-    """A table is being looked through for what has expired."""
+    """A search of a table for expired blocks."""
 
     number: int
     row: int = 0
-    """To go on with."""
+    """The next row to look at."""
     rebuilds: int = 0
-    """Of the table, when it began with row 0."""
+    """The table's `rebuilds` when the search began with row 0."""
     next: int = 0
-    """When the first of the others expires, and of those that came meanwhile; 0: none does."""
+    """When the first of the others, and of those that came meanwhile, expires; 0: none does."""
 
     def see(self, second: int) -> None:
         if not self.next or second < self.next:
@@ -53,26 +53,26 @@ class _Scan:
 
 
 class Expiry:
-    """Which blocks of a table have expired. Times are seconds on the cache's clock, which goes on when the daemon ends:
-    where its records outlive it, that is the time since the boot, the same for all of its processes."""
+    """Finds the blocks of a table that have expired. Times are seconds on the cache's clock, which continues across
+    daemons: where records outlive the daemon, it is the time since the boot, the same in all processes."""
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table
         self.now = 0
         self.at = 0.0
-        """The same, not rounded."""
+        """`now`, not rounded."""
         self._stepped = float("-inf")
         self._due: list[tuple[int, int]] = []
         """Heap of (second, number of a table): not later than the table's next block expires."""
         self._scan: _Scan | None = None
         self._uses: dict[str, deque[tuple[float, int]]] = {}
-        """Share -> some times, and the tick of the last request before."""
+        """Share -> recorded times, and the tick of the last request before each."""
         for blocks in table.tables.values():
             if blocks.next_expiry:
                 heappush(self._due, (blocks.next_expiry, blocks.number))
 
     def set_time(self, now: float, tick: int) -> None:
-        """It is ``now``, and the last request had this tick."""
+        """Set the time, and the tick of the last request."""
         self.now, self.at = floor(now), now
         if now < self._stepped + STEP_SECONDS:
             return
@@ -89,8 +89,8 @@ class Expiry:
                 share.idle_tick = uses.popleft()[1]
 
     def unused(self, blocks: SpaceBlocks, seconds: float) -> Iterator[Ints]:
-        """The blocks of a table that nobody uses, or has used for so long; up to one part in `IDLE_STEPS` longer. In
-        pieces, between which anything may happen: none is of a block that was used since the first one."""
+        """The blocks of a table that are not in use and were not used for this long, or up to one part in `IDLE_STEPS`
+        longer. In pieces, between which anything may happen: none has a block that was used since the first one."""
         tick = self._table.times.tick_at(self.now - seconds)
         first, rebuilds = 0, blocks.rebuilds
         while not blocks.cleared and first < blocks.rows_used:
@@ -122,7 +122,7 @@ class Expiry:
         return min(self.now + ceil(min(times)), LAST_SECOND) if times else 0
 
     def _look_at(self, blocks: SpaceBlocks, second: int) -> None:
-        """Some of these blocks may expire then."""
+        """Note that some of these blocks may expire at this second."""
         if self._scan is not None and self._scan.number == blocks.number:
             self._scan.see(second)
         if not blocks.next_expiry or second < blocks.next_expiry:
@@ -130,7 +130,7 @@ class Expiry:
             heappush(self._due, (second, blocks.number))
 
     def expired(self, blocks: SpaceBlocks, rows: Ints) -> Bools:
-        """Which of these blocks have expired. They may be in use."""
+        """One flag per block: true if it has expired. It may be in use."""
         seconds = blocks.expires[rows]
         gone: Bools = (seconds != 0) & (seconds <= self.now)
         if tick := blocks.space.share.idle_tick:
@@ -140,8 +140,8 @@ class Expiry:
         return gone
 
     def _idle_until(self, blocks: SpaceBlocks, rows: Ints) -> Ints:
-        """The second at which nobody will have used a block for its time without a use, if nobody does: not earlier,
-        and up to one part in `IDLE_STEPS` and two seconds later."""
+        """The second at which a block expires for lack of use, if it is not used until then: not earlier, and up to one
+        part in `IDLE_STEPS` and two seconds later."""
         used = self._table.times.latest(blocks.last_used[rows], self.now + 1)
         used[~blocks.evictable[rows]] = self.now + 1  # in use
         until: Ints = used + blocks.idle[rows]

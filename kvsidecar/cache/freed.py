@@ -1,4 +1,4 @@
-"""Which pages of the pool hold bytes of blocks that are gone, and are to be zeroed.
+"""Keeps track of the pool's pages that hold bytes of blocks that are gone, and are to be zeroed.
 
 A store may take a freed slot whose bytes are still there: it writes over all of them before anybody can read the slot.
 So nothing waits for the zeroing, and no store is refused for it. But a page that is being zeroed may be given out
@@ -24,7 +24,7 @@ _WINDOW = 1 << 16
 
 @dataclass(slots=True)
 class _Runs:
-    """Pages that were freed at about the same time."""
+    """Runs of pages that were freed at about the same time."""
 
     turn: int
     starts: list[int]
@@ -52,14 +52,14 @@ class Freed:
 
     @property
     def nbytes(self) -> int:
-        """That are to be zeroed, or are being zeroed."""
+        """Bytes that are to be zeroed, or are being zeroed."""
         return self._left * PAGE_BYTES
 
     def add(self, slots: Ints, sizes: Ints | int) -> None:
-        """These slots have been freed, or will never be used again.
+        """Add slots that have been freed, or will never be used again.
 
         Args:
-            sizes: in bytes, of all or of each.
+            sizes: bytes of all slots, or of each.
         """
         starts, ends = _runs(slots, sizes)
         for start, end in zip(starts, ends, strict=True):
@@ -69,7 +69,7 @@ class Freed:
         self._waiting.append(_Runs(self._turn, starts, ends))
 
     def take_out(self, slots: Ints, sizes: Ints | int) -> None:
-        """These slots have been given out."""
+        """Remove slots that have been given out."""
         for start, end in zip(*_runs(slots, sizes), strict=True):
             piece = self._pages[start:end]
             self._left -= int(np.count_nonzero(piece == _DIRTY))
@@ -85,8 +85,8 @@ class Freed:
         )
 
     def next_turn(self) -> None:
-        """What has been freed so far may be zeroed from now on. What is freed later waits for the next turn: most of
-        it is given out again soon, and need not be zeroed."""
+        """Allow zeroing of what has been freed so far. What is freed later waits for the next turn: most of it is given
+        out again soon, and need not be zeroed."""
         self._turn += 1
 
     def begin(self, most_bytes: int) -> list[tuple[int, int]]:
@@ -118,7 +118,7 @@ class Freed:
         return bool(self._waiting) and self._waiting[0].turn < self._turn
 
     def end(self) -> None:
-        """What `begin` has returned is zeroed."""
+        """Note that what `begin` has returned is zeroed."""
         for offset, nbytes in self._zeroing:
             piece = self._pages[offset // PAGE_BYTES : (offset + nbytes) // PAGE_BYTES]
             self._left -= int(np.count_nonzero(piece == _ZEROING))

@@ -1,4 +1,4 @@
-"""What a store, a load, a write to a slower tier and a lease have of the cache, until they end."""
+"""What a store, a load, a write to a slower tier and a lease hold in the cache, until they end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvsidecar.cache.block_index import Keys
 from kvsidecar.cache.space_blocks import SpaceBlocks
 
 LEAST_ROOM = 32
-"""A chain in a lease counts as so many blocks at least: so many rows take as much memory as what belongs to it beside
-its rows, and to drop their references as much time."""
+"""A chain in a lease counts as at least this many blocks: this many rows take as much memory as the rest of the chain,
+and dropping their references as much time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class Chain:
     blocks: SpaceBlocks
     rows: Ints
     in_turn: bool = False
-    """Of blocks to evict: whether they are in the order in which they go."""
+    """For blocks to evict: they are in eviction order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +62,9 @@ class StoreGrant:
     ttl: float = 0.0
     """Seconds after which its blocks expire, if their share's time is not shorter; 0: never."""
     idle_ttl: float = 0.0
-    """The same after the last use of each."""
+    """Seconds after its last use until a block expires, if their share's time is not shorter; 0: never."""
     wanted: bool = False
-    """Whether somebody is about to load its blocks."""
+    """Its blocks are about to be loaded."""
     checksums: tuple[Ints, Words] | None = None
     """Slots to fill, and the checksums of their bytes: recorded when the store is sealed, if anything is."""
     open: bool = True
@@ -90,7 +90,7 @@ class LoadGrant:
 
 @dataclass(slots=True, eq=False)
 class WriteGrant:
-    """Blocks of one space that a slower tier is given. They stay until `TierCopies.end_write`."""
+    """Blocks of one space that are written to a slower tier. They stay until `TierCopies.end_write`."""
 
     chain: Chain
     hashes: bytes
@@ -115,7 +115,7 @@ class Lease:
     expires_at: float
     num_blocks: int = field(default=0, init=False)
     room: int = field(default=0, init=False)
-    """What it takes of its user's limit."""
+    """Its part of its user's limit."""
 
     def __post_init__(self) -> None:
         self._count(self.chains)

@@ -12,7 +12,7 @@ from kvsidecar.cache.grants import Chain, Lease
 RELEASED = 4096
 """Number of the most recently released lease ids that are remembered."""
 EXPIRED = 512
-"""Leases that expire at the same time are ended so many at a time: a millisecond."""
+"""Leases that expire at the same time are ended in batches of this size: a millisecond."""
 
 
 class LeaseTable:
@@ -61,7 +61,7 @@ class LeaseTable:
         return lease if lease is not None and now < lease.expires_at else None
 
     def held(self, owner: Hashable) -> tuple[int, int]:
-        """Number of leases of an owner, and of their blocks; `Lease.room` has how these count."""
+        """Number of leases of an owner, and of their blocks, counted as in `Lease.room`."""
         return len(self._by_owner.get(owner, ())), self._room_of.get(owner, 0)
 
     def renew(self, lease_id: int, now: float, expires_at: float) -> bool:

@@ -10,7 +10,7 @@ MOST_LEFT = 768
 """Spaces that one user may leave in one share. With the longest names they take 8 MB; a kept pool has entries for
 more, `kvsidecar.cache.records.SPACES`."""
 LOOKED_AT = 64
-"""So many that may be in use are passed over in one step, of each of `HOLDERS`: some 10 us."""
+"""Spaces in use that one step passes over, for each of `HOLDERS`: some 10 us."""
 HOLDERS = 8
 
 Holder = tuple[Hashable, str]
@@ -18,22 +18,24 @@ Holder = tuple[Hashable, str]
 
 
 class LeftSpaces:
-    """Counts them by the user who had them open last, and by share, and says which of those who have too many go: the
-    least recently used one of the same user and share. So nobody's spaces go because others leave many.
+    """Counts them by share and by the user who had them open last. If they are too many, the least recently used one of
+    the same user and share goes: nobody's spaces go because others leave many.
 
-    Spaces whose user is not known, of an earlier run, are not counted: they were, and are no more than it has kept.
+    Spaces of an earlier run, whose user is not known, are not counted: they were counted then, and are no more than it
+    has kept.
     """
 
     def __init__(self) -> None:
         self._of: dict[Holder, dict[Space, None]] = {}
-        """By user and name of the share, the least recently used one first."""
+        """Spaces by user and name of the share, the least recently used one first."""
         self._over: dict[Holder, None] = {}
-        """Those that may have too many."""
+        """Holders that may have too many."""
         self.on_cleared: Callable[[Space, int], object] = lambda space, count: None
-        """Told of a space that was cleared because its user has left too many, and how many of its namespace were."""
+        """Called with a space that was cleared because its user has left too many, and how many of its namespace
+        were."""
 
     def add(self, space: Space) -> None:
-        """No rank has it open any more."""
+        """Add a space that no rank has open any more."""
         if space.user is None:
             return
         space.left_by = holder = space.user, space.share.name
@@ -43,7 +45,7 @@ class LeftSpaces:
             self._over[holder] = None
 
     def remove(self, space: Space) -> None:
-        """A rank has it open, or it is gone."""
+        """Remove a space that a rank has open, or that is gone."""
         if (holder := space.left_by) is None:
             return
         space.left_by = None
@@ -53,12 +55,12 @@ class LeftSpaces:
             del self._of[holder]
 
     def use(self, space: Space) -> None:
-        """A lease on its blocks has ended."""
+        """Count the end of a lease on its blocks as a use."""
         if (holder := space.left_by) is not None:
             self._of[holder][space] = self._of[holder].pop(space)
 
     def full(self, holder: Holder) -> bool:
-        """Whether this user has left so many in a share that there may be no new one before some have gone."""
+        """Whether this user has left so many in a share that some have to go before there may be a new one."""
         return len(self._of.get(holder, ())) >= 2 * MOST_LEFT
 
     def oldest(self, holder: Holder) -> Space | None:

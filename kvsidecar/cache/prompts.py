@@ -1,8 +1,8 @@
-"""What is known of prompts, whether or not the pool has their blocks: how often each comes back, what LRU would have
-of it, and whether a part of it was declined. For the eviction policy `kvsidecar.cache.eviction_rhythm`.
+"""Knowledge about prompts, whether or not the pool has their blocks: how often each comes back, how much of it LRU
+would have, and whether a part of it was declined. For the eviction policy `kvsidecar.cache.eviction_rhythm`.
 
-A store does not say what its blocks follow, but the lookup before it named them all. And a session that lost its
-blocks, or whose blocks were declined, must not come back as one that nobody knows.
+A store does not name the blocks before its own, but the lookup before it named them all. And a session that lost its
+blocks, or whose blocks were declined, must not come back as an unknown one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvsidecar.cache.grants import StorePart
 from kvsidecar.cache.space_blocks import SpaceBlocks
 
 ENTRIES = 1 << 20
-"""Of twelve bytes: the blocks of a hundred long prompts. Of one that lost most of its entries to others, the deepest
-that is left names it."""
+"""Entries of twelve bytes each: the blocks of a hundred long prompts. A prompt that lost most of its entries to others
+is found by the deepest one left."""
 PROMPTS = 1 << 16
-"""Of 50 bytes."""
+"""Records of prompts, of 50 bytes each."""
 PASSED = 64
-"""Most prompts that one lookup takes from what LRU would have: one of a prompt that is as long as the pool would pass
-all. The lookups after it pass the others; each needs room for itself alone."""
+"""Most prompts that one lookup removes from LRU's pool: a prompt as long as the pool would remove all. The following
+lookups remove the others; each needs room for itself alone."""
 LIVES = 300.0
-"""Seconds after its last use for which a prompt has a say in what becomes of blocks that it shares."""
+"""Seconds after its last use for which a prompt counts in decisions about blocks that it shares."""
 ENDED, ASKED, STORED = range(3)
-"""Of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
+"""States of a prompt: it was touched at its end; then looked up; then some of it was stored, or declined."""
 _NO_PLACES: tuple[Tags, Ints, Bools] = (np.zeros(0, np.uint32), NO_INTS, np.zeros(0, np.bool_))
 _ENTRY, _RECORD, _NUMBER = ENTRIES - 1, PROMPTS - 1, (1 << 32) - 1
 """Masks of the place of a block, of the record of a prompt, and of its number."""
@@ -43,56 +43,56 @@ class Prompts:
     lost, or that belongs to another block with the same 32 bits of its hash, gives a block another gap, and nothing
     else.
 
-    A prompt that has all blocks that were looked up of another one continues it, and takes over its number, which names
-    what is known of it. One that has only some of them is another prompt with the same beginning, as the instructions
-    that all requests of an application share: that these are used often says nothing about it. And what is said of the
-    one prompt says nothing of when the other will use them.
+    A prompt with all the blocks that were looked up for another one continues it, and takes over its number, which
+    leads to what is known about it. A prompt with only some of them is another one with the same beginning, such as
+    the instructions that all requests of an application share: their frequent use means nothing for it. Nor does an
+    announcement for one prompt mean anything for when the other will use them.
     """
 
     def __init__(self, rhythm: Rhythm, pool_bytes: int) -> None:
         self._rhythm = rhythm
         self._pool_bytes = pool_bytes
         self._lru_bytes = 0
-        """Of all prompts that LRU would have; of what one has in common with others, once."""
+        """Bytes of all prompts that LRU would have; shared beginnings count once."""
         self._turn = self._oldest = 0
-        """Numbers of the last lookup, and of the oldest one of whose prompt LRU would have anything."""
+        """Numbers of the last lookup, and of the oldest one whose prompt LRU would have any blocks of."""
         entries: Numbers = zeros((ENTRIES, 3), np.uint32)  # what is read together lies together
         entries.fill(0)  # its pages are made now: in the first lookup it took 28 ms
         self._tags: Tags = entries[:, 0]
         self._prompts: Numbers = entries[:, 1]
-        """By entry: the number of the prompt."""
+        """Each entry's number of its prompt."""
         self._others: Numbers = entries[:, 2]
-        """By entry: the number of another prompt that had the block before; 0: none had."""
+        """Each entry's number of another prompt that had the block before; 0: none had."""
         self._told = False
-        """Whether anything was told of any prompt: until then that costs nothing."""
+        """Any pause was ever announced: until then announcements cost nothing."""
         self._count = 0
         """The number of the last prompt; the first is 1."""
         self._numbers: Numbers = zeros((PROMPTS,), np.uint32)
-        """Whose record it is: a later prompt takes that of one that has not come for long."""
+        """Each record's prompt: a later prompt takes the record of one that has not come for long."""
         self._gaps: Bytes = zeros((PROMPTS,), np.uint8)
         self._used: npt.NDArray[np.float64] = zeros((PROMPTS,), np.float64)
         """When it was last used."""
         self._ends: Tags = zeros((PROMPTS,), np.uint32)
-        """The last block that was looked up of it."""
+        """Its last block that was looked up."""
         self._states: Bytes = zeros((PROMPTS,), np.uint8)
         """`ENDED`, `ASKED` or `STORED`."""
         self._order: Numbers = zeros((PROMPTS,), np.uint32)
-        """By lookup, the last ones only: the record of its prompt."""
+        """The record of the prompt of each recent lookup."""
         self._turns: Ints = zeros((PROMPTS,), np.int64)
         """The last lookup of the prompt."""
         self._in_lru: Ints = zeros((PROMPTS,), np.int64)
-        """Bytes of it that LRU would have."""
+        """Its bytes that LRU would have."""
         self._sizes: Ints = zeros((PROMPTS,), np.int64)
-        """Blocks that it had then."""
+        """Number of its blocks in its last lookup."""
         self._declined: Tags = zeros((PROMPTS,), np.uint32)
         """The first block that was declined since it was last looked up; 0: none was."""
 
     def look_up(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, hits: Bools, now: float) -> None:
-        """A lookup has hit these blocks, which count as used.
+        """Note a lookup, whose hits count as used.
 
         Args:
-            keys: of all that was looked up, in prefix order.
-            rows: of the same; only those of hits count.
+            keys: of all blocks that were looked up, in prefix order.
+            rows: rows of these blocks; only those of hits count.
         """
         if not len(keys):
             return
@@ -131,8 +131,8 @@ class Prompts:
             self._enter(tags, at, known, record)
 
     def _count_hits(self, blocks: SpaceBlocks, record: int, hits: int, known: int) -> bool:
-        """A lookup begins with so many blocks that are known from the prompt of this record, and has hit so many.
-        Whether LRU would have hit all of them."""
+        """Count a lookup whose first ``known`` blocks are known from the prompt of this record. Returns whether LRU
+        would have hit all of them."""
         lru_hits = known
         if self._turns.item(record) <= self._oldest:  # LRU would have evicted its tail, or all of it
             lru_hits = min(known, self._in_lru.item(record) // blocks.space.block_bytes)
@@ -142,7 +142,7 @@ class Prompts:
         return lru_hits == known
 
     def _use_in_lru(self, record: int, nbytes: int) -> None:
-        """With LRU, this prompt would be the last used one now, and have so many bytes for itself."""
+        """Make this prompt the last used one in LRU's pool, with this many bytes of its own."""
         self._turn += 1
         self._order[self._turn & _RECORD], self._turns[record] = record, self._turn
         self._lru_bytes += nbytes - self._in_lru.item(record)
@@ -162,12 +162,12 @@ class Prompts:
             self._oldest += 1
 
     def touch(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, now: float, pause: float = 0.0) -> None:
-        """All blocks of a prompt, which has ended, count as used.
+        """Count all blocks of a prompt that has ended as used.
 
         Args:
-            rows: of these blocks; -1: not there.
-            pause: seconds until it is used again, as somebody says; infinity: it is not; 0: nobody says. Of blocks that
-                other prompts have too, which were used of late, it counts only if that is sooner than usual.
+            rows: rows of these blocks; -1: not there.
+            pause: announced seconds until its next use; infinity: there will be none; 0: unknown. For blocks that it
+                shares with recently used prompts it counts only if that is sooner than usual.
         """
         if not len(keys):
             return
@@ -195,10 +195,10 @@ class Prompts:
                 self._used[record] = -inf
 
     def end_told(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, used: Bools) -> None:
-        """Some of these blocks are used: what was told of them has ended, and they have the gap of their prompt again.
+        """End the announcements for the used ones of these blocks, which have the gap of their prompt again.
 
         Args:
-            rows: of these blocks; only those of the ones that are used count.
+            rows: rows of these blocks; only those of used ones count.
         """
         if not self._told:
             return
@@ -208,11 +208,11 @@ class Prompts:
             blocks.gaps[rows[ended]] = np.where(records >= 0, self._gaps[records], np.uint8(FIRST_GAP))
 
     def store(self, part: StorePart, now: float) -> bool:
-        """Set the gaps of the blocks that a store creates. Whether all lie behind blocks that were declined: the hole
-        in front makes them useless. None does if such a block is offered again.
+        """Set the gaps of the blocks that a store creates. Returns whether all lie behind declined blocks: the hole in
+        front makes them useless. None does if such a block is offered again.
 
-        What is not known, as an answer, has the gap of the block before it in the same store, else of the first one. If
-        the first and the last of these blocks are of the same prompt, or unknown, all count as that.
+        A block we know nothing about (an answer, say) inherits the gap of the block before it in the store, or else of
+        the first one. If the first and the last of these blocks belong to one prompt, or to none, all count as such.
         """
         blocks, rows, count = part.blocks, part.chain_rows, len(part.created)
         if not count:
@@ -252,27 +252,27 @@ class Prompts:
         return not len(again) and len(records) == count and all_true(declined > 0)
 
     def decline(self, part: StorePart) -> None:
-        """What this store creates is declined: what their prompts have behind it will be, too."""
+        """Note that the blocks of this store are declined: later blocks of their prompts will be, too."""
         new = np.isin(part.chain_rows, part.created)
         tags, at = self._places(part.blocks, part.chain.take(new))
         records = self._records(tags, at)
         self._declined[records[records >= 0][::-1]] = tags[records >= 0][::-1]  # the first one of each stays
 
     def _records(self, tags: Tags, at: Ints) -> Ints:
-        """Of the prompt of each of these blocks; -1: it is not known."""
+        """The record of each block's prompt; -1: it is not known."""
         numbers = self._prompts[at]
         records = (numbers & np.uint32(_RECORD)).astype(np.int64)
         known = (self._tags[at] == tags) & (self._numbers[records] == numbers)
         return np.where(known, records, -1)
 
     def _lives(self, numbers: Numbers, record: int, now: float) -> Bools:
-        """Which of these numbers are of other prompts that were used of late."""
+        """Flags the numbers of other prompts that were used recently."""
         records = numbers & np.uint32(_RECORD)
         lives: Bools = (self._numbers[records] == numbers) & (now - self._used[records] < LIVES) & (records != record)
         return lives & (numbers > 0)
 
     def _record_of(self, tag: int) -> int:
-        """Of the prompt of one block; -1: it is not known."""
+        """The record of one block's prompt; -1: it is not known."""
         at = tag & _ENTRY
         if self._tags.item(at) != tag:
             return -1
@@ -292,7 +292,7 @@ class Prompts:
         return int(there[-1]) if len(there) else -1
 
     def _enter(self, tags: Tags, at: Ints, known: Bools, record: int) -> None:
-        """These blocks belong to this prompt from now on.
+        """Assign these blocks to this prompt.
 
         Args:
             known: which of them are in the table.

@@ -1,7 +1,7 @@
 """One record per slot in memory that outlives the daemon: which block's bytes the slot holds, if they are whole.
 
-Why every instant is a legal one. SIGKILL ends the daemon between two of its stores to memory, and whoever maps the
-pages afterwards finds exactly the stores before that one. So it is enough that they come in this order:
+Why every instant is a legal one. SIGKILL ends the daemon between two of its stores to memory, and a process that maps
+the pages afterwards finds exactly the stores before that instant. So it is enough that they come in this order:
 
 1. A slot that is FREE, RESERVED or QUARANTINED has the commit word 0. `unseal` comes before the slot returns to the
    allocator, hence before any byte of it can change.
@@ -60,19 +60,19 @@ RECORD_WORDS = 16
 ORDER_BITS = 16
 SHARD_BITS = 10
 MAX_SHARDS = 64
-"""Shards that a block may have: every block carries a list of that length, and what is done with a block goes through
-it. The ranks of an engine are on one node. Records have room for more, `SHARD_BITS`."""
+"""Shards that a block may have: every block carries a list of that length, which every operation on it walks through.
+The ranks of an engine are on one node. Records have room for more, `SHARD_BITS`."""
 PRIORITY_BITS = 30
 SIZE_MASK = (1 << PRIORITY_BITS) - 1
 SPACES = 1024
 UNITS_READ = 1 << 12
-"""So many units, or slabs, are looked at at a time: what is made of all of them takes 100 bytes each."""
+"""Units, or slabs, that are read at a time: their intermediate results take 100 bytes each."""
 PAGE_WORDS = 512
-"""A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere: to
-look for entries does not give all of them memory."""
+"""A space entry is a page: CRC of its commit word and the rest, number, length, JSON. Its commit word is elsewhere:
+looking for entries does not give all of them memory."""
 ENTRY_HEAD = 3
 IDLE_MASK = MAX_IDLE_SECONDS
-"""Of a word shifted by `SHARD_BITS`."""
+"""The seconds without a use, in a word shifted by `SHARD_BITS`."""
 MAX_BYTES = 1 << 48
 """More than any shard has."""
 LAST_COMMIT = 1 << 62
@@ -88,7 +88,7 @@ _TAIL = struct.Struct("<4Q")
 
 @dataclass(frozen=True, slots=True)
 class SpaceEntry:
-    """What the table knows of a space."""
+    """What the table knows about a space."""
 
     number: int
     namespace: Namespace
@@ -97,8 +97,8 @@ class SpaceEntry:
 
 
 TakeRoom = Callable[[int, int], None]
-"""Gives memory to so many words from this one on, counted from the first of the records' memory. Raises OSError if
-there is none. In a file without it, to read or write them would be a SIGBUS."""
+"""Takes a first word, counted from the start of the records' memory, and a number of words, and gives them memory.
+Raises OSError if there is none. In a file without it, reading or writing them would be a SIGBUS."""
 
 
 class FoundSlabs(NamedTuple):
@@ -118,8 +118,7 @@ class Records:
 
     Args:
         memory: `num_words` words, zeros at first; shared memory, if they are to outlive the process.
-        pool_bytes: of the pool; as in `SlotAllocator`.
-        slab_bytes: as in `SlotAllocator`.
+        pool_bytes, slab_bytes: see `SlotAllocator`.
         spaces: most spaces that are kept at a time. Others work, and are forgotten with the daemon.
     """
 
@@ -131,16 +130,16 @@ class Records:
         entries = commits + spaces
         records = entries + spaces * PAGE_WORDS
         self._slabs: Words = memory[: 3 * units].reshape(3, units)
-        """Per unit the slab that it is part of: first unit, length, and size class in units of `SLOT_ALIGN`; each with
-        its complement, and zero if it was never part of one. They say which records to read: to read the others, the
-        kernel would give each page of them memory."""
+        """Each unit's slab: first unit, length, and size class in units of `SLOT_ALIGN`; each with its complement, and
+        zero if it was never part of one. They tell which records to read: reading the others would make the kernel
+        give each page of them memory."""
         self._space_commits: Words = memory[commits:entries]
         self._spaces: Words = memory[entries:records].reshape(spaces, PAGE_WORDS)
         self._first_record = records
         self.take_room: TakeRoom | None = None
         """Called before records are written that may not have memory; None: all have."""
         self.told: Callable[[int, int], object] = lambda read, total: None
-        """Called again and again while `find_sealed` reads the records: how many are read, of how many places."""
+        """Called repeatedly while `find_sealed` reads: with the number of places read, and of all places."""
         self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
         self._commits: Words = self._records[:, COMMIT]
         self._bodies: Words = self._records[:, TABLE:]
@@ -200,12 +199,12 @@ class Records:
         """Record that these slots are whole, and were used at ``tick``.
 
         Args:
-            number: of the table of their blocks.
+            number: number of the table of their blocks.
             size: their size class.
             words: their block hashes, in prefix order.
-            places: of their records.
+            places: places of their records.
             expires: second from which on their blocks are misses; 0: never.
-            priorities: of their blocks; None: all are normal.
+            priorities: priorities of their blocks; None: all are normal.
             idle: seconds without a use after which their blocks are misses, at most `MAX_IDLE_SECONDS`; 0: never.
         """
         commit = self._next_commit()
@@ -248,8 +247,8 @@ class Records:
         slabs[:, start:end] = [[_checked(start)], [_checked(end - start)], [_checked(size // SLOT_ALIGN)]]
 
     def have_room(self, cuts: Iterable[tuple[int, int, int]]) -> bool:
-        """Have memory for the records of slabs that are going to be `cut`: first unit, end and size class of each.
-        False: there is none for all of them."""
+        """Get memory for the records of slabs that are going to be `cut`: first unit, end and size class of each.
+        False: there is not enough for all of them."""
         try:
             for start, end, size in cuts:
                 self._take_records(start, self.grid.nbytes(start, end) // size)
@@ -258,7 +257,7 @@ class Records:
         return True
 
     def _take_records(self, unit: int, count: int) -> None:
-        """Have memory for so many records from the first one of a unit on. Raises OSError."""
+        """Get memory for this many records from the first one of a unit on. Raises OSError."""
         if self.take_room is not None and count:
             self.take_room(self._first_record + unit * self.grid.records * RECORD_WORDS, count * RECORD_WORDS)
 
@@ -316,7 +315,7 @@ class Records:
         return found
 
     def have_room_for_kept(self) -> None:
-        """Have memory for all that the methods below read. Raises OSError."""
+        """Get memory for all that the methods below read. Raises OSError."""
         if self.take_room is None:
             return
         self.take_room(0, self._first_record)
@@ -327,8 +326,8 @@ class Records:
             self._take_records(unit, grid.records)
 
     def find_slabs(self) -> tuple[FoundSlabs, int]:
-        """The slabs that were cut, by offset, and how many sealed records were lost because what is known of their slab
-        is damaged."""
+        """The slabs that were cut, by offset, and how many sealed records were lost because the entry of their slab is
+        damaged."""
         (found, damaged), lost = self._read_slabs(), 0
         for unit in damaged:
             every = slice(unit * self.grid.records, (unit + 1) * self.grid.records)
@@ -338,7 +337,7 @@ class Records:
         return found, lost
 
     def _read_slabs(self) -> tuple[FoundSlabs, list[int]]:
-        """The slabs that were cut, and the units of which it is not known."""
+        """The slabs that were cut, and the units for which that is not known."""
         slabs, units = self._slabs, len(self.grid)
         # By unit: how often it or one before it says other things than the one before that, and whether it says any.
         changes, used = np.empty(units, np.int32), np.empty(units, np.bool_)
@@ -370,8 +369,8 @@ class Records:
         return FoundSlabs(head, head + length, size * SLOT_ALIGN), damaged
 
     def find_sealed(self, slabs: FoundSlabs, count: int) -> Iterator[tuple[Ints, Words]]:
-        """The places and contents of all sealed records of these slabs, of which each time about as many are read as
-        ``count`` says. They are not checked any further: see `damaged`. `told` hears of it."""
+        """The places and contents of all sealed records of these slabs, about ``count`` of them read at a time. They
+        are not checked any further: see `damaged`. `told` is called with the progress."""
         grid = self.grid
         ends = np.minimum(slabs.end * grid.unit, grid.pool_bytes)
         firsts, capacities = slabs.head * grid.records, (ends - slabs.head * grid.unit) // slabs.size
@@ -394,30 +393,31 @@ class Records:
         return at, self._records[at]
 
     def damaged(self, contents: Words) -> Bools:
-        """Which records do not fit their digest, or have a commit word that never was."""
+        """Flags the records that do not fit their digest, or whose commit word was never issued."""
         wrong: Bools = (contents[:, COMMIT] > LAST_COMMIT) | (contents[:, COMMIT] & np.uint64(1) == 0)
         wrong |= _digest(contents[:, :DIGEST], COMMIT) != contents[:, DIGEST]
         return wrong
 
     def commits(self, places: Ints) -> Words:
-        """Of these records: a higher one is newer."""
+        """The commit words of these records: a higher one is newer."""
         commits: Words = self._commits[places]
         return commits
 
     def see_commits(self, commits: Words) -> None:
-        """Records with these commit words are kept: what is sealed from now on is newer."""
+        """Note that records with these commit words are kept: what is sealed from now on is newer."""
         if len(commits):
             self._last_commit = max(self._last_commit, int(commits.max()))
 
 
 def num_words(pool_bytes: int, slab_bytes: int, spaces: int = SPACES) -> int:
-    """Words of all records of a pool, with what belongs to them."""
+    """Number of words of all records of a pool, with all that belongs to them."""
     grid = Grid(pool_bytes, slab_bytes)
     return _pages(3 * len(grid)) + spaces + spaces * PAGE_WORDS + record_words(grid)
 
 
 def record_words(grid: Grid) -> int:
-    """Those of the records alone, which are the last ones. The others need memory from the start; see `TakeRoom`."""
+    """Number of words of the records alone, which are the last ones. The others need memory from the start; see
+    `TakeRoom`."""
     return len(grid) * grid.records * RECORD_WORDS
 
 
@@ -426,13 +426,13 @@ def _pages(words: int) -> int:
 
 
 def _in_turn(*columns: Ints) -> Iterator[tuple[int, ...]]:
-    """The values of each row, of very many."""
+    """The values of each row, for very many rows."""
     for at in range(0, len(columns[0]), UNITS_READ):
         yield from zip(*(column[at : at + UNITS_READ].tolist() for column in columns), strict=True)
 
 
 def _checked(value: int) -> int:
-    """A number below 2**32 that is known to be whole when it is read: with its complement."""
+    """A number below 2**32 with its complement, so that damage is seen when it is read."""
     return value | (~value & 0xFFFFFFFF) << 32
 
 
@@ -443,7 +443,7 @@ def _unchecked(word: int) -> int | None:
 
 
 def _digest(words: Words, first: int) -> Words:
-    """Of the words from the ``first`` of each record on, [n, words]."""
+    """Digests of records, each over its words from the ``first`` on, [n, words]."""
     lanes = words.view(np.uint32).astype(np.uint64)
     products: Words = lanes @ _MULTIPLIERS[2 * first : 2 * first + lanes.shape[1]]
     return products
@@ -456,7 +456,7 @@ def _used(tick: int, count: int) -> Words:
 
 
 def entry_crc(commit: int, number: int, facts: bytes) -> int:
-    """Of an entry whose commit word and number are these, and the length and bytes of its text."""
+    """CRC of an entry: its commit word and number, and the length and bytes of its text."""
     return zlib.crc32(struct.pack("<3Q", commit, number, len(facts)) + facts)
 
 

@@ -19,8 +19,8 @@ from kvsidecar.errors import Refusal
 from kvsidecar.types import EVICTION_ORDER, Priority
 
 SWEEPS, PIECE = 16, 512
-"""A store frees so many pieces of what was cleared or has expired at most, each of so many blocks or of as many as it
-has. If it finds no room there, others go, or it is refused: what is left goes soon."""
+"""The most pieces of cleared or expired blocks that a store frees, and blocks of a piece, unless the store has more. If
+it finds no room there, others go, or it is refused: the rest goes soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class _Newcomers:
     priority: Priority
 
     def go_after(self, victims: Iterable[Chain], needs: Mapping[int, int]) -> bool:
-        """Whether the policy has these go first. Those of other sizes, of which a slab is recut, do in any case."""
+        """Whether the policy evicts all these victims first. Victims of other sizes, whose slab is recut, go in any
+        case."""
         place = EVICTION_ORDER.index(self.priority)
         lower = EVICTION_ORDER[:place]
         for chain in victims:
@@ -63,7 +64,7 @@ class Room:
         """Readable blocks that stores have evicted and that no tier had."""
 
     def make(self, needs: Mapping[int, int], grant: StoreGrant) -> Refusal | None:
-        """Evict until all blocks of this store can be allocated. If that is impossible, the reason; nothing has
+        """Evict until all blocks of this store can be allocated. Returns the reason if that is impossible; nothing has
         changed then.
 
         Args:
@@ -111,7 +112,7 @@ class Room:
         return Refusal.POOL_FRAGMENTED if table.slots.is_fragmented(needs) else Refusal.POOL_FULL
 
     def victims(self, needs: Mapping[int, int], share: Share) -> list[Chain]:
-        """What a store of this share with these needs would evict now."""
+        """The blocks that a store of this share with these needs would evict now."""
         table = self._table
         if table.slots.can_allocate(needs) or self._sweep_for(needs):
             return []
@@ -119,13 +120,13 @@ class Room:
         return choose_victims(needs, table.slots, table.tables, table.shares, (), {share: nbytes}) or []
 
     def shrink(self, share: Share, blocks: int) -> bool:
-        """Evict up to so many of the oldest blocks of a share that is over its maximum. False if there are none."""
+        """Evict up to this many of the oldest blocks of a share that is over its maximum. False if there are none."""
         victims = oldest_of_share(share, share.over, most_blocks=blocks)
         self._evict(victims)
         return any(len(chain.rows) for chain in victims)
 
     def place_below(self, below: int) -> tuple[int, int] | None:
-        """As `BlockCache.find_place`."""
+        """See `BlockCache.find_place`."""
         table, to_sweep = self._table, True
         while (place := table.slots.find_free(below)) is None and to_sweep:
             to_sweep = table.sweep(SWEEP)
@@ -159,7 +160,8 @@ class Room:
         return all(nbytes <= self.busy_room(share) for share, nbytes in wanted.items())
 
     def _age_of(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> _Newcomers | None:
-        """When the blocks that a store creates would go themselves. None: it is admitted whatever goes for it."""
+        """The age at which the blocks that a store creates would go themselves. None: it is admitted whatever goes for
+        it."""
         rhythm = self._table.rhythm
         parts = [part for part in grant.parts if len(part.created)]
         if rhythm is None or not rhythm.on or grant.wanted or not parts:
@@ -183,7 +185,7 @@ class Room:
         return all(nbytes <= self.busy_room(share) for share, nbytes in busy.items())
 
     def _own_victims(self, share: Share, incoming: int, requested: Sequence[Chain]) -> list[Chain] | None:
-        """What a share must give up itself to stay within its maximum. None: it cannot."""
+        """The blocks that a share must give up to stay within its maximum. None: it cannot."""
         if share.most is None or share.used + incoming <= share.most:
             return []
         if share.used > share.most:
@@ -203,7 +205,7 @@ class Room:
             self._table.evict(chain)
 
     def _sweep_for(self, needs: Mapping[int, int]) -> bool:
-        """Whether to free cleared and expired blocks is enough: some of them, if they are many."""
+        """Free cleared and expired blocks: some of them, if they are many. Returns whether that is enough."""
         most = max(PIECE, sum(needs.values()))
         for _ in range(SWEEPS):
             if not (self._table.sweep(most) or self._expiry.collect(most)):

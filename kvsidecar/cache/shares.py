@@ -1,4 +1,4 @@
-"""Shares: who pays for a slot, and how much of the pool each of them may have.
+"""Shares: which of them pays for a slot, and how much of the pool each may have.
 
 Each namespace belongs to one share, which pays for all slots of its blocks. A share may borrow whatever others leave,
 up to its maximum. Three rules keep a guarantee, whatever is requested in whatever order:
@@ -36,7 +36,7 @@ class ShareLimits:
     idle_ttl: float | None = None
     """Seconds after its last use, after which a block expires; None: never."""
     weight: int = 1
-    """Of the turns of each of its engines on the link."""
+    """How many turns each of its engines gets on the link."""
 
 
 Age = tuple[int, int]
@@ -45,11 +45,11 @@ two blocks the one with the lower age goes first."""
 NO_AGE: Age = (-1, -1)
 """Not later than that of any block."""
 MATCHES = 256
-"""So many times is a namespace compared with a share in one step: a millisecond."""
+"""Comparisons of a namespace with a share in one step: a millisecond."""
 
 
 class PayingSpace(Protocol):
-    """What a share knows of a space."""
+    """What a share knows about a space."""
 
     namespace: Namespace
     share: Share
@@ -59,7 +59,7 @@ class PayingSpace(Protocol):
 
 
 class Table(Protocol):
-    """What a share knows of a table of blocks."""
+    """What a share knows about a table of blocks."""
 
     number: int
     used_bytes: int
@@ -89,16 +89,16 @@ class TableOrder:
         self.priority = priority
         self._by_use = by_use
         self._heap: list[tuple[Age, int, Priority, Any]] = []
-        """Age that is not later than that of the table's oldest block, its number, the priority, table. Only the entry
-        counts whose age is in `_listed`."""
+        """Entries of an age not later than that of the table's oldest block, its number, the priority, the table. An
+        entry counts only if its age is in `_listed`."""
         self._listed: dict[int, Age] = {}
         """Number of a table -> the age."""
 
     def add(self, blocks: Table, age: Age | None = None) -> None:
-        """A table has evictable blocks.
+        """Add a table with evictable blocks.
 
         Args:
-            age: not later than that of the oldest of those that are new; None: they are not older than the others.
+            age: not later than that of the oldest new block; None: no new block is older than the others.
         """
         listed = self._listed.get(blocks.number)
         if listed is None:
@@ -107,7 +107,7 @@ class TableOrder:
             self._push((age, blocks.number, self.priority, blocks))
 
     def look_again(self) -> None:
-        """The oldest of a table may be older than they were."""
+        """Note that the oldest blocks of a table may be older than before."""
         self._heap = [(NO_AGE, *entry[1:]) for entry in self._heap if self._listed.get(entry[1]) == entry[0]]
         heapify(self._heap)
         self._listed = dict.fromkeys(self._listed, NO_AGE)
@@ -173,25 +173,26 @@ class Share:
     idle_ttl: float | None = None
     weight: int = 1
     spared: int = 0
-    """Of ``used``, what the stores of others leave it: what it is guaranteed."""
+    """The part of ``used`` that the stores of others leave it: its guarantee."""
     retired: bool = False
-    """Whether another one takes its place: see `Shares.move`."""
+    """Another share takes its place: see `Shares.move`."""
     idle_tick: int = 0
     """Blocks that were last used at this tick or before have expired."""
     orders: dict[Priority, TableOrder] = field(default_factory=lambda: _orders(by_use=False))
-    """In the order in which blocks go."""
+    """Tables of each priority in the order in which their blocks go."""
     by_use: dict[Priority, TableOrder] = field(default_factory=lambda: _orders(by_use=True))
-    """The same by last use, of tables that have another order."""
+    """Tables of each priority by the last use of their blocks, where `orders` has another order."""
 
     def __post_init__(self) -> None:
         self.spared = self.guaranteed
 
     def retire(self) -> None:
-        """Others take its place. Until they pay for its tables it has no limits, and gives away as little as before."""
+        """Let others take its place. Until they pay for its tables it has no limits, and gives away as little as
+        before."""
         self.guaranteed, self.most, self.retired = 0, None, True
 
     def add(self, blocks: Table, priority: Priority, age: Age | None = None) -> None:
-        """A table of this share has evictable blocks, as `TableOrder.add`."""
+        """Add a table of this share with evictable blocks, see `TableOrder.add`."""
         self.orders[priority].add(blocks, age)
         if blocks.reorders:
             self.by_use[priority].add(blocks)
@@ -212,7 +213,7 @@ class Share:
 
     @property
     def ranked(self) -> bool:
-        """Whether it has blocks whose priority is not normal."""
+        """True if it has blocks whose priority is not normal."""
         return bool(self.orders[Priority.LOW] or self.orders[Priority.HIGH])
 
     @property
@@ -238,24 +239,24 @@ class Shares:
         ]
         self._others = Share()
         self._retired: list[Share] = []
-        """Those of before, while they still pay for any table."""
+        """Shares of before, while they still pay for any table."""
         self._to_move: Iterator[Table] = iter(())
-        """Tables of which some are theirs."""
+        """Tables, some of which retired shares still pay for."""
         self.idling = [share for _, share in self._covers if share.idle_ttl]
-        """Those whose blocks expire when nobody uses them."""
+        """Shares whose blocks expire when nobody uses them."""
         self.committed = sum([each.guaranteed for each in limits])
         """Sum over all shares of the larger of its guarantee and its bytes that cannot be evicted now."""
         self.limited = bool(limits)
-        """Whether there are limits. Without any, nothing is refused or spared for the sake of a share."""
+        """True if there are limits. Without any, nothing is refused or spared for the sake of a share."""
 
     def __iter__(self) -> Iterator[Share]:
-        """All that pay for anything."""
+        """All shares that pay for anything."""
         yield from self.current
         yield from self._retired
 
     @property
     def current(self) -> list[Share]:
-        """Those of the limits, in their order, and the one of all other namespaces."""
+        """The shares of the limits, in their order, and the one of all other namespaces."""
         return [*(share for _, share in self._covers), self._others]
 
     def of(self, namespace: Namespace) -> Share:
@@ -290,7 +291,7 @@ class Shares:
                     share.idle_tick = before.idle_tick
 
     def adopt(self, tables: Iterable[Table]) -> None:
-        """Have the shares pay for these tables, for which none has paid yet."""
+        """Make the shares pay for these tables, for which none has paid yet."""
         for blocks in tables:
             blocks.space.share = share = self.of(blocks.space.namespace)
             share.used += blocks.used_bytes
@@ -299,7 +300,7 @@ class Shares:
                 share.add(blocks, priority)
 
     def move(self, _: int = 0) -> bool:
-        """Have the shares of now pay for some spaces that those of before still pay for. False if there are none."""
+        """Make the current shares pay for some spaces that retired ones still pay for. False if there are none."""
         if not self._retired:
             return False
         matches = MATCHES
@@ -313,7 +314,7 @@ class Shares:
         return True
 
     def _move_space(self, space: PayingSpace) -> None:
-        """Have the share of now pay for all tables of this space."""
+        """Make the current share pay for all tables of this space."""
         before, share = space.share, self.of(space.namespace)
         if before is share:
             return
@@ -371,7 +372,7 @@ class Budget:
         return max(0, allowed - self._taken.get(share, 0))
 
     def without(self, taken: Iterable[tuple[Share, int]]) -> Budget:
-        """What is left when these bytes are evicted as well."""
+        """The budget that is left when these bytes are evicted as well."""
         rest = Budget(self._incoming, own=self._own)
         rest._taken = dict(self._taken)
         for share, nbytes in taken:
@@ -379,5 +380,5 @@ class Budget:
         return rest
 
     def take(self, share: Share, nbytes: int) -> None:
-        """Evict these bytes, or with a negative number do not."""
+        """Count these bytes as evicted; a negative number takes that back."""
         self._taken[share] = self._taken.get(share, 0) + nbytes

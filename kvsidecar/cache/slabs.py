@@ -44,13 +44,13 @@ SHORTEST = 16
 LARGEST_SHARE = 8
 """A slot may have this part of the pool."""
 MIN_UNITS = 32768
-"""A pool has at least so many units, if it has so many pages and its slabs can be divided so: a slot that is larger
-than 3 % of the longest slab, a 1056th of the pool, has then more than 31 of them."""
+"""A pool has at least this many units, if it has as many pages and its slabs can be divided like this: a slot that is
+larger than 3 % of the longest slab, a 1056th of the pool, has more than 31 of them then."""
 MAX_UNITS = 1 << 20
 
 
 class Shape(NamedTuple):
-    """Of the slabs of a size class."""
+    """The shape of the slabs of a size class."""
 
     size: int
     """Bytes of a slot."""
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     nests: bool
     """They lie at multiples of their length, from the start of their part of the pool."""
     least: int
-    """Units of the shortest that may be cut where there is no longer place."""
+    """Units of the shortest slab that may be cut, where no longer place is left."""
 
 
 def unit_bytes(pool_bytes: int, slab_bytes: int) -> int:
@@ -93,7 +93,7 @@ class Grid:
         return min(end * self.unit, self.pool_bytes) - start * self.unit
 
     def shape(self, size: int) -> Shape:
-        """Of slabs for slots of this size class."""
+        """The shape of slabs for slots of this size class."""
         found = self._shapes.get(size)
         if found is None:
             self._shapes[size] = found = self._new_shape(size)
@@ -144,9 +144,9 @@ class Part:
         self.nbytes = grid.nbytes(start, end)
         self.starts = [start]
         self.ends = [end]
-        """Of each run, ascending."""
+        """Ends of the runs, ascending."""
         self.joins = True
-        """Runs that touch become one; else each is what a slab left."""
+        """Runs that touch become one; otherwise each is what a slab left."""
 
     def copy(self) -> Part:
         part = Part(self.grid, self.start, self.end, self.node)
@@ -154,7 +154,7 @@ class Part:
         return part
 
     def add(self, start: int, end: int) -> None:
-        """These units are whole again."""
+        """Add units that are whole again."""
         at = bisect_left(self.starts, start)
         if self.joins and at < len(self.starts) and self.starts[at] == end:
             end = self.ends[at]
@@ -166,7 +166,7 @@ class Part:
         self.ends.insert(at, end)
 
     def take(self, start: int, end: int) -> None:
-        """These units, which lie in one run, are cut."""
+        """Remove units that are cut; they lie in one run."""
         at = bisect_right(self.starts, start) - 1
         if at < 0 or not start < end <= self.ends[at]:
             raise AssertionError("a slab is cut where another one is")

@@ -1,4 +1,4 @@
-"""What the cache says of itself."""
+"""Statistics of the cache."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class CacheStats:
     expired_blocks: int = 0
     """Part of ``evicted_blocks``."""
     unzeroed_bytes: int = 0
-    """Of slots that have been freed and are to be zeroed, those of cleared blocks included that nobody uses."""
+    """Bytes of slots that have been freed and are to be zeroed, including cleared blocks that nobody uses."""
     spaces_not_kept: int = 0
     """How often the blocks of a namespace's group could not be recorded for the next daemon."""
 
 
 def gather(table: BlockTable, *, leases: int, loads: int) -> CacheStats:
-    """Those of a table with so many leases and running loads."""
+    """The statistics of a table with this many leases and running loads."""
     slots = table.slots
     evictable, unfit, freed = slots.bytes_in(SlotState.EVICTABLE), slots.unfit_bytes, slots.freed
     return CacheStats(

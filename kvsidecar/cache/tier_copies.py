@@ -1,4 +1,4 @@
-"""Which blocks of the pool slower tiers have a copy of, and what is written to them."""
+"""Keeps track of the blocks that slower tiers have a copy of, and of those that are being written to one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TierCopies:
         self._writes: set[WriteGrant] = set()
 
     def unwritten(self, chain: Chain, tier: int) -> Ints:
-        """Rows of the blocks of a chain that are readable, and that a tier does not have, without duplicates.
+        """Rows of the readable blocks of a chain that a tier does not have, without duplicates.
 
         Args:
             chain: of blocks that are referenced, or were sealed in this step.
@@ -48,14 +48,14 @@ class TierCopies:
         return self._room.evicted_unkept
 
     def evict_ahead(self, needs: Mapping[int, int], tier: int, space: Space) -> list[Chain]:
-        """Of the blocks that a store with these needs would evict now: evict those that a tier has.
+        """Evict the blocks that a store with these needs would evict now, as far as a tier has them.
 
         Args:
             needs: slots needed per size class.
-            space: of the store.
+            space: the store's space.
 
         Returns:
-            The others. Valid in this step only.
+            The blocks that the tier lacks. Valid in this step only.
         """
         others = []
         for chain in self._room.victims(needs, space.share):
@@ -66,7 +66,7 @@ class TierCopies:
         return others
 
     def begin_write(self, chain: Chain, tier: int) -> WriteGrant:
-        """Reference blocks from `unwritten` until `end_write`: a tier is given them."""
+        """Reference blocks from `unwritten` until `end_write`: they are written to a tier."""
         blocks, rows = chain.blocks, chain.rows
         blocks.tiers[rows] |= tier
         self._table.add_refs([chain])
@@ -92,7 +92,7 @@ class TierCopies:
             self._table.evict(Chain(blocks, unused))
 
     def mark(self, grant: StoreGrant, tier: int) -> None:
-        """A tier has the blocks of this store, which has just been sealed: they came from there."""
+        """Note that a tier has the blocks of this store, which has just been sealed: they came from there."""
         for part in grant.parts:
             if not part.blocks.cleared:
                 part.blocks.tiers[part.rows] |= tier

@@ -1,4 +1,4 @@
-"""When ticks were: the blocks of a table know the ticks of their last uses only."""
+"""The times of ticks: the blocks of a table know only the ticks of their last uses."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Seconds = npt.NDArray[np.float64]
 SPACING = 0.25
 """Seconds from a time to the next."""
 IDLE_STEPS = 64
-"""A time is known to one part in so many of how long ago it is, and `SPACING`."""
+"""A time is known to `SPACING` plus one part in this many of how long ago it is."""
 THIN_AFTER = 256
 
 
 class UseTimes:
-    """Some times, in seconds on the cache's clock, and the tick of the last request before each: the farther back, the
-    fewer."""
+    """Recorded times, in seconds on the cache's clock, and the tick of the last request before each: the farther back,
+    the fewer."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._ticks: list[int] = []
         self._indexed: tuple[Ints, Seconds] | None = None
-        """The same as arrays; None: they have changed since."""
+        """Ticks and times as arrays; None: they have changed since."""
 
     def note(self, now: float, tick: int) -> None:
-        """It is ``now``, and the last request had this tick."""
+        """Record the time, and the tick of the last request."""
         if self._times and now < self._times[-1] + SPACING:
             return
         self._times.append(now)

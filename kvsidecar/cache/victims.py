@@ -8,9 +8,9 @@ first; a slab counts as used when the newest of its blocks was. So blocks no new
 that slab, then the blocks up to the next slab, and so on. If slabs did not take part in this order, a second model on
 the node would never get more than its first slab.
 
-"Used" is meant as the policy has it: `SpaceBlocks.ranks` are the ticks of the last uses, which is LRU
-(`kvsidecar.cache.eviction_lru`), or what `kvsidecar.cache.eviction_rhythm` makes of them. A slab goes by the last use
-alone.
+"Used" has the policy's meaning: `SpaceBlocks.ranks` are the ticks of the last uses, which is LRU
+(`kvsidecar.cache.eviction_lru`), or what `kvsidecar.cache.eviction_rhythm` makes of them. A slab is ordered by the last
+use alone.
 
 A block is evicted as a whole, with its slots in other slabs and classes. A later victim may therefore provide what an
 earlier one was chosen for. At the end the plan takes back the victims that turned out to be unnecessary, newest first.
@@ -89,7 +89,7 @@ def choose_victims(
 def oldest_of_share(
     share: Share, nbytes: int, requested: Sequence[Chain] = (), most_blocks: int | None = None
 ) -> list[Chain]:
-    """The oldest blocks of one share that free so many bytes, or all; no more than ``most_blocks`` of each space."""
+    """The oldest blocks of one share that free this many bytes, or all; at most ``most_blocks`` of each space."""
     try:
         for chain in requested:
             chain.blocks.marks[chain.rows] = REQUESTED
@@ -157,10 +157,10 @@ class _EvictionPlan:
         self._windows: dict[int, list[Window]] = {}
         """Size class -> places where a slab of it could be, least recently used last."""
         self._later: dict[int, list[Window]] = {}
-        """The same of those that overlap a place that was chosen: what is left of one may provide nothing."""
+        """Places, by size class, that overlap a chosen one: the rest of such a place may provide nothing."""
 
     def hopeless(self) -> bool:
-        """Whether all that may go would not be enough: to find that out block by block would visit every one."""
+        """Whether all that may go would not be enough: finding that out block by block would visit every one."""
         busy = self._allocator.busy_bytes
         if self._budget is not None:
             busy += sum([max(0, share.evictable - self._budget.left(share)) for share in self._shares])

@@ -18,17 +18,17 @@ from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.slabs import Grid, Part, Shape, Slabs
 
 GAPS_AIM = 0.01
-"""Part of the pool that is lost. Every byte beyond costs as much as to evict one of the oldest."""
+"""Soft limit on lost bytes, as a part of the pool. Each byte beyond it costs as much as evicting one of the oldest."""
 GAPS_LIMIT = 0.02
-"""The same, beside one slot of the smallest size. Every byte beyond costs `OVER_LIMIT` times as much."""
+"""Limit on lost bytes, beside one slot of the smallest size. Each byte beyond it costs `OVER_LIMIT` times as much."""
 OVER_LIMIT = 25
 GAPS_END = 0.025
-"""The same. Every byte that a place would add beyond costs `OVER_END` times as much: there are nearly always others.
-Places that only take away from such a loss need not do so at any cost: they would evict what is used most."""
+"""Hard limit on lost bytes. Each byte beyond it costs `OVER_END` times as much (there are nearly always other places),
+unless the place reduces an existing loss: it need not do so at any cost, by evicting what is used most."""
 OVER_END = 1000
 LONGER = 4
-"""A large slot's place ends at one of so many slabs: the first where it is long enough, or a later one, to join the gap
-behind that."""
+"""Number of slabs at which a large slot's place may end: the first where it is long enough, or a later one, to join the
+gap behind that."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ class Window(NamedTuple):
     end: int
     """The unit after its last."""
     touched: int
-    """Blocks of the slab's own size that were used before this tick go first. Of `oldest`: that of the last use of a
+    """Blocks of the slab's own size that were used before this tick go first. From `oldest`: tick of the last use of a
     slot there."""
 
 
@@ -52,7 +52,7 @@ class Spans(NamedTuple):
     end: Ints
     """The unit after its last slab."""
     cost: Floats
-    """Of its blocks: bytes by the reciprocal of their age in ticks."""
+    """Bytes of its blocks, each weighed by the reciprocal of its age in ticks."""
     lost: Ints
     """Bytes of gaps that fit no slot, if the new slab lay there, less those that are there now."""
 
@@ -75,7 +75,8 @@ def oldest(slabs: Slabs, parts: Sequence[Part], shape: Shape) -> list[Window]:
 
 
 def replaceable(slabs: Slabs, parts: Sequence[Part], shape: Shape) -> list[Window]:
-    """The same where one slab makes room for one of as many slots at most, at its own start. O(slabs)."""
+    """The places of `oldest` where one slab makes room for one of at most as many slots, at its own start.
+    O(slabs)."""
     cut = slabs.by_address()
     heads = slabs.head[cut]
     begin, end = heads, heads + shape.units
@@ -98,7 +99,7 @@ class Wanted(NamedTuple):
 
     shape: Shape
     slots: int
-    """Beside those that have room in the gaps between which they lie. Of slabs that nest: one."""
+    """Number of slots, beside those that fit the gaps between which they lie. One for slabs that nest."""
 
 
 def cheapest(
@@ -113,9 +114,9 @@ def cheapest(
     their own class: a gap beside one goes to its other end. O(slabs).
 
     Args:
-        parts: with the runs that are not cut.
+        parts: all parts, with the runs that are not cut.
         whole: slabs that are in these runs already.
-        shapes: of all classes in use, and the wanted one.
+        shapes: shapes of all classes in use, and the wanted one.
         wasted: bytes that are lost in slabs.
     """
     grid = slabs.grid
@@ -164,7 +165,7 @@ def _spans_of(
     heads = slabs.head[cut]
     ends = heads + slabs.units[cut]
     gaps, stops = np.concatenate(((part.start,), ends)), np.concatenate((heads, (part.end,)))
-    """Before each slab, and behind the last: empty where two slabs touch."""
+    """Gaps before each slab, and behind the last: empty where two slabs touch."""
     barred = slabs.used[cut] > slabs.evictable[cut]
     if shape.nests:
         barred |= slabs.size[cut] == shape.size
@@ -173,7 +174,7 @@ def _spans_of(
     else:
         first = np.arange(len(gaps))
         room = _sums((stops - gaps) // shape.units * shape.units)
-        """Of the gaps before each one, for slots that they can have as it is."""
+        """Sums, before each gap, of the room in the earlier ones for slots that fit them as they are."""
         more = wanted.slots * shape.units
         least = np.maximum((stops - room[1:]).searchsorted(gaps - room[:-1] + more), first + 1)
         low = np.tile(first, LONGER)
@@ -225,7 +226,7 @@ def _ascending(values: Floats) -> Iterator[int]:
 
 
 def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Of the first 0, 1, 2... values."""
+    """Sums of the first 0, 1, 2... values."""
     return np.concatenate(((0,), np.cumsum(values)))
 
 
