@@ -1,5 +1,4 @@
-"""What a tier's process asks of a backend: to keep the shards of blocks somewhere, and to bring them back. And which
-backends there are."""
+"""The backends of tiers, and their interface: a backend keeps shards of blocks somewhere, and brings them back."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ BACKENDS: Final = {
     "disk": "kvsidecar.tiers.disk.backend:open_backend",
     "shared": "kvsidecar.tiers.shared_directory.backend:open_backend",
 }
-"""By name: the function that opens the backend with the options of its tier, as keyword arguments, and the pool if it
+"""The function that opens each backend, by name: with the options of its tier as keyword arguments, and the pool if it
 has an argument of this name."""
 
 
@@ -58,7 +57,7 @@ class TierShare:
 
     name: str
     patterns: tuple[str, ...]
-    """Of the namespaces that it covers, unless an earlier share does."""
+    """Patterns of the namespaces that it covers, unless an earlier share does."""
     most: int | None = None
     """Bytes that it may have of the tier; None for all."""
     guaranteed: int = 0
@@ -67,7 +66,7 @@ class TierShare:
 
 @dataclass(frozen=True, slots=True)
 class ShareUse:
-    """What a share has of a tier, and may have, in bytes; as `kvsidecar.cache.shares.Share`."""
+    """What a share has of a tier, and may have, in bytes; compare `kvsidecar.cache.shares.Share`."""
 
     name: str
     used: int
@@ -104,17 +103,17 @@ class BackendStats:
     blocks: int
     """Shards that are there."""
     evicted_blocks: int
-    """Since the start."""
+    """Shards evicted since the start."""
     kept_blocks: int
-    """Those that an earlier run had left, at the start."""
+    """Shards that an earlier run had left, at the start."""
     dropped_blocks: dict[str, int]
-    """Those of an earlier run that could not be kept, by reason."""
+    """Shards of an earlier run that could not be kept, by reason."""
     quota_blocks: int = 0
-    """Those that were not read or written for the sake of what other shares are guaranteed."""
+    """Shards that were not read or written for the sake of other shares' guarantees."""
     shares: Sequence[ShareUse] = ()
-    """Of the tenants, the one of all other namespaces last; empty without any."""
+    """The tenants' shares, the one of all other namespaces last; empty without any."""
     write_bytes_left: int | None = None
-    """Of the day's budget, earlier runs included; None: it has none."""
+    """Bytes left of the day's budget, less what earlier runs have spent; None: there is no budget."""
 
 
 class Backend(ABC):
@@ -125,13 +124,13 @@ class Backend(ABC):
     multiple of 4096 belong to the same slot and may be read and written too.
 
     Raises (every method):
-        OSError, TierFailed: it did not work; the text says what and where. Nothing wrong was given out. Whoever calls
+        OSError, TierFailed: it did not work; the text says what and where. Nothing wrong was given out. The caller
             counts the failures and stops asking after some.
     """
 
     @abstractmethod
     def find(self, space: ShardSpace, hashes: Sequence[bytes]) -> list[bool]:
-        """Which of these are there. Only a hint: a read may still miss."""
+        """One flag per hash: true if its shard is there. Only a hint: a read may still miss."""
 
     @abstractmethod
     def read(self, space: ShardSpace, hashes: Sequence[bytes], memory: Sequence[memoryview]) -> list[ReadEnd]:
@@ -152,7 +151,7 @@ class Backend(ABC):
         """Forget the shards of one namespace, or all. Returns how many."""
 
     def keys(self) -> Iterable[tuple[bytes, bytes, int]] | None:
-        """What is there: per shard space its digest, the block hashes, joined, and their width. None: unknown."""
+        """Everything that is there: digest, joined block hashes and their width, per shard space. None: unknown."""
         return None
 
     @abstractmethod
@@ -167,19 +166,19 @@ class Backend(ABC):
         """No call may be under way."""
 
     def set_shares(self, shares: Sequence[TierShare]) -> None:  # noqa: B027 - not every backend limits them
-        """Limit them from now on. What is there stays; a share that has too much evicts it when it writes."""
+        """Limit the shares from now on. What is there stays; a share that has too much evicts it when it writes."""
 
     def watch(self, space: ShardSpace, outlet: Outlet | None) -> None:  # noqa: B027 - not every backend knows
-        """Tell an outlet of every change of what is there of this space from now on; None: nobody."""
+        """Report every change to this space's shards to an outlet from now on; None: to nobody."""
 
     def pieces(self, space: ShardSpace) -> Iterator[bytes]:
-        """What is there as far as it is known, as hashes joined in pieces of 32 KiB at most, some of which may be
-        empty. Each is as of the moment when it is asked for."""
+        """The known shards of a space, as joined hashes in pieces of 32 KiB at most, some of which may be empty. Each
+        piece shows the moment at which it is asked for."""
         return iter(())
 
 
 def open_backend(name: str, options: dict[str, Any], pool: memoryview) -> Backend:
-    """Args: name: in `BACKENDS`, or ``module:function`` as there."""
+    """Args: name: a key of `BACKENDS`, or ``module:function`` like its values."""
     module, _, function = BACKENDS.get(name, name).partition(":")
     open_it: Callable[..., Backend] = getattr(importlib.import_module(module), function)
     given = {"pool": pool} if "pool" in inspect.signature(open_it).parameters else {}

@@ -2,12 +2,12 @@
 
 A Bloom filter with two bits for each block (Bloom, CACM 1970), in memory that the tier's process and the daemon share.
 The process sets bits, the daemon reads them. Blocks that have gone leave their bits behind until the process sets all
-bits again; to believe them costs a question.
+bits again; believing them costs a question.
 
-Clients choose the block hashes, so each of the two bits is found by a multiplier that is drawn for this filter. Whoever
-chooses two keys without knowing it: in at most 2 of n draws, if there are n bits, they share the bit (multiply-shift:
-Dietzfelbinger, Hagerup, Katajainen and Penttonen, Journal of Algorithms 25, 1997). Of a hash only the first eight bytes
-count: who stores a block makes the tier be asked for others of its namespace that begin alike.
+Clients choose the block hashes, so each of the two bits is found by a multiplier that is drawn for this filter. Two
+keys that are chosen without knowing it share a bit in at most 2 of n draws, if there are n bits (multiply-shift:
+Dietzfelbinger, Hagerup, Katajainen and Penttonen, Journal of Algorithms 25, 1997). Only the first eight bytes of a hash
+count: a stored block makes the tier be asked for others of its namespace that begin alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvsidecar.cache.arrays import Bools, Words
 
 BITS_PER_BLOCK: Final = 16
 BLOCK_BYTES: Final = 256 << 10
-"""Of a block, as far as the filter's size is concerned. Smaller ones make it less sharp."""
+"""Assumed size of a block, for the size of the filter. Smaller blocks make it less sharp."""
 MIN_BITS: Final = 1 << 20
 MAX_BITS: Final = 1 << 30
 _DRAWN: Final = struct.Struct("<2Q")
@@ -43,7 +43,7 @@ def filter_bytes(capacity_bytes: int) -> int:
 
 
 def create_filter(capacity_bytes: int) -> int:
-    """A file in memory for the filter of a tier, as `KeyFilter` maps it. Returns its descriptor."""
+    """Make a file in memory for the filter of a tier; `KeyFilter` maps it. Returns its descriptor."""
     fd = os.memfd_create("kvsidecar-tier-filter", os.MFD_CLOEXEC)
     os.pwrite(fd, _DRAWN.pack(*(secrets.randbits(64) | 1 for _ in range(2))), filter_bytes(capacity_bytes))
     return fd
@@ -88,8 +88,8 @@ class KeyFilter:
                 np.bitwise_or.at(self._bytes, (bits >> np.uint64(3)).astype(np.int64), values)
 
     def replace(self, keys: Iterable[tuple[bytes, Words]] | None) -> None:
-        """Start over with these blocks, by shard space. None: it is not known which there are, so that there may be
-        any. A block that is added meanwhile may be denied until it is added again."""
+        """Start over with these blocks, by shard space. None: it is not known which there are, so any may be there. A
+        block that is added meanwhile may be denied until it is added again."""
         self._bytes[:] = 0 if keys is not None else 0xFF
         for digest, each in keys or ():
             self.add(digest, each)

@@ -31,14 +31,14 @@ class TierOptions:
     backend: str
     """A name in `kvsidecar.tiers.backend.BACKENDS`."""
     options: dict[str, Any]
-    """Of the backend."""
+    """Options of the backend."""
     capacity_bytes: int
-    """Of the tier, for the size of its filter."""
+    """Capacity of the tier, for the size of its filter."""
     given: Given = NOTHING
 
 
 class TierLink(Child, asyncio.Protocol):
-    """One process, and what it was asked for since it is open. Used from the event loop."""
+    """One process, and the requests to it since it is open. Used from the event loop."""
 
     NOUN, LOST, FAILED = "its process", TierFailed, TierFailed
 
@@ -50,10 +50,10 @@ class TierLink(Child, asyncio.Protocol):
         self._numbers = iter(range(1, 1 << 62))
         self._spaces = SpaceNumbers()
         self.on_told: Callable[[ShardSpace, Residency, bytes], object] = lambda *_: None
-        """Called with what a watched space has: block hashes, joined. It must not raise."""
+        """Called with the blocks of a watched space, as joined hashes. It must not raise."""
 
     async def open(self, options: TierOptions, pool: FileInMemory, filter_fd: int) -> BackendStats:
-        """Have it open its backend, and make its filter.
+        """Make it open its backend, and fill its filter.
 
         Raises:
             TierFailed: the process has ended.
@@ -72,18 +72,18 @@ class TierLink(Child, asyncio.Protocol):
         return super().stuck(seconds)
 
     def space(self, space: ShardSpace) -> int:
-        """The number by which the next request names a space."""
+        """The number that names a space in the next request."""
         number, is_new = self._spaces.of(space)
         if is_new:
             self._write(pack_space(number, space))
         return number
 
     def set_shares(self, shares: Sequence[TierShare]) -> None:
-        """What each share may have, of what is asked from now on."""
+        """Set what each share may have, from the next request on."""
         self._write(pack_shares(shares))
 
     def watch(self, space: ShardSpace, *, wanted: bool = True) -> None:
-        """Be told what is there of a space, from the beginning, and what changes; or no more."""
+        """Get reports of a space's blocks, from the beginning, and of changes; or no more."""
         if not wanted:
             before = self._spaces.unwatch(space)
         else:
@@ -95,7 +95,7 @@ class TierLink(Child, asyncio.Protocol):
             self._write(Request(Do.WATCH, space=number).pack())
 
     def call(self, request: Request, on_end: OnEnd) -> None:
-        """Send a request to the backend. It is given a number. Raises TierFailed: the process has ended."""
+        """Send a request to the backend. It gets a number. Raises TierFailed: the process has ended."""
         if self.ended.done():
             raise TierFailed(self.ended.result())
         number = next(self._numbers)

@@ -1,7 +1,7 @@
-"""What the daemon and a tier's process say to each other, in frames over a socket pair.
+"""The messages between the daemon and a tier's process, in frames over a socket pair.
 
-Every request has a number and is answered once, in any order. A space is told and named by its number afterwards, until
-very many others were told. Arrays travel as they lie in memory.
+Every request has a number and is answered once, in any order. A space is introduced once, and named by its number
+afterwards, until very many others were introduced. Arrays travel as they lie in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REPLY: Final = struct.Struct("<BQd")
 
 
 class Do(IntEnum):
-    """What is asked for."""
+    """The kind of a request."""
 
     SPACE = 0
     """Not answered: what a number means from now on."""
@@ -44,13 +44,14 @@ class Do(IntEnum):
     SHARES = 7
     """Not answered: what each share may have from now on."""
     WATCH = 8
-    """Not answered: tell what is there of a space, and what changes."""
+    """Not answered: report the blocks of a space, and changes."""
     UNWATCH = 9
     """Not answered."""
 
 
 TOLD: Final = 1 << 63
-"""In the number of a reply, with that of a space: what a watched space has. Its body: which of `TELLS`, then hashes."""
+"""Set in the number of a reply, beside that of a space: a report on a watched space. Its body: an index of `TELLS`,
+then hashes."""
 TELLS: Final = (Residency.STORED, Residency.REMOVED, Residency.CLEARED, Residency.COMPLETE)
 
 
@@ -61,7 +62,7 @@ class Request:
     space: int = 0
     """Number of the space; 0 for none."""
     hashes: bytes = b""
-    """Block hashes, joined; of `Do.SPACE`, `Do.FORGET` and `Do.SHARES` JSON."""
+    """Block hashes, joined; for `Do.SPACE`, `Do.FORGET` and `Do.SHARES`, JSON."""
     slots: Ints | None = None
     """Byte offsets in the pool, one per hash."""
     checksums: tuple[Words, Words] | None = None
@@ -94,7 +95,7 @@ class Reply:
     number: int
     failed: bool
     seconds: float
-    """That the backend took."""
+    """Time that the backend took."""
     body: bytes = b""
     """One byte per hash, JSON, or why it failed."""
 
@@ -138,7 +139,7 @@ def namespace_of(body: bytes) -> Namespace | None:
 
 
 def stats_of(fields: dict[str, Any]) -> BackendStats:
-    """Args: fields: as of `dataclasses.asdict`, that JSON has carried."""
+    """Args: fields: from `dataclasses.asdict`, after a trip through JSON."""
     return BackendStats(**{**fields, "shares": [ShareUse(**each) for each in fields["shares"]]})
 
 

@@ -11,16 +11,16 @@ DAY_SECONDS: Final = 86400.0
 GUESSED_RATE: Final = 1e9
 """Bytes a second that a tier is expected to read before it has read anything."""
 OLD_READS: Final = 0.8
-"""What earlier reads weigh beside the newest one."""
+"""Weight of earlier reads beside the newest one."""
 GUESSED_PREFILL: Final = 20_000.0
-"""Tokens a second that an engine is taken to compute if it does not say: an 8B model on one large GPU."""
+"""Tokens a second that an engine is assumed to compute if it does not tell: an 8B model on one large GPU."""
 
 
 class Admission(StrEnum):
-    """Which blocks a tier is given."""
+    """Which blocks are written to a tier."""
 
     SECOND_USE = "second_use"
-    """Those that are used again after they were stored: most of what is stored never is."""
+    """Blocks that are used again after they were stored: most of what is stored never is."""
     ALL = "all"
     """Every block, when it has been stored."""
     ON_EVICT = "on_evict"
@@ -35,7 +35,7 @@ class FetchRefusal(StrEnum):
     OFF = "off"
     """The tier has failed, or its process has ended."""
     SLOWER = "slower"
-    """To compute them again is expected to take less time, or the engine cannot wait so long."""
+    """Computing them again is expected to take less time, or the engine cannot wait that long."""
     POOL_FULL = "pool_full"
     """There is no room in the pool."""
     BUSY = "busy"
@@ -66,13 +66,13 @@ class Estimate:
 
     nbytes: int
     waiting_bytes: int
-    """That are fetched before."""
+    """Bytes that are fetched before."""
     rate: float
     """Bytes a second that the tier reads."""
     tokens: int
-    """That the engine need not compute."""
+    """Tokens that the engine need not compute."""
     prefill_rate: float
-    """Tokens a second that it computes; 0 if it does not say."""
+    """Tokens a second that the engine computes; 0 if unknown."""
 
     @property
     def seconds(self) -> float:
@@ -80,7 +80,7 @@ class Estimate:
 
     @property
     def worth_it(self) -> bool:
-        """Whether it is expected to beat the computation."""
+        """True if it is expected to beat the computation."""
         return self.seconds < self.tokens / (self.prefill_rate or GUESSED_PREFILL)
 
 
@@ -97,7 +97,7 @@ class ReadRate:
         return self._nbytes / self._seconds if self._seconds else GUESSED_RATE
 
     def ended(self, nbytes: int, began: float, now: float) -> None:
-        """A call has read so many bytes. What others took of its time is theirs."""
+        """Count a call that has read this many bytes. The time that other calls took meanwhile is theirs."""
         self._nbytes = OLD_READS * self._nbytes + nbytes
         self._seconds = OLD_READS * self._seconds + now - max(began, self._ended)
         self._ended = now
@@ -122,7 +122,7 @@ class WriteBudget:
         return max(0, int(self._left))
 
     def take(self, blocks: int, block_bytes: int, now: float) -> int:
-        """Spend the bytes of as many of these blocks as there are left. Returns how many."""
+        """Spend the bytes of as many of these blocks as the budget allows. Returns how many."""
         left = self.left(now)
         if left is None:
             return blocks
@@ -136,5 +136,5 @@ class WriteBudget:
         self._left -= nbytes
 
     def at_most(self, nbytes: int) -> None:
-        """No more than so many were left when it was last asked."""
+        """Lower the budget to what was left when the tier was last asked."""
         self._left = min(self._left, nbytes)

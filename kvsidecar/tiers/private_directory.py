@@ -33,7 +33,7 @@ def open_directory(path: Path, tier: str) -> int:
 
 
 def problem_of(found: os.stat_result) -> str:
-    """Why a directory cannot be that of a tier of this process, as the end of a sentence; empty if it can."""
+    """Why a directory cannot hold a tier of this process, as the end of a sentence; empty if it can."""
     if found.st_uid != os.geteuid():
         return f"belongs to uid {found.st_uid}, not to this process"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

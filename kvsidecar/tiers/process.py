@@ -42,7 +42,7 @@ from kvsidecar.types import Residency
 
 READS: Final = 8
 WRITES: Final = 4
-"""Calls of the backend at a time."""
+"""Reads, and writes, of the backend at a time."""
 FILTER_EVICTED: Final = 1024
 """The filter is rebuilt when more blocks than this have gone, and more than half as many as there are."""
 
@@ -167,7 +167,7 @@ class TierProcess:
 
 
 def _to_the_end(run: Callable[[], None]) -> None:
-    """No thread ends unheard."""
+    """Run a thread so that its failure is noticed."""
     try:
         run()
     except BaseException as error:  # noqa: BLE001 - see above
@@ -184,7 +184,7 @@ def _heard(call: Future[None]) -> None:
 
 
 def _serve(control: Control) -> None:
-    """Open the backend as the daemon says, then take requests of the tier's own."""
+    """Open the backend that the daemon names, then take requests of the tier's own."""
     opened: list[TierProcess] = []
 
     def open_it(request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:

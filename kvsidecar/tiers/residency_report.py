@@ -1,4 +1,4 @@
-"""Tells the daemon what a backend has of some spaces, and what changes: for those who watch what the node holds.
+"""Reports to the daemon what a backend has of some spaces, and what changes: for watchers of what the node holds.
 
 A backend's call only appends to a `ChangeLog`, and a thread of its own sends it.
 """
@@ -16,16 +16,16 @@ from kvsidecar.tiers.backend import Backend, ShardSpace
 from kvsidecar.types import Residency
 
 PIECES: Final = 8
-"""That are sent before a pause: 160,000 shards a second, so that the daemon's loop has time for others."""
+"""Pieces that are sent before a pause: 160,000 shards a second, so that the daemon's loop has time for others."""
 PAUSE_SECONDS: Final = 0.05
 
 
 class Teller:
     """
     Args:
-        send: sends the number of a space, what is told, and hashes. May wait. Raises ConnectionError when the daemon
-            has gone: then nobody is told anything more.
-        pause: between `PIECES`; takes seconds.
+        send: sends the number of a space, a kind of report, and hashes. May wait. Raises ConnectionError when the
+            daemon has gone: then no more is reported.
+        pause: waits between `PIECES`; takes seconds.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class Teller:
     ) -> None:
         self._backend, self._send, self._pause = backend, send, pause
         self._changed = threading.Condition()
-        """Guards all that follows. A backend holds its own lock when it tells of a change, so it is not called with
-        this one held."""
+        """Guards all that follows. A backend holds its own lock when it reports a change, so it is not called with this
+        one held."""
         self._spaces: dict[int, ShardSpace] = {}
-        """Those that are watched."""
+        """The watched spaces by number."""
         self._log = ChangeLog[tuple[int, Residency, bytes]]()
         self._to_list: dict[int, Iterator[bytes]] = {}
 
     def watch(self, number: int, space: ShardSpace) -> None:
-        """Tell what is there of a space, then `Residency.COMPLETE`; and every change. Again: from the beginning."""
+        """Report what is there of a space, then `Residency.COMPLETE`; and every change. A second call starts over."""
         self._backend.watch(space, partial(self._changed_in, number))  # first: what changes from here on is told
         with self._changed:
             self._spaces[number] = space
@@ -65,7 +65,7 @@ class Teller:
                 self._changed.notify()
 
     def run(self) -> None:
-        """Until the daemon has gone."""
+        """Send reports until the daemon has gone."""
         pieces = 0
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The bytes of a shard: their checksum, the trailer behind them, and what is left of them to move."""
+"""The bytes of a shard: their checksum, the trailer behind them, and the rest of them to move."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAILER_BYTES: Final = _LAYOUT.size
 
 
 def trailer_of(space: ShardSpace, block_hash: bytes, checksum: int) -> bytes:
-    """What stands behind a shard where others may write too: of which shard it is, and what its checksum is."""
+    """The bytes behind a shard where others may write too: they name the shard and its checksum."""
     return _LAYOUT.pack(_MAGIC, space.digest, block_hash, checksum)
 
 
@@ -26,7 +26,7 @@ def checksum_of(memory: memoryview, known: int | None = None) -> int:
 
 
 def without_first(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of these after so many bytes are read or written."""
+    """The rest of these after this many bytes are read or written."""
     while parts and count >= parts[0].nbytes:
         count -= parts[0].nbytes
         parts = parts[1:]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from kvsidecar.tiers.backend import ShardSpace
 
 MAX_SPACES = 2048
-"""So many have a number at a time: clients make new ones without end, and each takes a few kilobytes on either side."""
+"""Spaces that have a number at a time: clients make new ones without end, and each takes kilobytes on either side."""
 
 
 class SpaceNumbers:
-    """The daemon's side. What it is told to send is to be sent at once, and in this order: the process forgets a space
-    when it is told of another, as this does.
+    """The daemon's side. New spaces must be sent at once, and in this order: the process forgets a space when another
+    one arrives, as this does.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class SpaceNumbers:
         self._told: dict[int, ShardSpace] = {}
 
     def of(self, space: ShardSpace) -> tuple[int, bool]:
-        """The number of a space, and whether the process is to be told of it first."""
+        """The number of a space, and whether the space must be sent to the process first."""
         number = self._numbers.get(space)
         if number is not None:
             return number, False
@@ -31,7 +31,7 @@ class SpaceNumbers:
         return self._last, True
 
     def watch(self, space: ShardSpace, number: int) -> int | None:
-        """A space is watched by this number. Returns another one by which it was, and is not to be any more."""
+        """Note that a space is watched by this number. Returns its former number, which must be unwatched."""
         before = self.unwatch(space)
         self._watched[space], self._told[number] = number, space
         return None if before == number else before

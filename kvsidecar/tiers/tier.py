@@ -1,7 +1,7 @@
-"""One tier of a daemon, across the processes that are it one after another: started, watched, asked, replaced.
+"""One tier of a daemon. Outlives its processes, which are started, watched, asked and replaced.
 
-Nobody waits for a tier. A request that is not answered in time is over for whoever asked; its slots stay with it until
-the backend's call returns or its process is dead.
+Nobody waits for a tier. A request that is not answered in time is over for its caller; its slots stay with it until the
+backend's call returns or its process is dead.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvsidecar.types import Namespace, Residency
 FAILURES: Final = 3
 """Calls in a row that fail or are late before the tier is off."""
 STATS_SECONDS: Final = 1.0
-"""Between questions for its gauges."""
+"""Time between requests for its gauges."""
 MAX_TO_FORGET: Final = 1024
 """Namespaces that wait to be forgotten."""
 OnTold = Callable[[Residency, bytes], object]
-"""Called with what a watched space has, one of `TELLS`: block hashes, joined; `Residency.COMPLETE`: all that was there
-has been told. It must not raise."""
+"""Called with reports on a watched space: one of `TELLS` and joined block hashes; `Residency.COMPLETE`: all that was
+there has been reported. It must not raise."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class TierCounts:
     """What a tier has done since the daemon started."""
 
     copied: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By ``read`` or ``write``, and ``blocks``, ``bytes`` or ``seconds``."""
+    """Totals by ``read`` or ``write``, and ``blocks``, ``bytes`` or ``seconds``."""
     corrupt_blocks: int = 0
     failures: int = 0
     """Calls that failed or were late."""
@@ -67,7 +67,7 @@ class Tier(Supervised[TierLink]):
 
     Args:
         name: for people, logs and metrics.
-        deadline: seconds after which a call is late: whoever asked goes on without it.
+        deadline: seconds after which a call is late: its caller goes on without it.
     """
 
     SETTLED_SECONDS = LONGEST_PAUSE_SECONDS
@@ -77,7 +77,7 @@ class Tier(Supervised[TierLink]):
         self.name = name
         self.counts = TierCounts()
         self.stats: BackendStats | None = None
-        """As of the last time that it was asked; None before it has opened."""
+        """Its last report; None before it has opened."""
         self._read_rate = ReadRate()
         self._options, self._pool = options, pool
         self.on_change: Callable[[Tier], object] = lambda _: None
@@ -97,7 +97,7 @@ class Tier(Supervised[TierLink]):
         self._shares: Sequence[TierShare] = ()
         self._watched: dict[ShardSpace, OnTold] = {}
         self._to_forget: list[Namespace | None] = []
-        """Namespaces that it has to forget before it is asked for anything else."""
+        """Namespaces that it must forget before it is asked for anything else."""
         self._forgetting = False
 
     @property
@@ -114,7 +114,7 @@ class Tier(Supervised[TierLink]):
 
     @property
     def pid(self) -> int:
-        """Of its process; 0 if there is none."""
+        """Process id of its process; 0 if there is none."""
         return 0 if self.at_work is None else self.at_work.pid
 
     # -- the process -----------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Tier(Supervised[TierLink]):
         os.close(self._filter_fd)
 
     def set_shares(self, shares: Sequence[TierShare]) -> None:
-        """What each share of the tenants may have, for this process and the next ones."""
+        """Set what each of the tenants' shares may have, for this process and its successors."""
         self._shares = shares
         if self.at_work is not None:
             self.at_work.set_shares(shares)
@@ -178,8 +178,8 @@ class Tier(Supervised[TierLink]):
     # -- what it has -----------------------------------------------------------------------------------------------
 
     def watch(self, space: ShardSpace, tell: OnTold) -> None:
-        """Tell what is there of a space, from the beginning, and what changes. What a process had that has ended is not
-        there; the next one begins with what it finds."""
+        """Report what is there of a space, from the beginning, and what changes. The blocks of a process that has ended
+        are not there; the next one begins with what it finds."""
         self._watched[space] = tell
         if not self.down and self._link is not None:
             self._link.watch(space)
@@ -205,7 +205,7 @@ class Tier(Supervised[TierLink]):
         return self._filter.may_have_each(digest, words) & (not self.off)
 
     def find(self, space: ShardSpace, hashes: bytes, on_end: Callable[[list[bool]], None]) -> None:
-        """Which of these are there: none, if it fails or is late.
+        """Ask which of these are there: none, if it fails or is late.
 
         Args:
             hashes: block hashes, joined; at most `messages.MAX_BLOCKS`.
@@ -237,7 +237,7 @@ class Tier(Supervised[TierLink]):
         Args:
             on_end: called once. Nothing else may touch the slots before. Empty: the call failed, their bytes are
                 undefined.
-            on_late: called at the deadline if the call has not ended; ``on_end`` follows some time.
+            on_late: called at the deadline if the call has not ended; ``on_end`` follows later.
 
         Raises:
             TierFailed: it is off.

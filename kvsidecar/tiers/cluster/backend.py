@@ -1,6 +1,6 @@
 """Finds, reads and writes shards in a Mooncake Store. Bytes go straight between the pool and the network.
 
-Each shard is stored with a trailer that says of which shard it is and what its checksum is: every read verifies it.
+Each shard is stored with a trailer that names the shard and its checksum: every read verifies it.
 
 A call may hang for a minute, and the library may end the process: use it in the process of a tier only.
 """
@@ -27,11 +27,11 @@ from kvsidecar.types import Namespace
 BATCH: Final = 32
 """Shards of one call of the client."""
 CALLS: Final = 32
-"""Of the client at a time; others wait."""
+"""Calls of the client at a time; others wait."""
 CONNECT_SECONDS: Final = 5.0
-"""For a first connection to the master. The client itself takes a minute and more to give up."""
+"""Time for a first connection to the master. The client itself takes a minute and more to give up."""
 PREFIX: Final = "kvs1-"
-"""Of all keys. Its number changes with the format of the trailer."""
+"""Prefix of all keys. Its number changes with the format of the trailer."""
 PROBE_PREFIX: Final = "kvsprobe-"
 
 _MISSES: Final = {-703, -704, -712}
@@ -69,14 +69,14 @@ class ClusterOptions:
     """Address by which other nodes reach this one; empty: that from which this one reaches the master."""
     replicas: int = 1
     soft_pin_seconds: float = 0.0
-    """How long what is written goes only after what is not pinned; 0: it is not pinned."""
+    """How long written shards are evicted only after those that are not pinned; 0: they are not pinned."""
     tenant: str = "default"
 
 
 class ClusterBackend(Backend):
     """Keeps shards in Mooncake Store.
 
-    What is there is decided by the master, and changed by other nodes at any time: `keys` is unknown, and `stats` says
+    The master decides what is there, and other nodes change it at any time: `keys` is unknown, and `stats` reports
     zero.
 
     Args:
@@ -109,7 +109,7 @@ class ClusterBackend(Backend):
             self._config.soft_pin_action = pin.ENABLE
             self._config.soft_pin_ttl_ms = int(options.soft_pin_seconds * 1000)
         self._trailers: SimpleQueue[memoryview] = SimpleQueue()
-        """Of calls that are not under way, room for one trailer a shard."""
+        """Free room for trailers, each piece for the shards of one call."""
         size = BATCH * TRAILER_BYTES
         area = memoryview(mmap.mmap(-1, CALLS * size))
         for at in range(0, len(area), size):
@@ -204,7 +204,7 @@ class ClusterBackend(Backend):
 
     @contextmanager
     def _room(self, count: int) -> Iterator[list[memoryview]]:
-        """Memory for as many trailers, for one call of the client."""
+        """Memory for this many trailers, for one call of the client."""
         area = self._trailers.get()
         try:
             yield [area[at : at + TRAILER_BYTES] for at in range(0, count * TRAILER_BYTES, TRAILER_BYTES)]
@@ -213,7 +213,7 @@ class ClusterBackend(Backend):
 
 
 def _library() -> tuple[Any, Any, Any]:
-    """The client's class, that of its options for a write, and its kinds of a pin."""
+    """The client's class, the class of its options for a write, and its kinds of pins."""
     # Read when the library is loaded. Memory of this node needs no network; a minute of attempts is too long to wait
     # for the address of a master that is not there.
     for name, value in {
@@ -271,9 +271,9 @@ def _failed(what: str, code: int) -> TierFailed:
 
 
 def open_backend(pool: memoryview, **options: Any) -> ClusterBackend:
-    """As the process of the tier opens it.
+    """Open the backend in the tier's process.
 
     Args:
-        options: of `ClusterOptions`.
+        options: fields of `ClusterOptions`.
     """
     return ClusterBackend(pool, ClusterOptions(**options))

@@ -54,7 +54,7 @@ from kvsidecar.types import LookupMode, Namespace
 SLAB_BYTES: Final = 64 * MiB
 """Slabs are cut into extents of one size. No shard may be larger."""
 MAX_SPACES: Final = 1000
-"""More spaces at a time are not kept: the one that was not used for longest is forgotten. The index has some more."""
+"""The most spaces that are kept at a time: the least recently used one is forgotten first. The index has some more."""
 
 LISTED_ROWS: Final = 512
 """Rows of a table that one piece of `DiskBackend.pieces` covers: 32 KiB of the longest hashes."""
@@ -72,10 +72,10 @@ class DiskBackend(Backend):
 
     Args:
         path: the directory; made if only its last part is missing.
-        capacity_bytes: of all extents; rounded down to whole pages. They are allocated here, once.
+        capacity_bytes: size of all extents; rounded down to whole pages. They are allocated here, once.
         slab_bytes: see `SLAB_BYTES`. What was kept with another size is forgotten.
         lock_seconds: longest wait for another process that uses the directory.
-        write_bytes_per_day: of the budget that `stats` says; it is for others to keep to it. None: there is none.
+        write_bytes_per_day: the budget that `stats` reports; callers must keep to it. None: there is none.
 
     Raises:
         TierFailed: the directory cannot be used, or has no room; the text is one sentence.
@@ -112,13 +112,13 @@ class DiskBackend(Backend):
         self._recorded = np.zeros(len(self._slots.grid), np.int64)
         """Per unit, how many records from its first one on have disk space, as far as known."""
         self._quota_blocks = 0
-        """Shards that were not read or written for the sake of what other shares are guaranteed."""
+        """Shards that were not read or written for the sake of other shares' guarantees."""
         self._forgotten_blocks = 0
-        """With the spaces that were too many."""
+        """Shards forgotten with the spaces that were too many."""
         self._shares: list[ShareLimits] = []
         self._names = KeptNames(self._directory.fd, path, 2 * MAX_SPACES)
         self._namespaces = self._names.open(self._digests())
-        """By their digests, which are all that the index tells."""
+        """Namespaces by their digests, which are all that the index contains."""
         self._probe = threading.Lock()
         report = self._cache.adopted
         _log.info(
@@ -131,7 +131,7 @@ class DiskBackend(Backend):
         )
 
     def _adopt(self, facts: TableFacts, is_new: bool) -> BlockCache:
-        """The cache, with what the files have kept."""
+        """Make the cache, with the shards that the files have kept."""
         try:
             cache = self._make_cache(facts)
         except Exception as error:
@@ -165,7 +165,7 @@ class DiskBackend(Backend):
             slots = grant.slots[0]
             checksums = self._cache.checksums(slots)
         wrong: list[int] = []
-        """Of those that are referenced."""
+        """Indices of bad shards among the referenced ones."""
         try:
             self._extents.read(slots, [memory[i] for i in which])
             for at, i in enumerate(which):
@@ -187,7 +187,8 @@ class DiskBackend(Backend):
         return ends
 
     def _reference(self, space: ShardSpace, hashes: Sequence[bytes]) -> tuple[list[int], LoadGrant | None]:
-        """Which of these are there, or as many of the first as its share may use; they stay until the grant ends."""
+        """Reference those of these shards that are there, or as many of the first as the share may use. They stay until
+        the grant ends."""
         known = self._cache.find_space(self._learn(space), space.group)
         if known is None:
             return [], None
@@ -321,8 +322,7 @@ class DiskBackend(Backend):
         return namespace is not None and covers(patterns, namespace)
 
     def _learn(self, space: ShardSpace) -> Namespace:
-        """The space's name in the cache. What is there of a namespace that was not heard of before counts for its share
-        from now on."""
+        """The space's name in the cache. The shards of a namespace that is new here count for its share from now on."""
         name = _name(space)
         if name.model not in self._namespaces:
             if len(self._namespaces) >= MAX_SPACES:
@@ -334,7 +334,7 @@ class DiskBackend(Backend):
         return name
 
     def _digests(self) -> set[str]:
-        """Of the namespaces that have shards."""
+        """Digests of the namespaces that have shards."""
         return {each.namespace.model for each in self._cache.spaces}
 
     def _digests_now(self) -> set[str]:
@@ -421,10 +421,10 @@ def _name(space: ShardSpace) -> Namespace:
 
 
 def _checksum(space: ShardSpace, memory: memoryview, known: int | None) -> int:
-    """What is recorded of a shard: the checksum of its bytes, combined with its space."""
+    """The checksum in a shard's record: that of its bytes, combined with its space."""
     return checksum_of(memory, known) ^ int.from_bytes(space.digest[:8], "little")
 
 
 def open_backend(directory: str, capacity_bytes: int, write_bytes_per_day: int | None = None) -> DiskBackend:
-    """As the process of the tier opens it."""
+    """Open the backend in the tier's process."""
     return DiskBackend(Path(directory), capacity_bytes, write_bytes_per_day=write_bytes_per_day)

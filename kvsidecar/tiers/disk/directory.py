@@ -1,4 +1,4 @@
-"""The files of a disk tier: the extents, preallocated, and the index that says what they hold. One process has them."""
+"""The files of a disk tier: the extents, preallocated, and the index of their contents. One process has them open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INDEX: Final = "kvsidecar-disk-index"
 KIND: Final = "extents of a disk tier, format 1"
 """In the index's header. It changes whenever another version would misread an extent or the checksum of one."""
 MAX_STARTS: Final = 3
-"""Starts in a row with one index that do not come to an end, before it is given up: to read it may kill the process."""
+"""Unfinished starts in a row with one index before it is given up: reading it may kill the process."""
 RECORD_BYTES: Final = 8 * RECORD_WORDS
 
 _log = log.get("disk tier")
@@ -45,7 +45,7 @@ class DiskFiles:
     facts: TableFacts
 
     def allocate_records(self, first: int, count: int) -> None:
-        """Take disk space for so many records from the first one on: without it, a full disk would be a SIGBUS.
+        """Take disk space for this many records from the first one on: without it, a full disk would be a SIGBUS.
 
         Raises:
             OSError: there is none.
@@ -150,7 +150,7 @@ class DiskDirectory:
             raise TierFailed(f"no disk tier can be created in {self.path}: {error.strerror}") from error
 
     def _check_room(self, facts: TableFacts) -> None:
-        """Refuse early: where the file system cannot preallocate, to try it takes long."""
+        """Refuse early: where the file system cannot preallocate, trying takes long."""
         free = os.fstatvfs(self.fd)
         room, need = free.f_bavail * free.f_frsize, needs(facts)
         if room < need:
@@ -169,12 +169,12 @@ def needs(facts: TableFacts) -> int:
 
 
 def file_bytes(facts: TableFacts) -> int:
-    """Of the file of extents: they, and a page for probes."""
+    """Size of the file of extents, with a page for probes."""
     return facts.pool_bytes + PAGE
 
 
 def _records_bytes(facts: TableFacts) -> int:
-    """Of the end of the index that is allocated slab by slab."""
+    """Size of the end of the index, which is allocated slab by slab."""
     return 8 * record_words(Grid(facts.pool_bytes, facts.slab_bytes))
 
 

@@ -27,7 +27,7 @@ CALL_EXTENTS: Final = 512
 
 Call = Callable[[int, Sequence[memoryview], int], int]
 Run = tuple[list[int], int]
-"""Which extents of a call are neighbours, by their indices in the order of their offsets, and the first offset."""
+"""Neighbouring extents of a call: their indices in the order of their offsets, and the first offset."""
 
 
 class Unreadable(TierFailed):
@@ -102,7 +102,7 @@ class ExtentFile:
                 raise TierFailed(self._text("write", len(which) * extent, at, error)) from error
 
     def _move(self, call: Call, buffers: list[memoryview], at: int, nbytes: int) -> int:
-        """Repeat the call until so many bytes are moved, or it stops at the end of the file. Returns how many are."""
+        """Repeat the call until this many bytes are moved, or it stops at the end of the file. Returns how many are."""
         done = 0
         while done < nbytes:
             moved = call(self._fd, buffers, at + done)
@@ -116,7 +116,7 @@ class ExtentFile:
         return done
 
     def _pages(self, count: int) -> list[memoryview]:
-        """Pages of this thread, at least so many."""
+        """Pages of this thread, at least this many."""
         pages: list[memoryview] | None = getattr(self._local, "pages", None)
         if pages is None or len(pages) < count:
             area = memoryview(mmap.mmap(-1, count * PAGE))

@@ -1,4 +1,4 @@
-"""What is left of the budget of writes, kept beside what was written: a start does not fill it up again.
+"""Keeps the rest of the budget of writes beside what was written: a start does not fill it up again.
 
 It is written down before the bytes are, so that a kill at any instant loses none that were spent. Nothing is
 synchronised: after a power failure what was spent in the last half minute may be missing.
@@ -68,7 +68,7 @@ class KeptBudget:
 
     @staticmethod
     def _open(directory: int, path: Path, now: Now) -> tuple[int, int | None, float]:
-        """The file, what was left of the budget, and so many seconds ago. None: all of it, because none was kept."""
+        """The file, what was left of the budget, and how many seconds ago. None: all of it, because none was kept."""
         reason = "it is damaged"
         try:
             fd = private_files.open_file(BUDGET, directory)
@@ -93,7 +93,7 @@ class KeptBudget:
             return self._budget.left(self._clocks().since_boot) or 0
 
     def spend(self, nbytes: int) -> None:
-        """So many bytes are going to be written. Raises OSError: this cannot be kept; they must not be."""
+        """Spend bytes that are going to be written. Raises OSError: this cannot be kept, so they must not be."""
         with self._lock:
             now = self._clocks()
             self._budget.spend(nbytes, now.since_boot)

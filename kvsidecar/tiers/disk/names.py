@@ -1,8 +1,8 @@
-"""Which namespaces the shards on a disk are of: the index has only their digests, and shares name namespaces.
+"""Names of the namespaces on a disk: the index has only their digests, and shares name namespaces.
 
-One line of JSON each, appended before the first shard of a namespace is written. A line counts if the digest of what
-it says is one of the index, so that nothing about the file need be believed. Nothing is synchronised: a namespace whose
-line was lost is known again from the first call that names it.
+One line of JSON each, appended before the first shard of a namespace is written. A line counts if its digest is in the
+index, so that nothing about the file need be believed. Nothing is synchronised: a namespace whose line was lost is
+known again from the first call that names it.
 """
 
 from __future__ import annotations

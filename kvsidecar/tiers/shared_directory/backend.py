@@ -1,8 +1,8 @@
 """Finds, reads and writes the files of a shared directory. Any node may do so at any time, and none waits for another.
 
 A shard is a file whose name is its block hash, below directories that are named after its namespace, its space and the
-first digits of the hash. It is written under another name and renamed when it is whole; nothing is flushed. Behind the
-bytes stands a trailer that says of which shard they are and what their checksum is: every read verifies it.
+first digits of the hash. It is written under another name and renamed when it is whole; nothing is flushed. The bytes
+are followed by a trailer that names the shard and its checksum: every read verifies it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ FINDS: Final = 16
 RENEW_SECONDS: Final = 600.0
 """A read renews the modification time of a file that is at least as old."""
 FORGET_SECONDS: Final = 2.0
-"""What a call that forgets does not remove in this time, is removed by a sweep."""
+"""Files that a call to forget does not remove in this time are removed by a sweep."""
 SOON_SHARE: Final = 20
-"""A sweep comes early when this node has written one byte in so many of the size since the last one."""
+"""A sweep comes early when this node has written one in this many bytes of the size since the last one."""
 ATTEMPTS: Final = 3
-"""To write a file whose directory is forgotten meanwhile."""
+"""Attempts to write a file whose directory is forgotten meanwhile."""
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _GONE: Final = {errno.ENOENT, errno.ESTALE}
@@ -57,11 +57,11 @@ _log = log.get("shared tier")
 class SharedBackend(Backend):
     """Keeps shards in a directory that several nodes share.
 
-    What is there is changed by other nodes at any time: `keys` is unknown, and `stats` is as of the last sweep.
+    Other nodes change what is there at any time: `keys` is unknown, and `stats` is as old as the last sweep.
 
     Args:
         path: the directory; made, with mode 0700, if only its last part is missing.
-        capacity_bytes: that the files of all nodes may have together, about.
+        capacity_bytes: approximate limit for the files of all nodes together.
 
     Raises:
         TierFailed: the directory cannot be used; the text is one sentence.
@@ -314,5 +314,5 @@ def _failed(what: str, path: str, error: OSError) -> TierFailed:
 
 
 def open_backend(directory: str, capacity_bytes: int, **options: Any) -> SharedBackend:
-    """As the process of the tier opens it."""
+    """Open the backend in the tier's process."""
     return SharedBackend(Path(directory), capacity_bytes, **options)

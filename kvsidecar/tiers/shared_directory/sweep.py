@@ -1,6 +1,6 @@
 """Keeps a directory of shards within its size. The nodes that share it take turns: one at a time, by a lock file.
 
-How old a file is, is what its modification time says, which a read renews. All times are those of the file server.
+The age of a file is that of its modification time, which a read renews. All times are the file server's.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from kvsidecar.support import log
 from kvsidecar.support.file_lock import try_lock
 
 SWEEP_SECONDS: Final = 300.0
-"""Between sweeps, of all nodes together."""
+"""Time between sweeps, of all nodes together."""
 EARLY_SECONDS: Final = 30.0
-"""Between sweeps when there is too much."""
+"""Time between sweeps when there is too much."""
 LOCK: Final = ".sweep"
-"""Its modification time is that of the last sweep, and its content says what was left."""
+"""The lock file. Its modification time is that of the last sweep, its content what was left then."""
 TRASH: Final = ".trash-"
-"""What a directory that was forgotten is called until it is removed."""
+"""Prefix of a forgotten directory's name until it is removed."""
 TRASH_SECONDS: Final = 60.0
-"""Who has forgotten it removes it itself until then."""
+"""A forgotten directory is left to the node that forgot it for this long."""
 KEPT_SHARE: Final = 0.9
-"""Of the size, after a sweep: there is room for what is written until the next one."""
+"""Part of the size that a sweep leaves: there is room for what is written until the next one."""
 UNFINISHED_SECONDS: Final = 3600.0
-"""A file that is still being written after so long never will be finished."""
+"""A file that is still being written after this long will never be finished."""
 EMPTY_SECONDS: Final = 60.0
-"""A directory that has been empty for so long goes. Whoever writes a file makes its directories first: they are new."""
+"""A directory that has been empty for this long goes. Writers make the directories of a file first: they are new."""
 AGE_STEP: Final = 60.0
-"""Ages are counted in steps of so many seconds: what a sweep remembers does not grow with the files."""
+"""Ages are counted in steps of this many seconds: what a sweep remembers does not grow with the files."""
 
 _log = log.get("shared tier")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What is there. Bytes are those of the files."""
+    """The result of a sweep: the files that are there, and their bytes."""
 
     nbytes: int = 0
     files: int = 0
     at: float = 0.0
     """When the sweep began."""
     removed: int = 0
-    """By this node in this sweep, because others are newer."""
+    """Files removed by this node in this sweep, because others are newer."""
 
 
 class Sweeper:
     """A thread that sweeps again and again.
 
     Args:
-        root: of the files, for the log.
+        root: directory of the files, for the log.
         sweep: called from the thread with the seconds after which a sweep is due. May raise OSError.
     """
 
@@ -72,7 +72,7 @@ class Sweeper:
         self._thread.start()
 
     def soon(self) -> None:
-        """There is too much: do not wait for the next turn."""
+        """Sweep before the next turn: there is too much."""
         self._soon = True
         self._wake.set()
 
@@ -198,7 +198,7 @@ def _remove_empty(directory: str, now: float) -> None:
 
 
 def _remove(entry: os.DirEntry[str]) -> bool:
-    """False: somebody else has."""
+    """Remove a file. False: somebody else has."""
     try:
         os.unlink(entry.path)
     except FileNotFoundError:
