@@ -1,4 +1,4 @@
-"""Opens what holds the pool while there is no daemon. Imports little: the first copier starts after it."""
+"""Opens the holder of the pool while there is no daemon. Imports little: the first copier starts after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = log.get("pool")
 
 
 async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.Event) -> Carrier | None:
-    """Who holds the pool while there is no daemon; None if nobody does, or if ``stop`` was set meanwhile.
+    """The holder of the pool while there is no daemon; None if there is none, or if ``stop`` was set meanwhile.
 
     Raises:
         ConfigError: the directory cannot be used.

@@ -23,13 +23,13 @@ from kvsidecar.tiers.private_directory import problem_of
 
 
 def check(flags: Mapping[str, str | None]) -> str:
-    """Look at all settings, in the order of a start. Returns one line that says what they come to.
+    """Check all settings, in the order of a start. Returns their result in one line.
 
     Args:
-        flags: as of `kvsidecar.daemon.serve.serve`.
+        flags: see `kvsidecar.daemon.serve.serve`.
 
     Raises:
-        ConfigError, KernelRefuses: as a start with these settings does.
+        ConfigError, KernelRefuses: a start with these settings would raise it.
     """
     settings = load_settings(flags)
     failpoints.configure_from_environment()
@@ -47,7 +47,7 @@ def check(flags: Mapping[str, str | None]) -> str:
 
 
 def _tiers_that_stay_off(settings: Settings) -> Iterator[tuple[str, str]]:
-    """What a start goes on without, until it can be made."""
+    """The tiers without which a daemon starts, until they can be opened."""
     for option, named in (("--disk-dir", settings.disk_dir), ("--shared-dir", settings.shared_dir)):
         if named is None:
             continue

@@ -113,7 +113,7 @@ class Daemon:
         self._pool = pool
         self._kept = kept
         self._failed: KVSidecarError | None = None
-        """Why the daemon ends although nobody has told it to."""
+        """Why the daemon ends although nobody has asked it to."""
         self.epoch = secrets.randbits(ID_BITS) | 1
         self.readiness = life.readiness
         self._metrics = Metrics(backend)

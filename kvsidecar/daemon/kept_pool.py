@@ -1,4 +1,5 @@
-"""The pool's second life: what an earlier daemon has left is taken over, once nothing of it can write there any more.
+"""The pool's second life: takes over what an earlier daemon has left, once nothing of that daemon can write there any
+more.
 
 A copy that an old copier had begun would land in a slot that this daemon has given to another block. What cannot be
 taken over is replaced by new files, whose memory is other memory; the start is a cold one then, never a failed one.
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kvsidecar.pool.kept_files import Carrier, KeptFiles
 
 MAX_STARTS = 5
-"""Daemons that may end before they are ready with the same kept files. What they find there might be the reason."""
+"""Daemons that may end with the same kept files before they are ready. What they find there might be the reason."""
 _log = log.get("pool")
 
 
@@ -47,7 +48,7 @@ class KeptPool:
         self._table: RecordTable | None = None
         self._table_fd = -1
         self._without_room = ""
-        """Why the table could not grow, the last time."""
+        """Why the table could not grow the last time."""
         self.holds: KeptHolds | None = None
         """None: no file could be had."""
         self._began = time.monotonic()
@@ -140,14 +141,14 @@ class KeptPool:
 
     @staticmethod
     def _take_room(files: KeptFiles, table: RecordTable, facts: TableFacts) -> None:
-        """Have memory for all of the table that is going to be read or written without a question: where others have
-        filled the file system, a page without memory is a SIGBUS. Raises OSError."""
+        """Get memory for all of the table that is going to be read or written unchecked: where others have filled the
+        file system, a page without memory is a SIGBUS. Raises OSError."""
         records = RecordTable.file_bytes(facts)
         os.posix_fallocate(files.table_fd, records, KeptHolds.file_bytes(facts.pool_bytes))
         table.take_room_by(partial(os.posix_fallocate, files.table_fd))
 
     def _take_room_logged(self, take_room: TakeRoom | None) -> TakeRoom | None:
-        """The same, and the log says when there begins to be no room, and when that is over."""
+        """``take_room``, with a line in the log when room runs out, and when there is some again."""
         if take_room is None:
             return None
 
@@ -207,12 +208,13 @@ class KeptPool:
         return cache
 
     def started(self) -> None:
-        """The daemon is ready, or ends because it was told to: what it has found does no harm."""
+        """Note that the daemon is ready, or ends as requested: what it has found does no harm."""
         if self._table is not None:
             self._table.starts = 0
 
     def set_owners(self, pids: Iterable[int]) -> None:
-        """Write down who may write to the pool from now on. The next daemon waits for the end of all of them."""
+        """Record the processes that may write to the pool from now on. The next daemon waits for the end of all of
+        them."""
         if self._table is not None:
             living = filter(None, map(process_id, pids))
             self._table.set_owners(Owner(*each) for each in living)
@@ -223,7 +225,7 @@ def _huge_page_bytes(files: KeptFiles) -> int:
 
 
 def _table_bytes(facts: TableFacts) -> int:
-    """Of the file: the table, then the holds."""
+    """Size of the table's file: the table, then the holds."""
     return RecordTable.file_bytes(facts) + KeptHolds.file_bytes(facts.pool_bytes)
 
 

@@ -33,12 +33,12 @@ _log = log.get("daemon")
 
 
 class Unexpected:
-    """Errors that nothing in the daemon expects: each is counted, and logged, those of one kind once a second."""
+    """Errors that nothing in the daemon expects: each is counted, and logged, but one kind only once a second."""
 
     def __init__(self) -> None:
         self._count: Callable[[], object] | None = None
         self._uncounted = 0
-        """Since the start, while there are no metrics yet."""
+        """Errors since the start, while there are no metrics yet."""
         self._rate = log.Rate()
 
     def count_with(self, count: Callable[[], object]) -> None:
@@ -48,7 +48,7 @@ class Unexpected:
             count()
 
     def __call__(self, name: str, error: BaseException) -> None:
-        """A task has raised, or a part of it that goes on."""
+        """Report an error of a task, or of a part of it that goes on."""
         self._heard("task failed", name, error, task=name)
 
     def in_callback(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -86,9 +86,9 @@ class Lifecycle:
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, group=settings.socket_group)
         self.loop_time = LoopTime()
         self.turns = Turns(self.loop_time)
-        """Of the users on the event loop: all that they cause, but for the local protocol."""
+        """The users' turns on the event loop, for all that they cause, except for the local protocol."""
         self.carrier: Carrier | None = None
-        """What holds the pool while there is no daemon."""
+        """The holder of the pool while there is no daemon."""
         self._was_ready = False
         self.probes = Probes(
             self.readiness, TaskSet(self.unexpected), page=settings.http_page, loop_time=self.loop_time

@@ -27,7 +27,7 @@ class Listeners:
     """Started and stopped together. Sockets that somebody removes are made again.
 
     Args:
-        pidfds: by process id, of the copiers: each client is sent them when it connects.
+        pidfds: returns the copiers' pidfds by process id: each client is sent them when it connects.
 
     Raises:
         ConfigError: the certificates for TCP cannot be used.

@@ -25,7 +25,7 @@ from kvsidecar.types import Direction, GroupLayout, Region
 
 SELF_TEST_BYTES = 64 * 1024
 SELF_TEST_SESSION = 0
-"""No rank's: their ids are odd."""
+"""A session of no rank: theirs have odd ids."""
 
 _log = log.get("daemon")
 
@@ -51,7 +51,7 @@ class PoolStart:
         self.progress = PinProgress(self.pool.nbytes, 0, 0.0, None, 0.0)
 
     def stop(self) -> None:
-        """`pin` ends with `PinStopped`, if it is still under way."""
+        """End `pin` with `PinStopped`, if it is still under way."""
         self._stop.set()
 
     async def pin(self) -> None:
@@ -79,7 +79,7 @@ class PoolStart:
         return bool(self.cache.adopted.kept_blocks)
 
     async def _progressed(self, progress: PinProgress) -> None:
-        """Some chunks, from the first one on, are pinned in every copier. The next one is pinned after this.
+        """Note that the first chunks are pinned in every copier. The next one is pinned after this.
 
         Raises:
             DeviceError, PinFailed: the self-test failed.
@@ -103,7 +103,7 @@ class PoolStart:
             _log.info("serving kept blocks", pinned_bytes=progress.pinned_bytes, total_bytes=progress.total_bytes)
 
     def _place_among_kept(self, progress: PinProgress) -> tuple[int, int] | None:
-        """For the self-test. None: operators hold all memory so far, but there is more to come.
+        """A place for the self-test. None: operators hold all memory so far, but there is more to come.
 
         Raises:
             PinFailed: there is none.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 DESCRIPTORS = 65536
 """Room in the table of descriptors from the start, if the limit allows as many: 512 KiB."""
 LEAST_FILE_BYTES = 16 << 20
-"""Of the largest file that any daemon makes: a copier's ring."""
+"""Size of the largest file that any daemon makes: a copier's ring."""
 BAR_COLUMNS = 40
 """The width of the bar that shows how much of the pool is pinned."""
 
@@ -58,11 +58,11 @@ def serve(flags: Mapping[str, str | None]) -> int:
     """Run a daemon until it is told to stop. Returns the exit code.
 
     Args:
-        flags: of the command line by option name; None for one that was not given.
+        flags: the command line's, by option name; None for one that was not given.
 
     Raises:
         AddressUnavailable, ConfigError, DeviceError, KernelRefuses, PinFailed, PoolRefused, SocketInUse,
-            TooManyProcesses: it cannot start; the text is one sentence, which the service manager has been told.
+            TooManyProcesses: it cannot start; the text is one sentence, which the service manager has received.
     """
     notifier = Notifier.from_environment()
     try:
@@ -126,7 +126,7 @@ async def _run(
 
 
 def _launch() -> Launched:
-    """A copier's process, of whatever device. Raises DriverUnusable, TooManyProcesses."""
+    """A copier's process, for any device. Raises DriverUnusable, TooManyProcesses."""
     try:
         return launch(copier.PROGRAM)
     except OSError as error:

@@ -34,7 +34,7 @@ CONFIG_VARIABLE = "KVSIDECAR_CONFIG"
 CLIENT_VARIABLES = tuple(f"KVSIDECAR_CONNECT{suffix}" for suffix in ("", "_CA", "_CERTIFICATE", "_KEY"))
 """Variables that the operator commands read."""
 PUBLISH_VARIABLES = tuple(f"KVSIDECAR_PUBLISH_{name}" for name in ("BIND", "REPLAY", "METRICS", "NODE", "TOPIC"))
-"""Of ``kvsidecar publish``, which may have its variables from the same file."""
+"""Variables of ``kvsidecar publish``, which may come from the same file."""
 RESERVED = frozenset({CONFIG_VARIABLE, "KVSIDECAR_FAILPOINTS", *CLIENT_VARIABLES, *PUBLISH_VARIABLES})
 """Variables with our prefix that are not settings."""
 # Kubernetes gives every container variables about every Service of its namespace. For a Service named "kvsidecar" or
@@ -175,7 +175,7 @@ def _unknown_table(from_file: Mapping[str, object], known: Container[str], file:
 
 
 _PROBLEMS = {"bool": "must be on or off", "float": "must be a number of seconds", "int": "must be a whole number"}
-"""By the first part of pydantic's name of an error, such as ``int_parsing``."""
+"""Texts by the first part of pydantic's name of an error, such as ``int_parsing``."""
 
 
 def _problem(kind: str, message: str, value: object) -> str:

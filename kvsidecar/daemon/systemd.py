@@ -130,7 +130,7 @@ class Notifier:
         self._not_ready = ""
         """Why the daemon is not going to be ready."""
         self._failed = False
-        """The reason of the end is told: no other status follows."""
+        """The reason of the end was sent: no other status follows."""
 
     @classmethod
     def from_environment(cls) -> Notifier:

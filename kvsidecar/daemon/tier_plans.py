@@ -16,7 +16,7 @@ def tier_plans(settings: Settings, pool: HostPool, given: Given) -> list[TierPla
     """The tiers behind the pool, the fastest first.
 
     Args:
-        given: to their processes.
+        given: what their processes get.
     """
     plans: list[TierPlan] = []
 
