@@ -36,15 +36,15 @@ class Arrival:
     connection: socket.socket
     uid: int
     fds: list[int] = field(default_factory=list)
-    """Received, and not taken over yet."""
+    """Descriptors received, and not taken over yet."""
     held: int = 0
     """How many descriptors are counted for it beside `CONNECTION_FDS`."""
     refused: str = ""
-    """Why its Hello is not waited for any more. Not the error: one that is raised refers to this, by its traceback, and
-    only the garbage collector would free both."""
+    """Why its Hello is not waited for any more. Not the error itself: once raised, it refers to this object by its
+    traceback, and only the garbage collector would free both."""
     ended: bool = False
     waits: bool = False
-    """Whether a Hello has come, perhaps a whole one, and is going to be read when it is its user's turn."""
+    """A Hello has come, perhaps a whole one, and is going to be read when it is its user's turn."""
 
     def take_fds(self) -> tuple[int, ...]:
         """The descriptors, which the caller closes from now on. They are counted until `Arrivals.end`."""
@@ -101,7 +101,7 @@ class Arrivals:
         arrival.held += len(fds)
 
     def complete(self, arrival: Arrival) -> None:
-        """Its Hello is complete, and it stays; or it ends without."""
+        """Note that its Hello is complete, or that it ends without one."""
         if (unfinished := self._unfinished.get(arrival.uid)) is not None:
             unfinished.pop(arrival, None)
             if not unfinished:
@@ -122,7 +122,7 @@ class Arrivals:
             del self._held[arrival.uid]
 
     def closed(self, arrival: Arrival, count: int) -> None:
-        """So many of the descriptors that it handed over are closed, before its end."""
+        """Count descriptors that it handed over and that are closed before its end."""
         if not arrival.ended:
             self._give_back(arrival, count)
 

@@ -1,4 +1,4 @@
-"""An Attach stream, whatever carries it: what is to be done when something arrives. Pure; `Attachment` does it.
+"""An Attach stream, whatever carries it: decides what to do when something arrives. Pure; `Attachment` does it.
 
 ::
 
@@ -24,7 +24,7 @@ from kvsidecar.errors import KVSidecarError, LimitExceeded
 MAX_EARLY_BYTES = 64 * 1024
 """Limit of messages that are kept while the driver imports the rank's memory, of each connection."""
 EARLY_MESSAGE_BYTES = 1024
-"""What each of them takes besides: one of a few bytes on the wire is some objects."""
+"""Memory that each of them takes besides: even a message of few bytes is several objects."""
 
 State = Enum("State", "NEW REGISTERING LEAVING ORPHANED OPEN ENDING OVER")
 S = State
@@ -48,14 +48,14 @@ class AttachProtocol:
     """Each method returns what to do, in order, and with what:
 
     register: the first message, None if there was none; then call `accepted` or `refused`. open: the stream of a
-    session. take: a message. end: a session, in order; then call `ended`. cut: the same, of a client that has gone:
-    jobs that have not started must not start. tell: the client, that the stream is over, with an error or None.
+    session. take: a message. end: a session, in order; then call `ended`. cut: end the session of a client that has
+    gone: jobs that have not started must not start. tell: the client that the stream is over, with an error or None.
     """
 
     def __init__(self) -> None:
         self.state = State.NEW
         self.session: RankSession | None = None
-        """A rank's, once it is registered; a watcher has none."""
+        """The session of a rank, once it is registered; a watcher has none."""
         self._early: list[Any] = []
         self._early_bytes = 0
         self._error: KVSidecarError | None = None
@@ -89,7 +89,7 @@ class AttachProtocol:
         return [("tell", error)]
 
     def finish(self, error: KVSidecarError | None = None) -> list[tuple[Do, Any]]:
-        """The client half-closes, or there is an error: the first of these counts."""
+        """End the stream because the client half-closes, or because of an error: the first of these counts."""
         begun = self.state is not State.NEW
         if error is not None and not begun:
             return self.refused(error)

@@ -36,7 +36,7 @@ MAX_HELLO_BYTES = 4096
 HELLO_SECONDS = 5.0
 """Time limit for the Hello: silent connections would hold descriptors."""
 TURNS = "attach"
-"""With a user id, whose turns the steps of the connections take."""
+"""With a user id, the user in `Turns` for the steps of the connections."""
 
 _log = log.get("attach")
 _caused = log.limited("attach")
@@ -49,8 +49,8 @@ class AttachSocket:
     Args:
         on_gone: called with a peer whose connection has ended.
         local_connection: serves the local protocol to a peer; None if the protocol is off.
-        turns: of the users, for the steps of their connections until the Welcome, and for the last one. What comes
-            between them is `local_connection`'s.
+        turns: the users' turns, for the steps of their connections until the Welcome, and for the last one. The steps
+            between them are `local_connection`'s.
         arrivals: admits the connections, with those of other carriers.
         pidfds: returns the copiers' processes and a pidfd of each. A client gets them and the daemon's own with its
             Welcome: its memory may be in use until all of these processes have ended.
@@ -75,7 +75,7 @@ class AttachSocket:
             self.socket_files, self.socket_files.attach_path, self._accepted, self.tasks, _caused, self.turns, TURNS
         )
         self.connections: set[_Connection] = set()
-        """Those that are open."""
+        """The open connections."""
 
     def start(self) -> None:
         """See `PathListener.start`."""
@@ -160,7 +160,7 @@ class _State(Enum):
     """Not all of its Hello has been read."""
     SERVED = "served"
     LEAVING = "leaving"
-    """Its client has gone; what is to be done about it waits for its turn."""
+    """Its client has gone; cleaning up waits for its turn."""
     ENDED = "ended"
 
 
@@ -329,7 +329,7 @@ class _Connection:
         self.gone()
 
     def gone(self) -> None:
-        """The client has gone; may be called again."""
+        """Note that the client has gone; may be called again."""
         if self._state is _State.SERVED:
             self._enter(_State.LEAVING)
             self._stop_listening()

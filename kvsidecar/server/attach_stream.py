@@ -93,8 +93,8 @@ class AttachStream:
     async def call(
         self, message: pb.Store | pb.Load, direction: Direction, turn: Callable[[], Awaitable[None]]
     ) -> pb.JobDone:
-        """Run a job that comes in a call of its own. Cancelled, it lets a copy that has not started never start; the
-        job ends all the same.
+        """Run a job that comes in a call of its own. If cancelled, a copy that has not started never starts; the job
+        ends all the same.
 
         Args:
             turn: waits for a step of the loop's time: many calls may arrive in one iteration.

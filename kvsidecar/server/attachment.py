@@ -1,4 +1,4 @@
-"""One Attach stream, of a rank or of a watcher: does what `AttachProtocol` says. Independent of the transport."""
+"""One Attach stream, of a rank or of a watcher: does what `AttachProtocol` decides. Independent of the transport."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Attachment(ABC):
 
     @abstractmethod
     def unread_bytes(self) -> int:
-        """Of what was sent, the bytes that the client has not taken yet."""
+        """Bytes sent but not yet read by the client."""
 
     @abstractmethod
     def tell(self, error: KVSidecarError | None) -> None:
-        """The stream is over, with this error."""
+        """Inform the client that the stream is over, with this error."""
 
     @property
     def takes_jobs(self) -> bool:
@@ -54,7 +54,7 @@ class Attachment(ABC):
 
     @property
     def begins_job(self) -> bool:
-        """Whether a job of very many blocks still begins: what follows it should wait."""
+        """True while a job of very many blocks still begins: messages after it should wait."""
         return isinstance(self._stream, AttachStream) and bool(self._stream.session.beginning)
 
     def receive(self, message: pb.AttachRequest | InvalidRequest, nbytes: int = 0) -> None:
@@ -66,13 +66,13 @@ class Attachment(ABC):
         self._do(self._protocol.finish(error))
 
     def lose(self, error: KVSidecarError) -> None:
-        """As `finish`, and count the refusal."""
+        """`finish` with an error, and count the refusal."""
         if self._protocol.state in (State.NEW, State.REGISTERING, State.OPEN):
             self._handler.count_refusal(error)
         self.finish(error)
 
     def gone(self) -> None:
-        """The client has gone."""
+        """Note that the client has gone."""
         self._close()
         self._do(self._protocol.gone())
 

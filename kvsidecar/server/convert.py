@@ -134,12 +134,12 @@ def mode_from(mode: int) -> LookupMode:
 
 
 def pause_from(seconds: int) -> float:
-    """Of a touch: seconds until the next use, infinity if there is none, 0 if it is not known."""
+    """The pause in a touch: seconds until the next use, infinity if there is none, 0 if it is not known."""
     return inf if seconds == NO_NEXT_USE else float(seconds)
 
 
 def choice_from(request: pb.LookupRequest, hash_bytes: int) -> Choice:
-    """What the caller of a lookup wants to be fetched.
+    """The misses that the caller of a lookup wants fetched.
 
     Args:
         hash_bytes: width of a block hash. Bits beyond the hashes are not looked at.

@@ -23,7 +23,7 @@ class TolerantRegistrar:
         self._server = server
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
-        """Ignored: `add_registered_method_handlers` gets the same methods."""
+        """Do nothing: `add_registered_method_handlers` gets the same methods."""
 
     def add_registered_method_handlers(self, service: str, methods: Mapping[str, Any]) -> None:
         tolerant = {name: _tolerant(method) for name, method in methods.items()}

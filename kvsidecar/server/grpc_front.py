@@ -1,6 +1,6 @@
 """Relays each connection of a gRPC client through the gate to gRPC's own server, and limits what a user's may cost.
 
-gRPC in Python tells neither who connects nor how many connections a user has. `grpc_server` and `tls_front` accept, and
+gRPC in Python reveals neither the peer nor how many connections a user has. `grpc_server` and `tls_front` accept, and
 know the user; gRPC's own server listens at a socket that only this process can reach.
 """
 
@@ -26,33 +26,34 @@ from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 
 MAX_CONNECTIONS, MAX_ALL_CONNECTIONS = 512, 1024
-"""Limit per user, and of all users together. An engine has one for each rank, and one for its scheduler."""
+"""Connections per user and in total. An engine has one for each rank, and one for its scheduler."""
 MAX_CALLS, MAX_ALL_CALLS = 512, 2048
-"""The same of open calls. The Attach stream of a rank is one, where the local protocol is off."""
+"""Open calls per user and in total. Without the local protocol, a rank's Attach stream is one of them."""
 MAX_MESSAGES_BYTES, MAX_ALL_MESSAGES_BYTES = 16 * MAX_MESSAGE_BYTES, 32 * MAX_MESSAGE_BYTES
-"""The same of messages that have not arrived as a whole, or whose call has not been answered."""
+"""Bytes, per user and in total, of messages that are incomplete or whose call has not been answered."""
 READ_BYTES = 64 * 1024
-"""The most that is read of a connection before others have their turn, and kept for an end that takes no more."""
+"""The most that is read from a connection before others have their turn, and kept for an end that takes no more."""
 MAX_UNSENT_BYTES = READ_BYTES + 24 * 1024
-"""From this on nothing more is read of a client that does not read its answers and the gate's."""
+"""From this many unsent bytes on, nothing more is read from a client that does not read its answers and the gate's."""
 
 CONNECTION_BYTES = 192 * 1024
-"""The most memory of a connection without calls: what was read and not passed on, in both directions, and 20 KiB of
-gRPC's own (measured)."""
+"""The most memory of a connection without calls: bytes read and not passed on, in both directions, and 20 KiB of gRPC's
+own (measured)."""
 CALL_BYTES = 160 * 1024
-"""The most of a call without the messages above: 40 KiB of gRPC's own with the largest headers that pass (measured),
-64 KiB that it reads ahead, and an answer that is not read."""
+"""The most memory of a call without the messages above: 40 KiB of gRPC's own with the largest headers that pass
+(measured), 64 KiB that it reads ahead, and an answer that is not read."""
 MESSAGE_COPIES = 2
-"""Of a message: as it arrived, and parsed."""
+"""Copies of a message in memory: as it arrived, and parsed."""
 CALL_SECONDS = 25e-6
-"""What gRPC and the loop take for a call that begins, or ends, without its answer (measured)."""
+"""Time that gRPC and the loop take for a call that begins, or ends, without its answer (measured)."""
 GIVEN_UP_SECONDS = 0.001
-"""What a user pays besides for a call that it resets, or leaves open as it closes its connection, on whichever of its
-connections: 300 a second. Some gRPC begins only to end them, in iterations that take as long as all that have come."""
+"""Time that a user pays besides for a call that it resets, or leaves open when it closes a connection: 300 such calls a
+second. Some are begun by gRPC only to be ended, in iterations that take as long as all that have come."""
 BEGIN_SECONDS = 0.0005
-"""What gRPC takes for a connection."""
+"""Time that gRPC takes for a connection."""
 PAUSE_SECONDS = 0.002
-"""Between the ends of `CALLS_AT_ONCE` calls that are late. gRPC ends in one iteration what came in several."""
+"""Time between batches of `CALLS_AT_ONCE` late calls that are ended. gRPC ends in one iteration what came in
+several."""
 RELAYS_AT_ONCE = 16
 """Connections whose second is counted in one iteration of the loop."""
 LINGER_SECONDS = 5
@@ -61,20 +62,20 @@ LINGER_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """What one user, or all users together, may have at once."""
+    """Limits for one user, or for all users together."""
 
     connections: int
     calls: int
     messages_bytes: int
 
     def memory(self, connection_bytes: int) -> int:
-        """Bytes of memory that this takes at most."""
+        """The most memory that this allows, in bytes."""
         return self.connections * connection_bytes + self.calls * CALL_BYTES + self.messages_bytes * MESSAGE_COPIES
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the connections that come in over one listener."""
+    """Limits of the connections that come in over one listener."""
 
     user: Most
     everyone: Most
@@ -85,11 +86,11 @@ LIMITS = Limits(
     Most(MAX_CONNECTIONS, MAX_CALLS, MAX_MESSAGES_BYTES),
     Most(MAX_ALL_CONNECTIONS, MAX_ALL_CALLS, MAX_ALL_MESSAGES_BYTES),
 )
-"""Of the Unix socket."""
+"""Limits of the Unix socket."""
 USER_BYTES = LIMITS.user.memory(CONNECTION_BYTES)  # 304 MiB
 """The most memory that one user's gRPC takes, however many connections and calls it tries."""
 ALL_BYTES = LIMITS.everyone.memory(CONNECTION_BYTES)  # 768 MiB
-"""The same of all users together."""
+"""The most memory that all users' gRPC takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,12 @@ class OpenedConnection:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who is at the other end of a connection."""
+    """The client at the other end of a connection."""
 
     user: Hashable
-    """Whom the limits count it for."""
+    """The user that the limits count it for."""
     shown: Mapping[str, object]
-    """The same for the log."""
+    """The user as the log shows it."""
     name: str = ""
     """Abstract name at which gRPC's server sees the connection; empty: it sees none."""
     opened: OpenedConnection | None = None
@@ -118,11 +119,11 @@ class Client:
 
 
 _ABSTRACT = "unix-abstract:"
-"""Before the name of a connection, in what gRPC says of it."""
+"""Prefix of a connection's name where gRPC names it."""
 
 
 def new_name() -> str:
-    """For one connection: nobody else can have bound it before."""
+    """A new name for one connection: nobody else can have bound it before."""
     return f"kvsidecar-{secrets.token_hex(16)}"
 
 
@@ -135,7 +136,7 @@ class GrpcFront:
 
     Args:
         refuse: counts a refusal.
-        turns: of the users, for all that is relayed.
+        turns: the users' turns, for all that is relayed.
     """
 
     def __init__(self, limits: Limits, refuse: Callable[[Refusal], None], tasks: TaskSet, turns: Turns) -> None:
@@ -154,9 +155,9 @@ class GrpcFront:
         )
         self.turns, self.poll_set = turns, PollSet()
         self.relays: set[_Relay] = set()
-        """Those of the connections that are open."""
+        """The open connections."""
         self._clients: dict[str, Client] = {}
-        """Those whose connections gRPC's server sees at a name."""
+        """Clients by the name at which gRPC's server sees their connection."""
         self._seconds: asyncio.Task[None] | None = None
         self._caused = log.limited("rpc")
         """For lines that clients cause."""
@@ -180,8 +181,8 @@ class GrpcFront:
         self.poll_set.close()
 
     def admit(self, client: Client, make_end: MakeEnd) -> None:
-        """Serve a connection, or close it. Without a word: a gRPC client that has had the server's settings starts over
-        at once, again and again, and its calls wait; one that has had none waits longer each time, and they fail."""
+        """Serve a connection, or close it silently: a gRPC client that has received the server's settings starts over
+        at once, again and again, and its calls wait; one that has not waits longer each time, and they fail."""
         try:
             self._connections_of.take(client.user)
         except LimitExceeded as error:
@@ -195,7 +196,7 @@ class GrpcFront:
         relay.client_readable()  # what TLS has read already, the socket does not announce
 
     def client_at(self, peer: str) -> Client | None:
-        """Whose connection it is of which gRPC's server says that this is at its other end; None once it has ended."""
+        """The client of the connection whose peer gRPC's server names like this; None once it has ended."""
         return self._clients.get(peer.removeprefix(_ABSTRACT))
 
     def connect(self, client: Client) -> socket.socket:
@@ -214,7 +215,7 @@ class GrpcFront:
         """Count a refusal, and log it if none was logged just now.
 
         Args:
-            shown: whose it is.
+            shown: its user, for the log.
         """
         self.refuse(REASONS[type(error)])
         self._caused.warning("gRPC refused", **shown, reason=str(error))
@@ -243,7 +244,7 @@ class GrpcFront:
             await self._peak.used(self._memory(connections.held, calls.held, nbytes.held), most)
 
     def _memory(self, connections: int, calls: int, nbytes: int) -> int:
-        """At the bounds above."""
+        """The most memory of these connections, calls and bytes, by the bounds above."""
         return connections * self._limits.connection_bytes + calls * CALL_BYTES + nbytes
 
 
@@ -254,7 +255,7 @@ def _nothing() -> None:
 class _State(Enum):  # each follows the one before it
     PASSING = "passing"
     LINGERING = "lingering"
-    """Nothing passes any more; the client has yet to take what it was sent."""
+    """Nothing passes any more; the client has yet to read what it was sent."""
     CLOSED = "closed"
     """The client's end is closed. The server's closes with the last calls, see `_Relay._end_calls`."""
 
@@ -271,10 +272,10 @@ class _Relay:
         self._gate = Gate(client.user, front.quotas)
         self._client = make_end(front.poll_set, self.client_readable, self._update)
         self._server: End | None = None
-        """None until the client has begun as it must."""
+        """None until the client's preface and settings have arrived."""
         self._state = _State.PASSING
         self._lingered = 0
-        """Since how many seconds nothing passes any more."""
+        """How many seconds ago the last bytes passed."""
 
     def _update(self) -> None:
         """Listen to what may be read, and for room where something waits to be sent."""
@@ -356,7 +357,7 @@ class _Relay:
         self._update()
 
     def _end(self) -> None:
-        """Pass nothing any more; close when the client has taken what it was sent."""
+        """Pass nothing any more; close when the client has read what it was sent."""
         self._state = _State.LINGERING
         self._gate.close()
         self._end_calls()
@@ -381,7 +382,7 @@ class _Relay:
             self._front.ended(self)
 
     def second(self) -> None:
-        """A second has passed."""
+        """Count a second."""
         if self._state is _State.PASSING:
             self._pass(self._gate.second())
             self._update()
@@ -430,7 +431,7 @@ class End:
         self._watched = 0
         """Events of the poll set."""
         self.waits = False
-        """Whether its next read waits for its turn."""
+        """Its next read waits for its turn."""
         self.unsent = b""
 
     def listen(self, *, read: bool) -> None:
@@ -448,7 +449,7 @@ class End:
             self._on_readable()
 
     def has_hung_up(self) -> bool:
-        """Whether the other side is closed altogether: nobody takes replies, whatever was asked before."""
+        """Whether the other side is closed altogether: nobody reads replies, whatever was asked before."""
         look = select.poll()
         look.register(self._connection, 0)
         return bool(look.poll(0))

@@ -67,7 +67,7 @@ class ClientsGone(logging.Filter):
         super().__init__()
         self._refuse = refuse
         self._rate = log.Rate()
-        """By the text of a record without its arguments."""
+        """Limits records by their text without its arguments."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = record.exc_info[0] if record.exc_info else None
@@ -144,7 +144,7 @@ class RpcServer:
     """Serves gRPC on the Unix socket. `start` it before pinning: clients can attach, and are notified when ready.
 
     Args:
-        arrivals: counts who attaches without a connection to the attach socket.
+        arrivals: counts clients that attach without a connection to the attach socket.
     """
 
     def __init__(self, socket_files: SocketFiles, handler: Handler, turns: Turns, arrivals: Arrivals) -> None:
@@ -159,7 +159,7 @@ class RpcServer:
         _add_reflection(self._inner.server, names)
         self._listener = unix_listener(socket_files, front, self._tasks, turns)
         self.start_again = self._listener.start
-        """To listen at another socket, because this one was removed. Who is connected notices nothing."""
+        """Listens at another socket, because this one was removed. Connected clients notice nothing."""
 
     async def start(self) -> None:
         """Bind and serve. The caller holds the lock of the socket files. Raises SocketInUse."""

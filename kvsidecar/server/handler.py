@@ -66,9 +66,9 @@ class Handler:
     Args:
         tasks: owns work that must outlive the connection, such as ending sessions.
         make_status: builds, in steps, the reply to Status for this caller, or a page of it.
-        watches: of what the pool holds.
+        watches: the watchers of what the pool holds.
         steps: turns of the messages of Attach streams.
-        user_time: of the requests over the local protocol.
+        user_time: users' time for requests over the local protocol.
     """
 
     epoch: int
@@ -84,7 +84,7 @@ class Handler:
     user_time: UserTime = field(default_factory=UserTime)
     _watching: set[WatchStream] = field(default_factory=set)
     _streams: dict[int, AttachStream] = field(default_factory=dict)
-    """Those that take jobs, by session."""
+    """Streams that take jobs, by session."""
 
     # -- callers ---------------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class Handler:
         """Send the reply to a registration, and return the rank's stream.
 
         Args:
-            on_lost: ends the stream with an error, whatever its client says: the client's process is gone, or the
-                copier that has the rank's memory.
+            on_lost: ends the stream with an error, whatever its client sends: the client's process is gone, or the
+                copier with the rank's memory.
         """
         session.on_lost = on_lost
         registered = self._registered(session.id, session.peer)
@@ -135,8 +135,8 @@ class Handler:
         """Send the reply to the first message of a watcher's stream, and return the stream.
 
         Args:
-            unread_bytes: of what was sent, the bytes that the client has not taken yet.
-            on_lost: as in `open`.
+            unread_bytes: returns the bytes sent but not yet read by the client.
+            on_lost: see `open`.
 
         Raises:
             KVSidecarError: the watcher is refused.
@@ -160,7 +160,7 @@ class Handler:
         )
 
     def peer_gone(self, peer: Peer) -> None:
-        """The process of a client is gone: end its watches, and the sessions of its ranks."""
+        """End the watches of a client whose process is gone, and the sessions of its ranks."""
         self.end_watches(peer)
         for session in self.instances.remove_peer(peer):
             self.tasks.spawn(self._drop(session), name="end-session-of-gone-peer")
@@ -171,7 +171,7 @@ class Handler:
                 stream.lost(UnknownPeer(f"{_GONE} this watch belongs to has ended"))
 
     def permit_watches(self) -> None:
-        """The policy has changed: end the streams of those who may not watch any more."""
+        """After a change of the policy, end the streams of clients that may not watch any more."""
         for stream in tuple(self._watching):
             try:
                 permit(stream.peer.caller, stream.namespace)
@@ -194,7 +194,7 @@ class Handler:
             on_lost(UnknownPeer(f"{_GONE} this rank belongs to has ended"))
 
     def copier_lost(self, copier: Copier) -> None:
-        """The process that copied for a device has ended, and its copies with it: its ranks must attach again."""
+        """Handle the end of the process that copied for a device, and of its copies: its ranks must attach again."""
         for session in self.instances:
             if session.copier is copier and session.on_lost is not None:
                 session.on_lost(_lost(session))
@@ -288,7 +288,7 @@ class Handler:
         return reply
 
     def answered(self, request: pb.LookupRequest, arrived: float) -> None:
-        """A lookup was answered that arrived then, by the clock of `user_time`. (A report looks nothing up.)"""
+        """Count an answered lookup that arrived at this time of `user_time`'s clock. (A report looks nothing up.)"""
         if not (request.needed_tokens or request.loaded_tokens):
             self.metrics.lookup_seconds.observe(self.user_time.clock() - arrived)
 

@@ -1,7 +1,7 @@
-"""Which TLS handshakes may be under way. Pure.
+"""Limits the TLS handshakes under way. Pure.
 
-Whoever reaches the port can begin one, so they are limited by address and in all. Beyond a limit the oldest one is
-given up, not the new one: an honest client needs milliseconds, and whoever never ends keeps nobody out.
+Anybody who reaches the port can begin one, so they are limited by address and in all. Beyond a limit the oldest one is
+given up, not the new one: an honest client needs milliseconds, and one that never ends keeps nobody out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_HANDSHAKES, MAX_ALL_HANDSHAKES = 64, 256
 HANDSHAKE_SECONDS = 10
 """Time limit, counted in `Handshakes.second`, so that a daemon that stood still does not count its own pause."""
 _NETWORK_BITS = 64
-"""Of an IPv6 address: what one client is given; it chooses the rest as it likes."""
+"""Bits of an IPv6 address that identify a client's network; the client chooses the rest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +25,7 @@ class Handshake:
 
     address: str
     network: str
-    """What the address counts for."""
+    """The network or address that it counts for."""
     seconds: int = 0
     """How long it has been under way."""
 
@@ -33,10 +33,10 @@ class Handshake:
 class Handshakes:
     def __init__(self) -> None:
         self._of: dict[str, dict[Handshake, None]] = {}
-        """By address, the oldest first."""
+        """Handshakes of each network, the oldest first."""
 
     def begin(self, address: str) -> tuple[Handshake, tuple[Handshake, LimitExceeded] | None]:
-        """The new one, and which one is given up for it and why, or None."""
+        """Returns the new handshake, and the one given up for it with the reason, or None."""
         network = network_of(address)
         given_up = self._beyond(network)
         if given_up is not None:
@@ -55,14 +55,14 @@ class Handshakes:
         return None
 
     def end(self, handshake: Handshake) -> None:
-        """It is over, or was given up; may be called again."""
+        """Remove a handshake that is over or was given up; may be called again."""
         of = self._of.get(handshake.network, {})
         of.pop(handshake, None)
         if not of:
             self._of.pop(handshake.network, None)
 
     def second(self) -> list[tuple[Handshake, Unfinished]]:
-        """A second has passed: those that are given up."""
+        """Count a second. Returns the handshakes that are given up."""
         late = []
         for of in tuple(self._of.values()):
             for handshake in tuple(of):
@@ -75,7 +75,7 @@ class Handshakes:
 
 
 def network_of(address: str) -> str:
-    """What an IP address counts for: itself, or its network of IPv6."""
+    """The network that an IP address counts for: itself, or its network of IPv6."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)

@@ -1,7 +1,7 @@
 """Counts the fields of an HPACK header block (RFC 7541) without decoding their text, and encodes fields of its own.
 
-A block of a few bytes can name a large field thousands of times, so what it costs its receiver is bounded by its number
-of fields, not by its length.
+A block of a few thousand bytes can name a large field thousands of times, so its cost to the receiver is bounded by its
+number of fields, not by its length.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Sources:
     status: Callable[[], Steps]
     """The JSON of /status."""
     tiers: Callable[[], Mapping[str, str]]
-    """By name, why a slower tier is off; empty while it is on."""
+    """Why each slower tier is off, by its name; empty while it is on."""
 
 
 PAGE = Path(__file__).with_name("page")
@@ -48,9 +48,10 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 SHARED = f"max-age={CROWD_SECONDS:.0f}"
-"""The page asks for /status so: however many look at it, there is one rendering in a second."""
+"""``Cache-Control`` with which the page asks for /status: however many people look at it, it is rendered once a
+second."""
 PIECE_BYTES = 64 * 1024
-"""A longer response is sent in pieces, so that no more of it is kept for a client that does not read."""
+"""A longer response is sent in pieces of this size, so that no more is kept for a client that does not read."""
 
 
 class Probes:

@@ -10,9 +10,9 @@ from kvsidecar.server.status_codes import code_of
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
-"""Of a frame: 3 of its payload's length, 1 of its kind, 1 of its flags, 4 of its stream."""
+"""Bytes of a frame's head: 3 of its payload's length, 1 of its kind, 1 of its flags, 4 of its stream."""
 MAX_PAYLOAD_BYTES = 16384
-"""What a receiver must take that has not allowed more (SETTINGS_MAX_FRAME_SIZE)."""
+"""The largest payload for a receiver that has not allowed more (SETTINGS_MAX_FRAME_SIZE)."""
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 5, 7, 8, 9
 END_STREAM, END_HEADERS, PADDED, WITH_PRIORITY = 0x1, 0x4, 0x8, 0x20

@@ -50,7 +50,7 @@ class CallQuotas:
 @dataclass(slots=True)
 class _Call:
     prefix: bytes = b""
-    """Of the next message, what has arrived."""
+    """What has arrived of the next message's prefix."""
     missing: int = 0
     """Bytes of the current message that have not arrived."""
     held: int = 0
@@ -71,7 +71,7 @@ class _Call:
 
 @dataclass(slots=True)
 class Passed:
-    """What came of some bytes of the client."""
+    """The effects of bytes from the client."""
 
     to_server: bytes = b""
     to_client: bytes = b""
@@ -87,7 +87,7 @@ class Gate:
     """One connection.
 
     Args:
-        user: whose connection it is, for the quotas.
+        user: the connection's user, for the quotas.
     """
 
     def __init__(self, user: Hashable, quotas: CallQuotas) -> None:
@@ -110,14 +110,14 @@ class Gate:
         self._out: list[bytes] = []
         self._passed = Passed()
         self._injected = bytearray()
-        """For the client, once no frame of the server is under way."""
+        """Bytes for the client, once no frame of the server is under way."""
         self._from_server = _ServerFrames()
         self.over = False
         """Whether the connection has been refused, or `close` was called: nothing passes any more."""
 
     @property
     def calls(self) -> int:
-        """How many are open."""
+        """Number of open calls."""
         return len(self._calls)
 
     @property
@@ -128,8 +128,8 @@ class Gate:
     # -- from the client -------------------------------------------------------------------------------------------
 
     def from_client(self, data: bytes) -> Passed:
-        """Take bytes of the client. Of those that have arrived, at most `FRAMES_AT_ONCE` frames are looked at, and at
-        most `CALLS_AT_ONCE` calls begin or end; if there `is_more`, call it again without any."""
+        """Take bytes of the client. At most `FRAMES_AT_ONCE` of the arrived frames are looked at, and at most
+        `CALLS_AT_ONCE` calls begin or end; if there `is_more`, call it again without any bytes."""
         self._buffer += data
         if not self.over:
             try:
@@ -185,7 +185,7 @@ class Gate:
         """Look at one frame. Returns why its call is refused, or None.
 
         Args:
-            start, end: of its payload in the buffer.
+            start, end: place of its payload in the buffer.
 
         Raises:
             KVSidecarError: the connection is refused.
@@ -355,20 +355,21 @@ class Gate:
         self.close()
 
     def close(self) -> None:
-        """The connection is over. `end_calls` ends what is open."""
+        """End the connection. `end_calls` ends its open calls."""
         self.over = True
         self._buffer.clear()
         self._read = 0
 
     def end_calls(self, most: int = CALLS_AT_ONCE) -> bytes:
-        """End so many open calls of a connection that is over: give back what they held. Returns what tells gRPC."""
+        """End open calls of a connection that is over: give back what they held. Returns the frames that end them in
+        gRPC."""
         streams = list(self._calls)[:most]
         for stream in streams:
             self._end(stream)
         return b"".join([h2.reset(stream, h2.CANCEL) for stream in streams])
 
     def second(self) -> Passed:
-        """A second has passed: refuse a connection that has been waited for too long. `end_late` ends calls."""
+        """Count a second: refuse a connection that has been waited for too long. `end_late` ends calls."""
         self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_PER_SECOND)
         if not self.over and (not self._begun or self._block is not None):
             self._seconds += 1
@@ -407,7 +408,7 @@ class Gate:
     # -- from the server -------------------------------------------------------------------------------------------
 
     def from_server(self, data: bytes) -> bytes:
-        """Take bytes of the server. Returns what goes to the client."""
+        """Take bytes of the server. Returns the bytes for the client."""
         for kind, flags, stream in self._from_server.read(data):
             if (call := self._calls.get(stream)) is None:
                 continue

@@ -22,7 +22,7 @@ IDLE_SECONDS = 75.0
 """Keep-alive time: a scrape once a minute keeps its connection."""
 
 NOSNIFF = {"X-Content-Type-Options": "nosniff"}
-"""Of every response: no browser may take a client's text in it for something that it runs."""
+"""Headers of every response: no browser may take a client's text in it for something that it runs."""
 
 _caused = log.limited("http")
 _TOO_LATE = (
@@ -37,7 +37,7 @@ class Connections:
         self.refuse = refuse
         self.turns = turns
         self._open: dict[HttpConnection, None] = {}
-        """Those that have a descriptor, in the order in which they connected or last sent a whole request."""
+        """Connections with a descriptor, in the order in which they connected or last sent a whole request."""
 
     def add(self, connection: HttpConnection) -> None:
         """Add a connection; ends another one if there are too many."""
@@ -54,7 +54,7 @@ class Connections:
             self._open[connection] = None
 
     def remove(self, connection: HttpConnection) -> None:
-        """It is closed."""
+        """Remove a closed connection."""
         self._open.pop(connection, None)
 
 
@@ -76,15 +76,15 @@ class HttpConnection(web.RequestHandler):
         )
         self._connections = connections
         self._carrier: asyncio.Transport
-        """The transport, also when aiohttp has closed and forgotten it: which waits for the client to read."""
+        """The transport, also when aiohttp has closed and forgotten it: it waits for the client to read."""
         self.ended = False
-        """Whether it was aborted: it is closed in the next iteration of the event loop."""
+        """It was aborted, and is closed in the next iteration of the event loop."""
         self._unread: list[bytes] = []
         """What was received and waits for its turn. Nothing more is read meanwhile."""
         self.waits = False
-        """Whether it waits for a turn."""
+        """It waits for a turn."""
         self._paid = False
-        """Whether the next request has had its turn with its bytes."""
+        """The next request has had its turn with its bytes."""
         self._reading: asyncio.TimerHandle | None = None
         """Runs while a request is incomplete."""
         self._writing: asyncio.TimerHandle | None = None
@@ -119,7 +119,7 @@ class HttpConnection(web.RequestHandler):
             self._connections.turns.take(self._read)
 
     def _read(self) -> None:
-        """It is its turn."""
+        """Take what was received, in its turn."""
         data = b"".join(self._unread)
         self._unread.clear()
         self.waits = False

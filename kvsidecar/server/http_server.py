@@ -17,9 +17,9 @@ from kvsidecar.support.addresses import at, cannot_listen
 from kvsidecar.support.tasks import TaskSet
 
 RECEIVE_BYTES = 16 * 1024
-"""SO_RCVBUF: at most twice as much is read of a client at a time, and kept while its turn has not come."""
+"""SO_RCVBUF: at most twice as much is read from a client at a time, and kept until its turn comes."""
 SEND_BYTES = 128 * 1024
-"""SO_SNDBUF: the kernel would keep megabytes of what a client does not read."""
+"""SO_SNDBUF: otherwise the kernel would keep megabytes that a client does not read."""
 STOP_SECONDS = 1.0
 """How long `HttpServer.stop` waits for clients that do not read their responses, and again for their ends."""
 
@@ -39,7 +39,7 @@ class HttpServer:
         """Listen. Returns the port, chosen by the system if ``port`` is 0.
 
         Args:
-            option: that sets the address, for texts.
+            option: the option that sets the address, for texts.
 
         Raises:
             AddressUnavailable, ConfigError: the address cannot be bound, now or ever.

@@ -27,11 +27,11 @@ from kvsidecar.support import log
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_HELD_BYTES = 64 * 1024
-"""Limit of what is read of one connection while its next message waits for its turn; a read may go over it once."""
+"""Stop reading a connection at this many buffered bytes while its next message is queued."""
 FREE_UNREAD_BYTES = 64 * 1024
-"""Replies of one connection that may wait for its client and are not counted."""
+"""Unread replies of one connection that are not counted."""
 MAX_UNREAD_OF_USER = 64 * 1024 * 1024
-"""Limit of the replies that wait on all connections of a user that have more."""
+"""Limit of a user's unread replies, over all connections with more than `FREE_UNREAD_BYTES`."""
 LINGER_SECONDS = 5.0
 """Time for a refused client to read the reason."""
 
@@ -53,7 +53,7 @@ class State(Enum):
     PAUSED = "paused"
     """The rest is taken when its user has time again, or when there is room for the rest of a message."""
     REFUSED = "refused"
-    """Nothing is taken any more: the Attach stream ends in order, and the client is told why."""
+    """Nothing is taken any more: the Attach stream ends in order, and the client is sent the reason."""
     CLOSED = "closed"
 
 
@@ -68,7 +68,7 @@ _AFTER = {  # besides REFUSED and CLOSED
 
 
 def unread_replies() -> Quota:
-    """Bytes of replies that wait for their clients, by user; of connections that have many."""
+    """Counts, by user, the bytes of unread replies of connections with many."""
     return Quota(MAX_UNREAD_OF_USER, "bytes of replies that wait")
 
 
@@ -77,7 +77,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
 
     Args:
         partial_messages: shared by all connections.
-        unread: the same. Bytes of replies that wait, by user.
+        unread: shared by all connections; see `unread_replies`.
         peer: the client. The owner of the connection drops its sessions when `closed` is done.
     """
 
@@ -86,20 +86,20 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._partial_messages, self._unread = partial_messages, unread
         self._counts_unread = False
         self._counted = 0
-        """Bytes of what waits for the client, as long as it is much."""
+        """Unread bytes that are counted in the quota: 0 while they are few."""
         self._peer = peer
         self._state = State.READING
         self._transport: asyncio.Transport
         self._frames = FrameReader()
         self._arrived = 0.0
-        """When the end of the message arrived that is taken next, or what waits before it."""
+        """When the end of the next message arrived, or what waits before it."""
         self._partial: PartialMessage | None = None
         """The message that has partially arrived."""
         self._refused: KVSidecarError
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _enter(self, state: State) -> None:
-        """The only place where the state changes, and where reading pauses and goes on."""
+        """The only place where the state changes, and where reading pauses and resumes."""
         before = self._state
         # Before it changes: a connection that is refused must stay so, whoever is wrong about it, or it never ends.
         assert state is State.CLOSED or (before in _LIVE and state in (*_AFTER[before], State.REFUSED)), (before, state)
@@ -210,8 +210,8 @@ class LocalConnection(asyncio.Protocol, Attachment):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Take what has been read already. Whatever goes wrong ends the connection, as it does where data arrives: the
-        client would wait for ever for answers to what is left."""
+        """Process what has been read already. Any error ends the connection, as it does where data arrives: the client
+        would wait for ever for answers to the rest."""
         try:
             if self._state is State.READING:  # else the last answer was one too many for a client that does not read
                 self._take_frames()
@@ -264,7 +264,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._wait_for_job()
 
     def _step(self, message: pb.AttachRequest) -> None:
-        """The turn of the message that waits, and of what follows it."""
+        """Handle the message that waits, in its turn, and what follows it."""
         if self._state in (State.WAITING, State.HELD):
             self._enter(State.READING)
             self.receive(message)
@@ -327,8 +327,8 @@ class LocalConnection(asyncio.Protocol, Attachment):
         asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
 
     def shut_down(self) -> None:
-        """Close the connection because the daemon exits. Only a session that has already ended is told, since copies of
-        another one may still run."""
+        """Close the connection because the daemon exits. The client of a session learns it only if the session has
+        already ended, since copies of another one may still run."""
         session = self._protocol.session
         if self._stream is not None and session is not None and session.ended.is_set():
             self.tell(Unavailable("the daemon was shut down", refusal=Refusal.DRAINING))

@@ -18,9 +18,9 @@ from kvsidecar.support.tasks import TaskSet
 from kvsidecar.support.turns import Turns
 
 ACCEPT_SECONDS: Final = 0.0001
-"""About what it takes to accept a connection, without what becomes of it."""
+"""Approximate time for accepting a connection, without serving it."""
 MAX_WAITING: Final = 64
-"""Connections that were accepted to learn whose they are, and whose turn has not come. The next ones stay in the
+"""Connections that were accepted to identify their user, and whose turn has not come. The next ones stay in the
 kernel's queue."""
 
 
@@ -29,7 +29,7 @@ class PathListener:
 
     Args:
         accepted: called with each connection, which does not block and is then the callee's, and its client.
-        what: with the user id, whose turns to accept takes: what follows in the same turns holds up what is accepted.
+        what: with the user id, the user in `Turns` for accepting: later steps in the same turns slow down accepting.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PathListener:
 
     def start(self) -> None:
         """Bind and accept. The caller holds the daemon's lock. Called again, because the socket was removed, it binds
-        another one; the connections that there are stay.
+        another one; present connections stay.
 
         Raises:
             SocketInUse: it cannot be bound.
@@ -62,7 +62,7 @@ class PathListener:
         self._accepting = self._tasks.keep(partial(self._accept, listener), name=f"accept-{self._path.name}")
 
     def stop(self) -> None:
-        """Take no more connections; those that there are go on."""
+        """Take no more connections; present ones continue."""
         self._close()
         self._socket_files.withdraw(self._path)
 

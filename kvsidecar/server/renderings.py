@@ -1,4 +1,4 @@
-"""Texts that are rendered for whoever asks, such as /metrics: in short steps, and for a crowd once in a second."""
+"""Texts that are rendered on request, such as /metrics: in short steps, and for a crowd once a second."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Steps = Generator[None, None, bytes]
 CROWD_SECONDS = 1.0
 """How old a text may be that is served to a crowd."""
 FEW = 2
-"""Askers at the same time that are no crowd yet. Each of them gets a text that was begun after its question."""
+"""Simultaneous askers that are no crowd yet. Each of them gets a text that was begun after its request."""
 PAUSE = 10.0
-"""Between two renderings for a few, the pause is so many times as long as the first took on the loop."""
+"""The pause between two renderings for `FEW` askers is this many times as long as the first took on the loop."""
 
 
 class Rendering:
     """One text. Used from the event loop.
 
-    A reader who asks alone gets figures of after its question, also if it asks again and again. When more than `FEW`
+    A reader who asks alone gets figures from after its request, also if it asks again and again. When more than `FEW`
     ask at the same time, the text is served for `CROWD_SECONDS`, so that many scrapers cost no more than one.
 
     Args:
@@ -47,9 +47,9 @@ class Rendering:
         self._may_begin_at = 0.0
         self._text = b""
         self._recent_until = 0.0
-        """For those who share it of their own accord."""
+        """Until when the text may be given to askers that accept a shared one."""
         self._shared_until = 0.0
-        """For everybody."""
+        """Until when the text may be given to everybody."""
 
     async def text(self, *, shared: bool = False) -> bytes:
         """The text, of which the caller changes nothing.
@@ -96,7 +96,7 @@ class Rendering:
             asked.set_result(task.result())
 
     def _timed(self, steps: Steps) -> Steps:
-        """The same steps. What they take says when the next rendering may begin."""
+        """Take the steps, and measure them: their time decides when the next rendering may begin."""
         busy = 0.0
         while True:
             began = self._clock()

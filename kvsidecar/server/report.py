@@ -36,7 +36,7 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 NAMESPACES_BYTES = RANKS_BYTES = 1 << 20
 """The most bytes of each list in one answer: together half of a message. An entry with the longest texts has 8 KiB."""
 _fields = attrgetter(*(field.name for field in fields(Namespace)))
-"""By which namespaces are ordered where all are listed."""
+"""Sort key of namespaces where all are listed."""
 MAX_LISTED = 1024
 """The most entries of each list in one answer. Listing more would block the event loop for tens of milliseconds."""
 FRAME_BYTES = 8
@@ -44,7 +44,7 @@ FRAME_BYTES = 8
 SORTED_IN_A_STEP = 1024
 SPACES_IN_A_STEP = 64
 MESSAGES_IN_A_STEP = 4
-"""So many take about a tenth of a millisecond."""
+"""This many take about a tenth of a millisecond."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -76,7 +76,7 @@ class Report:
         self._used_by_model: dict[str, int] = {}
 
     def gauges(self) -> Gauges:
-        """For a scrape of /metrics."""
+        """Values for a scrape of /metrics."""
         queued = dict.fromkeys(Direction, 0)
         running = dict.fromkeys(Direction, 0)
         for copier in self.copiers:
@@ -100,7 +100,7 @@ class Report:
         )
 
     def count_models(self) -> Generator[None, None, None]:
-        """Count what `gauges` says of models, in steps: there may be very many namespaces."""
+        """Count what `gauges` shows by model, in steps: there may be very many namespaces."""
         used = Counter[str]()
         if self._shows_names:
             for number, space in enumerate(self.cache.each_space()):
@@ -111,22 +111,22 @@ class Report:
 
     @property
     def _shows_names(self) -> bool:
-        """Whether clients that nobody has identified, such as those of the HTTP port, may see whose it is."""
+        """Whether unidentified clients, such as those of the HTTP port, may see names of tenants."""
         return self.instances.access.anonymous.grant.admin
 
     def tiers(self) -> dict[str, str]:
-        """For /ready: by name, why a tier is off."""
+        """Why each tier is off, by its name, for /ready."""
         return {} if self.tiering is None else self.tiering.off()
 
     def reply(
         self, caller: Caller, page: pb.StatusPage | None = None, *, totals: bool = False
     ) -> Generator[None, None, pb.StatusReply]:
-        """For the Status RPC: all of it for an admin, what is the caller's own for others. In steps: namespaces and
-        ranks may come and go between them.
+        """The reply of the Status RPC: all of it for an admin, what is the caller's own for others. In steps:
+        namespaces and ranks may come and go between them.
 
         Args:
-            page: behind which namespace and rank to go on; None for the largest namespaces.
-            totals: for others too, what is of all clients together and names none.
+            page: the namespace and rank after which to continue; None for the largest namespaces.
+            totals: include, for others too, totals over all clients, which name none.
         """
         everything = caller.grant.admin
         gauges = self.gauges()
@@ -192,7 +192,7 @@ class Report:
         )
 
     def _visible(self, caller: Caller) -> Callable[[Namespace], bool]:
-        """Which namespaces are shown. Without a policy the caller's own are those in which it has ranks."""
+        """A predicate for the namespaces to show. Without a policy the caller's own are those in which it has ranks."""
         if caller.grant.admin:
             return lambda _: True
         if self.instances.access.policy is None:
@@ -247,7 +247,7 @@ class Report:
         reply.totals.attached_ranks = gauges.attached_ranks
 
     def _add_tenants(self, reply: pb.StatusReply, gauges: Gauges) -> None:
-        """What names tenants."""
+        """Add the parts that name tenants."""
         reply.pins.extend([self._hold(hold) for hold in self.holds])
         if len(gauges.shares) > 1:
             reply.shares.extend(_shares(gauges.shares))
@@ -285,8 +285,8 @@ class Report:
         )
 
     def json(self) -> Generator[None, None, bytes]:
-        """For /status, which asks nobody who they are: what a client of the socket sees that does not say it either,
-        and totals, which /metrics shows too. Renders it in steps."""
+        """The JSON of /status, which identifies nobody: what an anonymous client of the socket sees, and totals, which
+        /metrics shows too. Renders it in steps."""
         reply = yield from self.reply(self.instances.access.anonymous, totals=True)
         return (yield from message_text(reply))
 
@@ -308,7 +308,7 @@ def _tier(tier: TierGauges) -> pb.TierStatus:
 
 
 def _shares(shares: Iterable[Share | ShareUse]) -> list[pb.ShareStatus]:
-    """The largest first."""
+    """Status of the shares, the largest first."""
     return [
         pb.ShareStatus(
             name=share.name,
@@ -352,7 +352,7 @@ def _in_order(found: Iterable[_Used], key: Callable[[_Used], Any]) -> Generator[
 def _by_namespace(
     spaces: Iterable[Space], visible: Callable[[Namespace], bool]
 ) -> Generator[None, None, dict[Namespace, _Usage]]:
-    """What each namespace uses, all groups together. Each is named when it is listed: there may be very many."""
+    """What each namespace uses, all groups together. Names are made only when listed: there may be very many."""
     found: dict[Namespace, _Usage] = {}
     for number, space in enumerate(spaces):
         if number % SPACES_IN_A_STEP == 0:

@@ -26,10 +26,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 LARGE_LOOKUP_BYTES = 16 * 1024
 """Lookups that look for more bytes of hashes take turns."""
 LOOKUP_SHARE = 5 / 6
-"""Of the loop's time, what one user's large lookups may take for long; what else a user causes takes less
-(`turns.SHARE`). gRPC hands over new calls from its own thread, one at a time, and a loop that is never idle keeps that
-thread waiting. (Measured with 128 outstanding lookups of 20,000 hashes: another user's call waited for all of them.
-With pauses, on an otherwise idle machine, it waited for none.)"""
+"""Part of the loop's time that one user's large lookups may take in the long run; everything else that a user causes
+takes less (`turns.SHARE`). gRPC hands over new calls from its own thread, one at a time, and a loop that is never idle
+keeps that thread waiting. (Measured with 128 outstanding lookups of 20,000 hashes: another user's call waited for all
+of them. With pauses, on an otherwise idle machine, it waited for none.)"""
 LOOKUP_BURST_SECONDS = 0.001
 """Time that they may take before `LOOKUP_SHARE` holds."""
 FIRST_MESSAGE_SECONDS = 5.0
@@ -132,7 +132,7 @@ class Service(pb_grpc.SidecarServicer):
         return self._handler.caller(b"" if anyone else token_of(request, context))
 
     def _user(self, request: pb.LookupRequest, context: Context) -> Hashable:
-        """Whose turns a large lookup takes. Callers without a token share one place."""
+        """The user whose turns a large lookup takes. Callers without a token share one place."""
         return self._handler.instances.uid_of(token_of(request, context))
 
     async def _refuse(self, context: Context, error: KVSidecarError) -> NoReturn:
@@ -144,13 +144,13 @@ class Service(pb_grpc.SidecarServicer):
 
 
 class _Attached(Attachment):
-    """One Attach stream of gRPC. What waits to be written is written in a task of its own."""
+    """One Attach stream of gRPC. A task of its own writes what waits to be sent."""
 
     def __init__(self, handler: Handler, context: Context, clients: StreamClients | None) -> None:
         super().__init__(handler)
         self._context, self._clients = context, clients
         self._client: StreamClient | None = None
-        """Whose only connection this stream is; None if it has a token of the attach socket."""
+        """The client whose only connection this stream is; None if it has a token of the attach socket."""
         self._unread: asyncio.Queue[pb.AttachReply | None] = asyncio.Queue()
         self._unread_bytes = 0
         self._over: asyncio.Future[KVSidecarError | None] = asyncio.get_running_loop().create_future()
@@ -189,7 +189,7 @@ class _Attached(Attachment):
             await abort(self._context, error)
 
     async def _run(self, part: Coroutine[Any, Any, None]) -> None:
-        """Read, or write. Whatever goes wrong ends the stream: else its client would wait for ever."""
+        """Read, or write. Any error ends the stream: otherwise its client would wait for ever."""
         try:
             await part
         except Exception:
@@ -197,7 +197,7 @@ class _Attached(Attachment):
             raise
 
     async def _read(self) -> None:
-        """Read until the client half-closes. (gRPC says so of a broken stream, too, and then cancels the call.)"""
+        """Read until the client half-closes. (gRPC reports that of a broken stream, too, and then cancels the call.)"""
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
                 message = await self._context.read()

@@ -1,9 +1,9 @@
 """The daemon's files: a lock, and sockets with the configured mode and group.
 
-A second gRPC server binds a live Unix path without an error, takes it over, and unlinks it when it stops, whoever has
-it by then (measured with grpcio 1.85). So the daemon takes a lock first, and only its holder may remove a stale socket;
-and each socket is bound at a path of its own and renamed to where clients look for it, so that nothing but this module
-removes it from there, and only while it is the same file.
+A second gRPC server binds a live Unix path without an error, takes it over, and unlinks it when it stops, even if it is
+another server's by then (measured with grpcio 1.85). So the daemon takes a lock first, and only its holder may remove a
+stale socket; and each socket is bound at a path of its own and renamed to where clients look for it, so that nothing
+but this module removes it from there, and only while it is the same file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from kvsidecar.support.private_files import remove_directories
 from kvsidecar.support.process_ids import is_ending
 
 _BOUND = (".bound1", ".bound2")
-"""Of the paths at which the sockets are bound: not longer than `kvsidecar.protocol.paths.ATTACH_SUFFIX`."""
+"""Suffixes of the paths at which the sockets are bound: not longer than `kvsidecar.protocol.paths.ATTACH_SUFFIX`."""
 _INNER = ".inner"
-"""Of the path at which gRPC's own socket is bound, before it has none. gRPC removes what is there when it stops."""
+"""Suffix of the path at which gRPC's own socket is bound, before it has none. gRPC removes what is there when it
+stops."""
 
 _log = log.get("endpoint")
 
@@ -37,7 +38,7 @@ class SocketFiles:
     """The lock and the socket paths of one daemon.
 
     Args:
-        path: of the gRPC socket; the attach socket is in the same directory.
+        path: path of the gRPC socket; the attach socket is in the same directory.
         mode: file mode of both sockets.
         group: owner group of both sockets; None: that of the process.
     """
@@ -209,7 +210,7 @@ class SocketFiles:
         return listener
 
     def bind_hidden(self, bind: Callable[[Path], object]) -> int:
-        """Have a socket bound that then has no path, so that nobody else finds or removes it.
+        """Let a socket be bound, then remove its path, so that nobody else finds or removes it.
 
         Args:
             bind: binds a socket at this path and listens. Raises RuntimeError if it cannot.
@@ -260,7 +261,7 @@ class SocketFiles:
         self._published[path] = found
 
     def missing(self) -> list[Path]:
-        """Which of the published sockets, and of the lock, are not there any more, or not this daemon's."""
+        """Paths of the published sockets, and of the lock, that are gone or not this daemon's any more."""
         wanted = dict(self._published)
         if self._lock is not None:
             wanted[self._lock_path] = os.fstat(self._lock)
@@ -297,7 +298,7 @@ class SocketFiles:
         self._published.pop(path, None)
 
     def release(self, *, undo: bool = False) -> None:
-        """Remove the sockets and release the lock. The lock file stays, for whoever waits for it.
+        """Remove the sockets and release the lock. The lock file stays, for daemons that wait for it.
 
         Args:
             undo: the daemon does not start: remove the lock file and the directories, too, that this object has made.
@@ -365,7 +366,7 @@ def is_private_to_socket(path: Path) -> bool:
 
 def closed_to_group(path: Path, gid: int) -> Path | None:
     """The first directory on the way to a socket that this group may not search; None: it may search all that can be
-    looked at."""
+    examined."""
     for directory in reversed(path.parents):
         try:
             found = directory.stat()

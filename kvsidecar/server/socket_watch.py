@@ -1,7 +1,7 @@
 """Notices that the sockets or the lock were removed under the daemon, and makes them again.
 
-Cleaners of temporary files do that, and people who clean up after a daemon that they take for dead. Who is connected
-notices nothing; nobody else could connect any more, and a second daemon could start.
+Cleaners of temporary files do that, and people who clean up after a daemon that they take for dead. Connected clients
+notice nothing; nobody else could connect any more, and a second daemon could start.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SocketWatch:
     """Used from the event loop.
 
     Args:
-        start_again: by the path of a socket, what binds and publishes another one. Raises SocketInUse.
-        readiness: is told while the daemon cannot be reached.
+        start_again: by the path of each socket, a function that binds and publishes another one. Raises SocketInUse.
+        readiness: learns when the daemon cannot be reached.
     """
 
     def __init__(

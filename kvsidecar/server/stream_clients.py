@@ -1,4 +1,4 @@
-"""Clients that attach over gRPC alone: the kernel says who has opened the connection, and the stream is their liveness.
+"""Clients that attach over gRPC alone: the kernel identifies them, and the stream is their liveness.
 
 Such a client has no connection to the attach socket, and so neither a token of it nor descriptors that came with a
 Hello. It counts towards the same limits as one that has.
@@ -35,7 +35,7 @@ class StreamClients:
 
     Args:
         arrivals: counts them with the clients of the attach socket.
-        turns: of the users, for the end of a client: all those of a process end at once.
+        turns: the users' turns, for the end of a client: all those of a process end at once.
         client_at: see `GrpcFront.client_at`.
     """
 
@@ -47,11 +47,11 @@ class StreamClients:
         self._client_at = client_at
 
     async def admit(self, name: str, first: pb.Register | pb.Watch) -> StreamClient:
-        """Let the first message of an Attach stream without a token be that of a client of its own, whose token it has
-        from then on.
+        """Make the first message of an Attach stream without a token that of a new client, whose token it has from then
+        on.
 
         Args:
-            name: what gRPC's server says is at the other end of the connection.
+            name: gRPC's name for the other end of the connection.
 
         Raises:
             KVSidecarError: the client is refused.
@@ -127,7 +127,7 @@ class StreamClient:
             self._pidfd = None
 
     def end(self) -> None:
-        """Its stream is over."""
+        """End the client: its stream is over."""
         self._stop_watching()
         self._owner.arrivals.end(self._arrival)
         self._owner.handler.peer_gone(self._peer)

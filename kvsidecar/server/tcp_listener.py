@@ -21,11 +21,11 @@ _WILDCARDS = ("0.0.0.0", "::")
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
     receive_bytes: int
-    """SO_RCVBUF: the kernel keeps at most twice as much of a client that is not read from."""
+    """SO_RCVBUF: the kernel keeps at most twice as much for a client that is not read from."""
     send_bytes: int
-    """SO_SNDBUF: the same of a client that does not read."""
+    """SO_SNDBUF: the kernel keeps at most twice as much for a client that does not read."""
     both_families: bool = False
-    """Whether a wildcard address means IPv4 and IPv6."""
+    """A wildcard address means IPv4 and IPv6."""
 
 
 class TcpListener:

@@ -1,7 +1,7 @@
 """Spreads what clients of a TCP port cause over iterations of the event loop, so that lookups do not wait for it.
 
-Anybody who reaches the port may send as much as the network carries. Whatever they cause takes a turn: one for each
-iteration of the loop, and so many in a second that they cost a small part of it.
+Anybody who reaches the port may send as much as the network carries. Whatever they cause takes a turn: one in each
+iteration of the loop, and so few in a second that they cost a small part of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RATE = 1000.0
 BURST = 100
 """Turns that are not spread over time after a pause."""
 CONNECTION_EVERY = 4
-"""While requests wait, each so many-th turn is a new connection's: those that are open cannot keep it out."""
+"""While requests wait, one turn in this many is a new connection's: open ones cannot keep it out."""
 
 
 class TcpTurns:

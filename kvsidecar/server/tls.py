@@ -16,7 +16,7 @@ from kvsidecar.support import config_files, log
 
 _log = log.get("tls")
 PROTOCOL = "h2"
-"""What gRPC's clients name in the handshake (ALPN)."""
+"""The protocol that gRPC's clients name in the handshake (ALPN)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Certificates:
         self._context = self._read()
 
     def context(self) -> ssl.SSLContext:
-        """For the next handshake: of a server that requires a client certificate of the CA. Takes as long as the files
-        take to read, if they have changed."""
+        """The context for the next handshake, of a server that requires a client certificate of the CA. Takes as long
+        as the files take to read, if they have changed."""
         stamp = self._stamp()
         if stamp == self._seen:
             return self._context

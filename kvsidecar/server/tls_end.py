@@ -22,7 +22,7 @@ _NAMES = {"DNS", "IP Address", "URI", "email"}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of some bytes of a handshake."""
+    """The effects of bytes of a handshake."""
 
     to_send: bytes
     complete: bool = False
@@ -37,7 +37,7 @@ class Tls:
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._received, self._to_send, server_side=True)
         self.names: tuple[str, ...] = ()
-        """In the client's certificate, once the handshake is complete."""
+        """Names in the client's certificate, once the handshake is complete."""
 
     def shake(self, data: bytes) -> Step:
         """Take bytes of the handshake."""
@@ -62,7 +62,7 @@ class Tls:
             raise InvalidRequest("a name in the client's certificate cannot be read") from error
 
     def open(self, data: bytes) -> tuple[bytes, bool]:
-        """What the client says with these bytes, and whether it has ended the connection or broken it."""
+        """The client's data in these bytes, and whether it has ended the connection or broken it."""
         self._received.write(data)
         parts, ended = [], False
         try:
@@ -76,7 +76,7 @@ class Tls:
         return b"".join(parts), ended
 
     def seal(self, data: bytes) -> bytes:
-        """These bytes for the client, behind what TLS itself has to tell it. Drops them if TLS has failed."""
+        """These bytes for the client, after TLS's own messages. Drops them if TLS has failed."""
         parts, rest = [self._to_send.read()], memoryview(data)
         try:
             while rest:
@@ -126,7 +126,7 @@ def names_of(certificate: Mapping[str, Any]) -> tuple[str, ...]:
     """The names in a client's certificate: its subject alternative names, or else the common name (RFC 6125).
 
     Args:
-        certificate: as `ssl.SSLSocket.getpeercert` gives it.
+        certificate: from `ssl.SSLSocket.getpeercert`.
     """
     if (alternative := certificate.get("subjectAltName")) is not None:
         return tuple(_name(kind, value) for kind, value in alternative if kind in _NAMES)

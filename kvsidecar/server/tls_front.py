@@ -1,7 +1,7 @@
 """Accepts on the TCP port: ends TLS, and knows each client by the names in its certificate.
 
-Handshakes run in a thread: whoever reaches the port can make the daemon sign, which takes up to milliseconds that the
-event loop does not have.
+Handshakes run in a thread: anybody who reaches the port can make the daemon sign, which takes up to milliseconds that
+the event loop does not have.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 
 MAX_HANDSHAKE_BYTES = 32 * 1024
-"""Limit of what a client sends in a handshake: its certificates, for the most part, which its connection keeps."""
+"""Limit of a client's bytes in a handshake: mostly its certificates, which its connection keeps."""
 HANDSHAKE_BYTES = 384 * 1024
 """The most memory of a handshake (measured: 250 KiB, with the largest certificate that passes)."""
 TLS_BYTES = 320 * 1024
-"""The most memory that TLS adds to a connection: 220 KiB with the largest certificate that passes (measured), and what
-is read and not passed on, sealed and open."""
+"""The most memory that TLS adds to a connection: 220 KiB with the largest certificate that passes (measured), and bytes
+read and not passed on, sealed and open."""
 LIMITS = Limits(
     Most(connections=128, calls=256, messages_bytes=8 * MAX_MESSAGE_BYTES),
     Most(connections=256, calls=512, messages_bytes=16 * MAX_MESSAGE_BYTES),
     connection_bytes=CONNECTION_BYTES + TLS_BYTES,
 )
-"""Of clients over TCP, for those who have the same names in their certificates, and for all together."""
+"""Limits of clients over TCP: of those with the same names in their certificates, and of all together."""
 USER_BYTES = LIMITS.user.memory(LIMITS.connection_bytes)  # 168 MiB
 """The most memory that clients with the same names take."""
 ALL_BYTES = LIMITS.everyone.memory(LIMITS.connection_bytes) + MAX_ALL_HANDSHAKES * HANDSHAKE_BYTES  # 432 MiB
-"""The most memory that gRPC over TCP takes, whoever reaches the port. The kernel's buffers are not in it."""
+"""The most memory that gRPC over TCP takes, whatever reaches the port. The kernel's buffers are not included."""
 _SOCKET = SocketOptions(receive_bytes=128 * 1024, send_bytes=128 * 1024, both_families=True)
 _SHOWN_NAMES, _SHOWN_LENGTH = 4, 200
 """The most of a certificate's names that a line of the log shows."""
@@ -70,7 +70,7 @@ class TlsFront:
         return port
 
     async def stop_listening(self) -> None:
-        """Take no more connections, and give up the handshakes; the connections that there are go on."""
+        """Take no more connections, and give up the handshakes; present connections continue."""
         await self._listener.close()
         if self._seconds is not None:
             self._seconds.cancel()
@@ -126,10 +126,10 @@ class TlsFront:
         return True
 
     async def _shake(self, connection: socket.socket) -> Tls | None:
-        """Returns None if the client has said nothing, as a probe of the port does.
+        """Returns None if the client has sent nothing, as a probe of the port does.
 
         Raises:
-            KVSidecarError: it is refused; it was told so in TLS.
+            KVSidecarError: it is refused, and knows it by TLS.
             OSError: the client has gone.
         """
         loop = asyncio.get_running_loop()

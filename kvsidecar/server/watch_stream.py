@@ -1,4 +1,4 @@
-"""The Attach stream of a watcher, which is told what the pool holds. Independent of the transport."""
+"""The Attach stream of a watcher, which is sent what the pool holds. Independent of the transport."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvsidecar.types import Namespace
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_UNREAD_BYTES = 256 * 1024
-"""A watcher that has not read so much is sent nothing, and a snapshot later."""
+"""A watcher with this many unread bytes is sent nothing more, and a snapshot later."""
 
 
 @dataclass(eq=False)
 class WatchStream(Receiver):
-    """From the first message to `close`.
+    """One stream, from the first message to `close`.
 
     Args:
-        unread_bytes: of what was sent, the bytes that the client has not taken yet.
+        unread_bytes: returns the bytes sent but not yet read by the client.
         lost: ends the stream with an error.
-        quota: of the streams of one user.
+        quota: limits the streams of one user.
 
     Raises:
         LimitExceeded: the user has too many.
@@ -45,7 +45,7 @@ class WatchStream(Receiver):
     on_close: Callable[[WatchStream], object] = lambda _: None
     _closed: bool = False
     _shared: ClassVar[tuple[tuple[Change, ...], pb.AttachReply] | None] = None
-    """The last changes and their message: all watchers of a namespace are sent the same, one after the other."""
+    """The last changes and their message: all watchers of a namespace are sent the same one, in turn."""
 
     def __post_init__(self) -> None:
         self.quota.take(self.peer.uid)
