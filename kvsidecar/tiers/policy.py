@@ -17,7 +17,7 @@ GUESSED_PREFILL: Final = 20_000.0
 
 
 class Admission(StrEnum):
-    """Which blocks are written to a tier."""
+    """The blocks that are written to a tier."""
 
     SECOND_USE = "second_use"
     """Blocks that are used again after they were stored: most of what is stored never is."""
