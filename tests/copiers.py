@@ -24,7 +24,7 @@ from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.supervised_child import State
+from kvsidecar.support.supervised_child import ChildState
 from kvsidecar.types import Direction
 
 Answer = Callable[[dict[str, Any], Sequence[int]], dict[str, Any] | None]
@@ -72,7 +72,7 @@ class NoProcessLink(CopierLink):
 
     def __init__(self, pid: int, answer: Answer, on_kill: Callable[[], None]) -> None:
         # Not the constructor of the class: it wants a process.
-        self.state = State.LAUNCHED
+        self.state = ChildState.LAUNCHED
         self.pid = pid
         self._process: Any = NoProcess(pid, on_kill)
         self._connection: Any = SimpleNamespace(close=lambda: None)

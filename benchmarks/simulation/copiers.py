@@ -24,7 +24,7 @@ from kvsidecar.errors import DeviceLost
 from kvsidecar.support.cpu_sleep import NO_GUARD
 from kvsidecar.support.loop_time import LoopTime
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.supervised_child import State
+from kvsidecar.support.supervised_child import ChildState
 from kvsidecar.types import Direction
 from tests.copiers import NoProcessLink
 from tests.plans import copies_of
@@ -270,7 +270,7 @@ class SimCopiers(Copiers):
         """All that have ever been."""
         hello, options = Hello("simulation", "", dict.fromkeys(uuids), None), Options("simulation")
         first = self.process(uuids[0]).link
-        first.state = State.GREETED
+        first.state = ChildState.GREETED
         super().__init__(hello, first, options)
         self._copiers: dict[str, Copier] = {uuid: SimCopier(self, uuid, options) for uuid in uuids}
 

@@ -19,7 +19,7 @@ from kvsidecar.device.base import MemorySource
 from kvsidecar.errors import DeviceError, DeviceLost, DeviceNotFound, KVSidecarError, PinFailed, TooManyProcesses
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.supervised_child import NOTHING, Given, State, Supervised, launch
+from kvsidecar.support.supervised_child import NOTHING, ChildSetup, ChildState, Supervised, launch
 from kvsidecar.support.tasks import TaskSet
 from kvsidecar.types import Direction, GroupLayout
 
@@ -36,7 +36,7 @@ class Options:
     devices: tuple[str, ...] = ()
     """The devices to use, by UUID or index; empty for all."""
     light_seconds: float = 0.0
-    given: Given = NOTHING
+    given: ChildSetup = NOTHING
 
 
 class Copier(Supervised[CopierLink]):
@@ -99,7 +99,7 @@ class Copier(Supervised[CopierLink]):
         if (link := self.alive) is None:
             link = self.launch()
         async with self._lock:
-            if link.state is State.LAUNCHED:
+            if link.state is ChildState.LAUNCHED:
                 await link.hello(self._options.device, [self.uuid], self._given)
             await link.start(self.uuid, light_seconds=self._options.light_seconds)
             if self._pool is not None:
@@ -133,7 +133,7 @@ class Copier(Supervised[CopierLink]):
         """Set the log level of this process and of its successors."""
         super().set_log_level(level)
         async with self._lock:
-            if self._link is not None and self._link.state is State.GREETED:
+            if self._link is not None and self._link.state is ChildState.GREETED:
                 with suppress(DeviceLost):
                     await self._link.set_log(self._given)
 

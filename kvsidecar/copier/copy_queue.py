@@ -21,7 +21,7 @@ from kvsidecar.copier.quiesce import after_quiescing
 from kvsidecar.device.base import CopyCall, CopyMark, CopyPlan, CopyStream, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed, DeviceLost
 from kvsidecar.support import failpoints
-from kvsidecar.support.fence import Lane
+from kvsidecar.support.fence import FenceLane
 from kvsidecar.types import Direction
 
 POLL_SECONDS: Final = 50e-6
@@ -77,7 +77,7 @@ class QueuedCopy:
     after: DeviceEvent | None = None
     on_start: Callable[[], None] | None = None
     checks: Checks | None = None
-    lane: Lane | None = None
+    lane: FenceLane | None = None
     session: int = 0
     weight: int = 1
     submitted: float = field(default_factory=time.monotonic)

@@ -31,7 +31,7 @@ from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.support.host_memory import facts_of
 from kvsidecar.support.memory_limits import Pages
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched, to_the_end
+from kvsidecar.support.supervised_child import NOTHING, Child, ChildSetup, Launched, to_the_end
 from kvsidecar.support.tasks import heard
 from kvsidecar.types import Direction, GroupLayout
 
@@ -184,7 +184,7 @@ class CopierLink(Child):
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def hello(self, device: str, devices: Sequence[str], given: Given = NOTHING) -> Hello:
+    async def hello(self, device: str, devices: Sequence[str], given: ChildSetup = NOTHING) -> Hello:
         """Make it examine the machine.
 
         Args:

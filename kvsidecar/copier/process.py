@@ -44,7 +44,7 @@ from kvsidecar.errors import CopyFailed, DeviceLost, ImportRefused, KVSidecarErr
 from kvsidecar.support import failpoints, host_memory, log
 from kvsidecar.support.child_side import EXIT_FAILED, Control, prctl, run
 from kvsidecar.support.cpu_sleep import NAP_SECONDS
-from kvsidecar.support.fence import Lane, lanes
+from kvsidecar.support.fence import FenceLane, lanes
 from kvsidecar.support.memory_limits import PageKind
 from kvsidecar.support.polling import Sleeper
 from kvsidecar.types import Direction
@@ -65,7 +65,7 @@ class Session:
     groups: dict[tuple[int, int], BoundGroup]
     """Bound groups by group and slice; slice 0 is all of the group."""
     events: list[DeviceEvent] = field(default_factory=list)
-    lanes: Mapping[Direction, Lane] = field(default_factory=dict)
+    lanes: Mapping[Direction, FenceLane] = field(default_factory=dict)
     """The copier's lanes of the engine's fence, if it has one."""
 
 

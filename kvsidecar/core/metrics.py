@@ -24,7 +24,7 @@ from kvsidecar.core.readiness import WarmStart
 from kvsidecar.core.share_metrics import share_metrics
 from kvsidecar.core.tier_metrics import TierGauges, tier_metrics
 from kvsidecar.errors import Refusal
-from kvsidecar.support.tasks import in_one
+from kvsidecar.support.tasks import run_all_steps
 from kvsidecar.types import Direction, Outcome, Readiness, Residency, State
 
 COPY_SECONDS_BUCKETS = (
@@ -296,7 +296,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition format."""
-        return in_one(self.rendering())
+        return run_all_steps(self.rendering())
 
     def rendering(self) -> Generator[None, None, bytes]:
         """`render`, one family in each step: all of them take milliseconds."""

@@ -36,7 +36,7 @@ async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.
         if not await _lock(directory, settings, stop):
             return None
         if directory.is_there:
-            directory.say_stays()
+            directory.mark_running()
             return directory
         directory.close()
 

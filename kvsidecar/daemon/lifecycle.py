@@ -149,9 +149,9 @@ class Lifecycle:
         if self._stopping:
             return
         self._stopping = True
-        self.endpoint.say_ends()  # a daemon that starts now waits for the end of this one
+        self.endpoint.mark_ending()  # a daemon that starts now waits for the end of this one
         if self.carrier is not None:
-            self.carrier.say_ends()
+            self.carrier.mark_ending()
         self.readiness.shut_down()
         self.notifier.stopping(drain_timeout)
 

@@ -32,7 +32,7 @@ from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.errors import ConfigError, DeviceLost, DeviceNotFound, DriverUnusable, PoolRefused
 from kvsidecar.support import extras, failpoints, kernel_calls, log, protobuf_trim, terminal
 from kvsidecar.support.steps import Steps
-from kvsidecar.support.supervised_child import Given, Launched, launch
+from kvsidecar.support.supervised_child import ChildSetup, Launched, launch
 from kvsidecar.support.threads import WORKERS, check_room, started_pool
 from kvsidecar.support.units import format_duration, format_rate, format_size
 from kvsidecar.support.young_objects import COLLECT, YoungObjects
@@ -184,7 +184,7 @@ def _load(
             settings.device,
             settings.devices,
             light_seconds=light_seconds,
-            given=Given(
+            given=ChildSetup(
                 (life.endpoint.lock, *(() if carrier is None else carrier.locks)),
                 settings.log_format,
                 settings.log_level,

@@ -7,12 +7,12 @@ from typing import Any
 from kvsidecar.core.tiering import TierPlan
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.pool.host_pool import HostPool
-from kvsidecar.support.supervised_child import Given
+from kvsidecar.support.supervised_child import ChildSetup
 from kvsidecar.tiers.link import TierOptions
 from kvsidecar.tiers.tier import Tier
 
 
-def tier_plans(settings: Settings, pool: HostPool, given: Given) -> list[TierPlan]:
+def tier_plans(settings: Settings, pool: HostPool, given: ChildSetup) -> list[TierPlan]:
     """The tiers behind the pool, the fastest first.
 
     Args:

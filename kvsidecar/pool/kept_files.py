@@ -61,8 +61,8 @@ class Carrier(Protocol):
         """A daemon whose processes cannot be seen from here used the files until just before: their end cannot be
         waited for."""
 
-    def say_ends(self) -> None:
-        """From now on, a daemon that finds the lock taken waits for the end of this one."""
+    def mark_ending(self) -> None:
+        """Make daemons that find the lock taken wait for the end of this one, from now on."""
 
     def undo(self) -> None:
         """The daemon does not start: remove the files that `create` has made, and what they lie in if that was not
@@ -103,7 +103,7 @@ class PoolDirectory:
     def __init__(self, path: Path, table_path: Path | None = None) -> None:
         self.left_by_stranger = False
         """Set by the code that takes the lock."""
-        self._stays = file_lock.Stays()
+        self._running_mark = file_lock.RunningMark()
         self.path = path
         self.huge_page_bytes = check_directories(path, table_path)
         self._made: list[Path] = []
@@ -146,13 +146,13 @@ class PoolDirectory:
         it."""
         return self._fd
 
-    def say_stays(self) -> None:
-        """The lock was taken, and is kept until `say_ends`."""
-        if reason := self._stays.say(self._fd):
+    def mark_running(self) -> None:
+        """Show that the lock was taken, and is kept until `mark_ending`."""
+        if reason := self._running_mark.set(self._fd):
             _log.warning("another daemon will wait for this one", directory=str(self.path), reason=reason)
 
-    def say_ends(self) -> None:
-        self._stays.end()
+    def mark_ending(self) -> None:
+        self._running_mark.remove()
 
     def find(self) -> KeptFiles | None:
         with ExitStack() as opened:
@@ -204,7 +204,7 @@ class PoolDirectory:
             room[device] -= nbytes
 
     def close(self) -> None:
-        self.say_ends()
+        self.mark_ending()
         for fd in {self._fd, self._table_fd}:
             os.close(fd)
 
@@ -283,8 +283,8 @@ class DescriptorStore:
             _log.warning("a descriptor from the service manager is not used", name=name)
             os.close(self._given.pop(name))
 
-    def say_ends(self) -> None:
-        """systemd knows."""
+    def mark_ending(self) -> None:
+        """Do nothing: systemd knows."""
 
     def undo(self) -> None:
         for name in FILES if self._made else ():

@@ -55,7 +55,7 @@ class SocketFiles:
         self.mode = mode
         self.gid = group_id("socket_group", group)
         self._lock: int | None = None
-        self._stays = file_lock.Stays()
+        self._running_mark = file_lock.RunningMark()
         self._made_lock = False
         self._made: list[Path] = []
         """Directories that were not there before, the innermost last."""
@@ -103,18 +103,18 @@ class SocketFiles:
         return True
 
     def _take(self, lock: int) -> None:
-        """The lock of this file is held: say by whom, and remove what nobody serves any more."""
+        """Name the holder of this lock in its file, and remove what nobody serves any more."""
         with suppress(OSError):  # for people: a disk that is full keeps no daemon from its lock
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        if reason := self._stays.say(lock):
+        if reason := self._running_mark.set(lock):
             _log.warning("another daemon will wait for this one", lock=str(self._lock_path), reason=reason)
         for path in self._bound_at:
             self._remove_stale(path)
 
-    def say_ends(self) -> None:
+    def mark_ending(self) -> None:
         """From now on, a daemon that starts waits for the end of this one."""
-        self._stays.end()
+        self._running_mark.remove()
 
     def _open_lock(self) -> int:
         directory = self.grpc_path.parent
@@ -305,7 +305,7 @@ class SocketFiles:
         """
         if self._lock is None:
             return
-        self.say_ends()
+        self.mark_ending()
         for path in tuple(self._published):
             self.withdraw(path)
         for path in (*self._bound_at.values(), self._inner):  # of a socket that could not be published

@@ -70,7 +70,7 @@ def _barrier() -> None:
         time.sleep(_BARRIER_SECONDS)  # it may be forbidden, and does not exist with nohz_full=
 
 
-class Lane:
+class FenceLane:
     """A copier's side, for one direction; used by that direction's thread."""
 
     def __init__(self, words: memoryview, direction: Direction) -> None:
@@ -92,9 +92,9 @@ class Lane:
         self._words[self._word] = self._calls
 
 
-def lanes(fd: int) -> dict[Direction, Lane]:
+def lanes(fd: int) -> dict[Direction, FenceLane]:
     """Begin with nothing under way: whoever copied for this connection before is dead. ``fd`` stays the caller's."""
     words = memoryview(mmap.mmap(fd, _NBYTES)).cast("Q")
     for word in _UNDER_WAY.values():
         words[word] = 0
-    return {direction: Lane(words, direction) for direction in Direction}
+    return {direction: FenceLane(words, direction) for direction in Direction}

@@ -1,8 +1,9 @@
 """Locks of files, by flock(2): every process that holds a copy of the descriptor holds the lock.
 
-So a lock is held until the last process of a daemon has ended, and does not say whether the daemon is about to. That
-its main process *stays* is said by a second lock on the same file, of the other kind (fcntl(2), of an open file): it
-has it from when it takes the first one until it is told to stop, and the kernel takes it from a process that dies.
+So a lock is held until the last process of a daemon has ended, and does not show whether the daemon is about to end.
+That is shown by a second lock on the same file, of the other kind (fcntl(2), of an open file), the *running mark*: the
+main process holds it from when it takes the first lock until it begins to stop, and the kernel takes it from a process
+that dies.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Final
 
 RETRY_SECONDS = 0.05
 """Interval between attempts to take a lock that another process holds."""
-STAYS_SECONDS: Final = 1.0
-"""Who has stayed so long while another one waits is not about to stop: a signal to it has arrived by then."""
+RUNNING_SECONDS: Final = 1.0
+"""A holder that is still marked running after this wait is not about to stop: a signal to it has arrived by then."""
 
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """``struct flock`` of 64-bit Linux: type, whence, start, length, pid."""
@@ -37,19 +38,20 @@ async def lock_within(
 
     Args:
         on_wait: called once, if it is not free at once.
-        ends: whether the process that stays is ending nevertheless: it was killed, and has its files for a while yet.
+        ends: whether a holder that is marked running is ending nevertheless: it was killed, and keeps its files for a
+            while.
 
     Raises:
-        TimeoutError: it is still held after so many seconds, or its holder stays.
+        TimeoutError: it is still held after this many seconds, or its holder keeps running.
     """
     refused_at = deadline = time.monotonic() + seconds
-    stayed = waits = False
+    was_running = waits = False
     # Polling, because a thread that blocks in flock() could not be stopped.
     while not try_lock(fd):
         now = time.monotonic()
-        does_stay = stays(fd) and not ends()
-        if does_stay != stayed:
-            stayed, refused_at = does_stay, min(deadline, now + STAYS_SECONDS) if does_stay else deadline
+        running = is_marked_running(fd) and not ends()
+        if running != was_running:
+            was_running, refused_at = running, min(deadline, now + RUNNING_SECONDS) if running else deadline
         if now >= refused_at:
             raise TimeoutError
         if not waits:
@@ -72,18 +74,18 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-class Stays:
-    """Says of a file or directory whose lock this process has that the process stays. It cannot say so again after
-    `end`."""
+class RunningMark:
+    """Marks a file or directory that this process has locked: the process keeps running. Cannot be set again after
+    `remove`."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
-        """Has the second lock. It must not be given to another process."""
-        self._ended = False
+        """Holds the second lock. It must not be given to another process."""
+        self._removed = False
 
-    def say(self, fd: int) -> str:
-        """Say it of this file, instead of the last one. Returns why it cannot be said; empty if it was."""
-        if self._ended:
+    def set(self, fd: int) -> str:
+        """Mark this file instead of the last one. Returns why it cannot be marked; empty if it is."""
+        if self._removed:
             return ""
         self._close()
         try:
@@ -96,9 +98,9 @@ class Stays:
             return error.strerror or str(error)
         return ""
 
-    def end(self) -> None:
-        """From now on, whoever waits for the lock waits for the end of this process."""
-        self._ended = True
+    def remove(self) -> None:
+        """From now on, processes that wait for the lock wait for the end of this one."""
+        self._removed = True
         self._close()
 
     def _close(self) -> None:
@@ -107,8 +109,8 @@ class Stays:
             self._fd = None
 
 
-def stays(fd: int) -> bool:
-    """Whether some process, or this one, says of this file that it stays. False where it cannot be known."""
+def is_marked_running(fd: int) -> bool:
+    """Whether some process, perhaps this one, has marked this file. False where it cannot be known."""
     try:
         found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except OSError:

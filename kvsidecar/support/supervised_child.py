@@ -50,8 +50,8 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What every child is given before it is asked for anything."""
+class ChildSetup:
+    """What every child gets before its first request."""
 
     kept: tuple[int, ...] = ()
     """Descriptors that stay open in it, such as the daemon's lock: the next daemon gets the lock when the last child
@@ -60,7 +60,7 @@ class Given:
     log_level: str = "info"
 
 
-NOTHING: Final = Given()
+NOTHING: Final = ChildSetup()
 
 
 def launch(module: str) -> Launched:
@@ -133,7 +133,7 @@ async def to_the_end(work: Coroutine[Any, Any, T], on_cancel: Callable[[], objec
     return task.result()
 
 
-class State(Enum):
+class ChildState(Enum):
     """The life of one child process."""
 
     LAUNCHED = "launched"
@@ -144,10 +144,10 @@ class State(Enum):
 
 
 _NEXT: Final = {
-    State.LAUNCHED: {State.GREETED, State.KILLED, State.ENDED},
-    State.GREETED: {State.KILLED, State.ENDED},
-    State.KILLED: {State.ENDED},
-    State.ENDED: set[State](),
+    ChildState.LAUNCHED: {ChildState.GREETED, ChildState.KILLED, ChildState.ENDED},
+    ChildState.GREETED: {ChildState.KILLED, ChildState.ENDED},
+    ChildState.KILLED: {ChildState.ENDED},
+    ChildState.ENDED: set[ChildState](),
 }
 
 
@@ -162,7 +162,7 @@ class Child:
     """Raised if it answers with an error that is not in `kvsidecar.errors`."""
 
     def __init__(self, launched: Launched) -> None:
-        self.state = State.LAUNCHED
+        self.state = ChildState.LAUNCHED
         self._process, self._connection = launched.process, launched.connection
         self._connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -181,18 +181,18 @@ class Child:
     @property
     def killed_seconds(self) -> float:
         """How long ago it was killed, if it still lives; else 0."""
-        return time.monotonic() - self._killed_at if self.state is State.KILLED else 0.0
+        return time.monotonic() - self._killed_at if self.state is ChildState.KILLED else 0.0
 
-    async def greet(self, given: Given) -> None:
+    async def greet(self, given: ChildSetup) -> None:
         """Raises `LOST`: the process has ended."""
         # It answers when the kernel kills it with the daemon, whatever it does. Before that it may have no lock, nor a
         # descriptor of one that waits in its socket.
         await self.ask({"do": "bound"})
         await self.ask({"do": "keep"}, given.kept)
         await self.set_log(given)
-        self._become(State.GREETED)
+        self._become(ChildState.GREETED)
 
-    async def set_log(self, given: Given) -> None:
+    async def set_log(self, given: ChildSetup) -> None:
         """Raises `LOST`: the process has ended."""
         await self.ask({"do": "log", "log_format": given.log_format, "log_level": given.log_level})
 
@@ -229,17 +229,17 @@ class Child:
 
     def kill(self, reason: str = "") -> None:
         """End the process at once, whatever it does."""
-        if self._become(State.KILLED):
+        if self._become(ChildState.KILLED):
             self._last_words, self._killed_at = reason, time.monotonic()
             self._process.kill()
 
-    def _become(self, state: State) -> bool:
+    def _become(self, state: ChildState) -> bool:
         if possible := state in _NEXT[self.state]:
             self.state = state
         return possible
 
     def _died(self) -> None:
-        self._become(State.ENDED)
+        self._become(ChildState.ENDED)
         self._loop.remove_reader(self.pidfd)
         os.close(self.pidfd)
         if not self._asking.locked():
@@ -280,7 +280,7 @@ class Supervised(ABC, Generic[C]):
     FREE_DEATHS: ClassVar[int] = 0
     """This many deaths are replaced immediately, regardless of uptime."""
 
-    def __init__(self, noun: str, whose: dict[str, str], given: Given) -> None:
+    def __init__(self, noun: str, whose: dict[str, str], given: ChildSetup) -> None:
         self.deaths = 0
         """How many of its processes have ended unexpectedly."""
         self.down = f"the {noun} has not started yet"

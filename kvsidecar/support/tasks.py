@@ -94,7 +94,7 @@ def heard(what: str, error: BaseException) -> None:
     asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
 
-def in_one(steps: Generator[None, None, T]) -> T:
+def run_all_steps(steps: Generator[None, None, T]) -> T:
     """Run a computation without a pause between its steps, and return the generator's return value."""
     while True:
         try:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from kvsidecar.errors import TierFailed
 from kvsidecar.protocol.framing import FrameReader
 from kvsidecar.support.host_memory import FileInMemory, facts_of
-from kvsidecar.support.supervised_child import NOTHING, Child, Given, Launched
+from kvsidecar.support.supervised_child import NOTHING, Child, ChildSetup, Launched
 from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import BackendStats, ShardSpace, TierShare
 from kvsidecar.tiers.messages import MAX_FRAME, TELLS, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
@@ -34,7 +34,7 @@ class TierOptions:
     """Options of the backend."""
     capacity_bytes: int
     """Capacity of the tier, for the size of its filter."""
-    given: Given = NOTHING
+    given: ChildSetup = NOTHING
 
 
 class TierLink(Child, asyncio.Protocol):

@@ -24,7 +24,7 @@ from kvsidecar.support.host_memory import FileInMemory
 from kvsidecar.support.supervised_child import (
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
-    State,
+    ChildState,
     Supervised,
     launch,
     to_the_end,
@@ -133,7 +133,7 @@ class Tier(Supervised[TierLink]):
     def check(self, stuck_seconds: float) -> None:
         """Called again and again: kill a process that hangs, probe a tier that is off, and ask for its gauges."""
         super().check(stuck_seconds)
-        if (link := self.at_work) is None or link.state is State.KILLED:
+        if (link := self.at_work) is None or link.state is ChildState.KILLED:
             return
         if self._breaker.begin_probe():
             link.call(Request(Do.PROBE), self._probed)

@@ -11,7 +11,7 @@ import numpy as np
 from kvsidecar.copier.copy_queue import CopyQueue, CopyResult, QueuedCopy
 from kvsidecar.device.base import COPY, CopyCall, CopyMark, CopyPlan, DeviceEvent, PreparedCall
 from kvsidecar.errors import CopyFailed
-from kvsidecar.support.fence import Lane
+from kvsidecar.support.fence import FenceLane
 from kvsidecar.types import Direction
 from tests.plans import CopyList
 
@@ -155,7 +155,7 @@ class Bench:
         plan: CopyPlan,
         after: DeviceEvent | None = None,
         on_start: Callable[[], None] | None = None,
-        lane: Lane | None = None,
+        lane: FenceLane | None = None,
         session: int = 0,
     ) -> int:
         number = next(self._numbers)

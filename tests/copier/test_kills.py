@@ -25,7 +25,7 @@ from kvsidecar.errors import DeviceLost
 from kvsidecar.support import host_memory
 from kvsidecar.support.cuda_driver import CudaContext, ipc_handle
 from kvsidecar.support.memory_limits import PageKind, Pages
-from kvsidecar.support.supervised_child import Given, launch
+from kvsidecar.support.supervised_child import ChildSetup, launch
 from kvsidecar.types import Direction, GroupLayout, Region
 
 pytestmark = [
@@ -106,7 +106,7 @@ def engine() -> Iterator[Engine]:
 async def started(engine: Engine) -> CopierLink:
     """A copier with the pool pinned and the KV imported."""
     link = CopierLink(launch(PROGRAM))
-    hello = await link.hello("cuda", [], Given(log_level="error"))
+    hello = await link.hello("cuda", [], ChildSetup(log_level="error"))
     await link.start(next(iter(hello.devices)))
     await link.map(PoolFile(engine.fd, POOL, PAGES, POOL))
     await link.pin(0, POOL)

@@ -14,7 +14,7 @@ from kvsidecar.core.changes import Change
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.lookups import LookupService
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.support.tasks import in_one
+from kvsidecar.support.tasks import run_all_steps
 from kvsidecar.types import Namespace, Residency
 from tests.cache.support import key, keys, namespace, open_space, store
 from tests.core.watched import Daemon, Reader
@@ -318,7 +318,7 @@ class Cleared(Daemon):
 
     def clear(self, *names: int | str) -> int:
         packed = PackedHashes(b"".join(keys(*names)), 32)
-        return in_one(self.lookups.clear_blocks(namespace(), [(0, packed)]))
+        return run_all_steps(self.lookups.clear_blocks(namespace(), [(0, packed)]))
 
     def noted(self) -> dict[bytes, bytes]:
         reader = Reader()
@@ -353,7 +353,7 @@ def test_who_clears_what_nobody_uses_keeps_what_is_noted_of_the_rest() -> None:
     daemon.now = 100.0
     daemon.cache.expire(daemon.now)
     daemon.store("b", "c")
-    assert in_one(daemon.lookups.clear_unused(None, "", 50.0)) == 1
+    assert run_all_steps(daemon.lookups.clear_unused(None, "", 50.0)) == 1
     assert daemon.noted() == noted("b", "c")
 
 

@@ -14,7 +14,7 @@ from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.errors import InvalidRequest, LimitExceeded, Unavailable
 from kvsidecar.pool.kept_holds import KeptHolds
-from kvsidecar.support.tasks import in_one
+from kvsidecar.support.tasks import run_all_steps
 from tests.cache.cuts import recorded_cache, words_for
 from tests.cache.integrity import check_integrity
 from tests.cache.support import PAGE, keys, names_readable, namespace, new_cache, open_space, store
@@ -105,9 +105,9 @@ def test_all_holds_together_have_a_limit_and_a_refused_one_changes_nothing() -> 
 def test_a_clear_ends_the_holds_of_its_namespace() -> None:
     world = World().ready()
     world.hold("a", 0, 1)
-    in_one(world.lookups.clear(namespace("another")))
+    run_all_steps(world.lookups.clear(namespace("another")))
     assert len(list(world.holds)) == 1
-    in_one(world.lookups.clear(namespace()))
+    run_all_steps(world.lookups.clear(namespace()))
     assert list(world.holds) == []
     assert world.cache.stats().leased_bytes == 0
 

@@ -19,7 +19,7 @@ from kvsidecar.core.sessions import Instances
 from kvsidecar.device.base import DeviceMemory, MemorySource
 from kvsidecar.errors import InvalidRequest, UnknownPeer
 from kvsidecar.support.peer import Credentials
-from kvsidecar.support.tasks import in_one
+from kvsidecar.support.tasks import run_all_steps
 from kvsidecar.types import GroupLayout, Region
 from tests.copiers import NoProcessCopiers
 from tests.harness import NAMESPACE, SECONDS, layout
@@ -95,4 +95,4 @@ def test_physical_memory_that_is_named_twice_is_refused(named: list[tuple[int, .
     allocations = tuple(RangesAllocation(each, (4096,) * len(each), 4096 * len(each)) for each in named)
     registration = RankRegistration(b"", "i", NAMESPACE, 0, 1, "host", allocations, (layout(),))
     with pytest.raises(InvalidRequest, match="named twice"):
-        in_one(registration.checking())
+        run_all_steps(registration.checking())

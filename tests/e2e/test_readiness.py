@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from kvsidecar.client import AttachRefused, Blocks, HostBuffer, LookupMode, Outcome, State
-from kvsidecar.support.file_lock import STAYS_SECONDS, try_lock
+from kvsidecar.support.file_lock import RUNNING_SECONDS, try_lock
 from tests.e2e.restarts import CHUNKS, grpc_health
 from tests.harness import (
     FIRST,
@@ -245,7 +245,7 @@ def test_a_daemon_waits_for_the_end_of_the_one_before_it_and_never_pins_beside_i
         with DaemonProcess(short_dir, "--lock-wait", "600", until=WAITING) as second:
             assert second.log[-1]["holder"].startswith(f"pid {first.process.pid} on ")
             assert second.log[-1]["wait_seconds"] == 600
-            time.sleep(2 * STAYS_SECONDS)  # after which one that stays is not waited for any more
+            time.sleep(2 * RUNNING_SECONDS)  # after which one that stays is not waited for any more
             assert second.process.poll() is None
             assert (first.locked_kib(), second.locked_kib()) == (1024, 0)
             gate.let_pass()
@@ -271,7 +271,7 @@ def test_a_daemon_waits_for_what_is_left_of_one_that_was_killed(short_dir: Path)
     with (short_dir / "kvs.sock.lock").open("w+") as lock:
         assert try_lock(lock.fileno())
         with DaemonProcess(short_dir, until=WAITING) as second:
-            time.sleep(2 * STAYS_SECONDS)
+            time.sleep(2 * RUNNING_SECONDS)
             assert second.process.poll() is None
             lock.close()
             second.wait_ready()

@@ -23,7 +23,7 @@ from kvsidecar.daemon.kept_pool import MAX_STARTS
 from kvsidecar.pool.kept_files import FILES
 from kvsidecar.pool.record_table import Owner, RecordTable, map_table
 from kvsidecar.support import child_process
-from kvsidecar.support.file_lock import STAYS_SECONDS
+from kvsidecar.support.file_lock import RUNNING_SECONDS
 from kvsidecar.support.process_ids import process_id
 from tests.e2e.pid_namespaces import UNSHARE, needs_pid_namespaces
 from tests.e2e.restarts import all_there, cold_reason, kill, owners_in, started
@@ -334,7 +334,7 @@ def test_a_daemon_that_waits_for_another_takes_over_unless_that_was_a_stranger_a
         first.wait_log("stopping")
         until = "waiting for another daemon to leave the pool's directory"
         with DaemonProcess(other, *flags, under=under, until=until) as second:
-            time.sleep(2 * STAYS_SECONDS)  # after which one that stays is not waited for any more
+            time.sleep(2 * RUNNING_SECONDS)  # after which one that stays is not waited for any more
             assert second.process.poll() is None
             if end == "killed":
                 kill(first)

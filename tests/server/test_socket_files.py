@@ -14,7 +14,7 @@ import pytest
 
 from kvsidecar.errors import SocketInUse
 from kvsidecar.server.socket_files import SocketFiles
-from kvsidecar.support.file_lock import STAYS_SECONDS
+from kvsidecar.support.file_lock import RUNNING_SECONDS
 from tests.harness import SECONDS
 from tests.marks import processes
 
@@ -117,7 +117,7 @@ def test_a_start_that_fails_removes_what_it_has_made(short_dir: Path, undo: bool
 
 def test_who_waits_for_a_start_that_fails_has_a_lock_of_its_own(short_dir: Path) -> None:
     first = acquire(files_at(short_dir))
-    first.say_ends()
+    first.mark_ending()
 
     async def run() -> None:
         second = files_at(short_dir)
@@ -203,7 +203,7 @@ def test_a_holder_that_ends_is_waited_for(files: SocketFiles, short_dir: Path, e
             os.pwrite(files.lock, f"pid {process.pid} on {socket.gethostname()}".encode(), 0)
             check_waits(files, short_dir)
         return
-    files.say_ends()
+    files.mark_ending()
     if "removed" in end:
         (short_dir / "kvs.sock.lock").unlink()
         files.reclaim()
@@ -214,7 +214,7 @@ def check_waits(files: SocketFiles, directory: Path) -> None:
     async def run() -> None:
         late = files_at(directory)
         waiting = asyncio.create_task(late.acquire(wait_seconds=600, stop=asyncio.Event()))
-        done, _ = await asyncio.wait([waiting], timeout=2 * STAYS_SECONDS)
+        done, _ = await asyncio.wait([waiting], timeout=2 * RUNNING_SECONDS)
         assert not done
         files.release()
         assert await waiting

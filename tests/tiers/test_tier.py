@@ -14,7 +14,7 @@ import pytest
 
 from kvsidecar.errors import TierFailed
 from kvsidecar.support import failpoints, supervised_child, tasks
-from kvsidecar.support.supervised_child import State
+from kvsidecar.support.supervised_child import ChildState
 from kvsidecar.tiers import tier as tier_module
 from kvsidecar.tiers.backend import ReadEnd, TierShare, WriteEnd
 from kvsidecar.tiers.policy import GUESSED_RATE
@@ -184,7 +184,7 @@ async def test_a_process_that_does_not_open_is_killed_and_replaced(monkeypatch: 
         assert not each.tier.off.startswith("its process"), "it has a minute"
         with monkeypatch.context() as patch:
             patch.setattr(supervised_child, "ANSWER_SECONDS", 0.0)
-            await eventually_in_loop(lambda: each.tier.check(NEVER) or each.tier._link.state is State.KILLED)
+            await eventually_in_loop(lambda: each.tier.check(NEVER) or each.tier._link.state is ChildState.KILLED)
         await each.on()
         assert each.tier.pid not in (0, process)
         assert each.changes[0].startswith("its process has ended (a request has not been answered for ")
