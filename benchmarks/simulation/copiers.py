@@ -17,7 +17,17 @@ from kvsidecar.copier import messages
 from kvsidecar.copier.copiers import Copier, Copiers, Options
 from kvsidecar.copier.copy_plan import BlockCopies
 from kvsidecar.copier.link import CopierLink, Copying, Hello
-from kvsidecar.copier.messages import Checks, Done, Ended, Kind, Part, kind_of, number_of, pack_last_words, pack_number
+from kvsidecar.copier.messages import (
+    Checks,
+    CopyPart,
+    Done,
+    Ended,
+    Kind,
+    kind_of,
+    number_of,
+    pack_last_words,
+    pack_number,
+)
 from kvsidecar.copier.process import Sessions
 from kvsidecar.copier.slot_check import SlotCheck
 from kvsidecar.errors import DeviceLost
@@ -45,7 +55,7 @@ class SimLink(NoProcessLink):
         self,
         session: int,
         direction: Direction,
-        parts: Sequence[Part],
+        parts: Sequence[CopyPart],
         *,
         event: int | None = None,
         on_start: Callable[[], None] | None = None,

@@ -239,7 +239,9 @@ class CopyQueue:
             else:
                 if failpoints.is_set(self._failpoint) and self._enter(self._issuing):
                     # In line as a call that nothing is issued behind, so that this thread goes on meanwhile.
-                    self._flights.append(_Flight(self._issuing, _Held(self._direction), AHEAD_BYTES, time.monotonic()))
+                    self._flights.append(
+                        _Flight(self._issuing, _HeldMark(self._direction), AHEAD_BYTES, time.monotonic())
+                    )
                     self._ahead += AHEAD_BYTES
                 if self._issuing is not None:
                     self._flights.append(_Flight(self._issuing, None, 0, 0.0))
@@ -378,7 +380,7 @@ def _leave(copy: QueuedCopy) -> None:
         copy.lane.leave()
 
 
-class _Held:
+class _HeldMark:
     """Keeps a copy in flight, in the place of a slow or failing device, for as long as a failpoint takes. Implements
     `kvsidecar.device.base.CopyMark`."""
 

@@ -69,7 +69,7 @@ class Progress(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopyPart:
     """Blocks of one group. Both arrays have the same length."""
 
     group: int
@@ -95,7 +95,7 @@ class Copy:
     number: int
     session: int
     direction: Direction
-    parts: Sequence[Part]
+    parts: Sequence[CopyPart]
     event: int | None = None
     checks: Checks | None = None
     weight: int = 1
@@ -123,7 +123,7 @@ class Copy:
             ids = np.frombuffer(record, np.int64, count, position)
             slots = np.frombuffer(record, np.int64, count, position + 8 * count)
             position += 16 * count
-            parts.append(Part(group, ids, slots, number_of_slice))
+            parts.append(CopyPart(group, ids, slots, number_of_slice))
         checks = np.frombuffer(record, CHECK, offset=position) if position < len(record) else None
         return cls(number, session, _DIRECTIONS[direction], parts, event - 1 if event else None, checks, weight)
 

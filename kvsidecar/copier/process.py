@@ -294,7 +294,7 @@ class CopyLoop:
         return False
 
 
-class Copier:
+class CopierProcess:
     """Answers the daemon's requests, one at a time, in the main thread."""
 
     def __init__(self) -> None:
@@ -360,4 +360,4 @@ class Copier:
 
 
 if __name__ == "__main__":
-    run("copier", Copier().serve)
+    run("copier", CopierProcess().serve)

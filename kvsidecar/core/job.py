@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.copier.copiers import Copier
 from kvsidecar.copier.link import Copying
-from kvsidecar.copier.messages import Checks, Done, Part
+from kvsidecar.copier.messages import Checks, CopyPart, Done
 from kvsidecar.errors import DeviceLost, Refusal
 from kvsidecar.types import Direction, Outcome, Priority
 
@@ -107,7 +107,7 @@ class Job:
         self,
         copier: Copier,
         session: int,
-        parts: Sequence[Part],
+        parts: Sequence[CopyPart],
         checks: Checks | None,
         weight: int,
         on_end: Callable[[Done | DeviceLost], None],

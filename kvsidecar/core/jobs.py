@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvsidecar.cache.block_cache import BlockCache, ShardPart
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.copier.copiers import Copiers
-from kvsidecar.copier.messages import Checks, Done, Ended, Part
+from kvsidecar.copier.messages import Checks, CopyPart, Done, Ended
 from kvsidecar.core.checksums import BlocksInSlots, Checksums
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.job import Job, JobBlocks, JobResult
@@ -176,7 +176,7 @@ class JobRunner:
             raise InvalidRequest("a store names a slice of a group, but a store always copies whole blocks")
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
-        parts: list[Part] = []
+        parts: list[CopyPart] = []
         taken: list[tuple[StoreGrant, Checks]] = []
         """The checksums that the copier takes, in this order."""
         zeroing = 1  # besides the grants, this job's own beginning
@@ -209,7 +209,7 @@ class JobRunner:
             failpoints.hit("store.after_reserve")
             # Blocks that are present, or that another store fills, are left out.
             parts += [
-                Part(each.part.group, each.block_ids[part.index], part.slots)
+                CopyPart(each.part.group, each.block_ids[part.index], part.slots)
                 for each, part in zip(piece, grant.parts, strict=True)
             ]
             if checksums is not None and (checks := checksums.to_take(_stored(grant, piece))) is not None:
@@ -237,7 +237,7 @@ class JobRunner:
         if lost := session.lost:
             return _declined(Refusal.DEVICE_LOST, lost)
         groups = _groups(session, job.parts)
-        parts: list[Part] = []
+        parts: list[CopyPart] = []
         compared: list[Checks] = []
         places: list[tuple[LoadGrant, int, int]] = []
         for piece in _pieces(groups, job.parts, self.load_blocks):
@@ -248,7 +248,7 @@ class JobRunner:
                 return _declined(grant)
             job.grants.append(grant)
             parts += [
-                Part(each.part.group, each.block_ids, slots, each.part.slice)
+                CopyPart(each.part.group, each.block_ids, slots, each.part.slice)
                 for each, slots in zip(piece, grant.slots, strict=True)
             ]
             if self.checksums is not None:
@@ -274,7 +274,7 @@ class JobRunner:
         self,
         session: RankSession,
         job: Job,
-        parts: Sequence[Part],
+        parts: Sequence[CopyPart],
         checks: Checks | None,
         copied: Callable[[Done], JobResult],
     ) -> None:
@@ -460,15 +460,15 @@ def _pieces(groups: Sequence[SessionGroup], parts: Sequence[JobBlocks], most: in
     yield piece
 
 
-def _merged(parts: Sequence[Part]) -> Sequence[Part]:
+def _merged(parts: Sequence[CopyPart]) -> Sequence[CopyPart]:
     """One part for each group and slice."""
-    found: dict[tuple[int, int], list[Part]] = {}
+    found: dict[tuple[int, int], list[CopyPart]] = {}
     for each in parts:
         found.setdefault((each.group, each.slice), []).append(each)
     if len(found) == len(parts):
         return parts
     return [
-        Part(
+        CopyPart(
             group, np.concatenate([each.block_ids for each in some]), np.concatenate([each.slots for each in some]), at
         )
         for (group, at), some in found.items()

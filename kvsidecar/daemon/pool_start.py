@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.copier.copiers import START_ATTEMPTS, Copier, Copiers
-from kvsidecar.copier.messages import Part
+from kvsidecar.copier.messages import CopyPart
 from kvsidecar.core.holds import Holds
 from kvsidecar.core.jobs import JobRunner
 from kvsidecar.core.readiness import DaemonReadiness
@@ -152,7 +152,7 @@ class PoolStart:
     async def _copy_there_and_back(self, copier: Copier, offset: int, nbytes: int) -> None:
         window = self.pool.view()[offset : offset + nbytes]
         pattern = np.frombuffer(secrets.token_bytes(nbytes), np.uint8)
-        parts = [Part(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
+        parts = [CopyPart(0, np.zeros(1, np.int64), np.array([offset], np.int64))]
         window[:] = pattern
         await copier.live().submit(SELF_TEST_SESSION, Direction.LOAD, parts).ended
         window[:] = 0

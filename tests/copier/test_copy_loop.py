@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from kvsidecar.copier import copy_queue, slot_check
-from kvsidecar.copier.messages import CHECK, Checks, Copy, Done, Ended, Kind, Part, Progress, kind_of, pack_number
+from kvsidecar.copier.messages import CHECK, Checks, Copy, CopyPart, Done, Ended, Kind, Progress, kind_of, pack_number
 from kvsidecar.copier.process import CopyLoop, Session, Sessions
 from kvsidecar.copier.recipes import bind
 from kvsidecar.copier.ring import Receiver, Ring, Sender
@@ -80,7 +80,7 @@ class Bench:
 
     def copy(self, number: int, group: int, count: int = 1, checks: Checks | None = None) -> None:
         ids = np.arange(count, dtype=np.int64)
-        self.sender.send(Copy(number, 7, self.direction, [Part(group, ids, ids * LONG)], checks=checks).pack())
+        self.sender.send(Copy(number, 7, self.direction, [CopyPart(group, ids, ids * LONG)], checks=checks).pack())
 
     def next(self) -> bytes:
         if not self.records:

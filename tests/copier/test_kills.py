@@ -19,7 +19,7 @@ import pytest
 
 from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, PoolFile
-from kvsidecar.copier.messages import Part
+from kvsidecar.copier.messages import CopyPart
 from kvsidecar.device.base import CudaIpcSource
 from kvsidecar.errors import DeviceLost
 from kvsidecar.support import host_memory
@@ -140,9 +140,9 @@ async def killed(engine: Engine, link: CopierLink, rng: random.Random, *, wait: 
     ends = []
     for first in [*range(0, HALF, JOB)] * 16:
         ids = np.arange(first, first + JOB, dtype=np.int64)
-        ends.append(link.submit(SESSION, Direction.STORE, [Part(0, ids, ids * BLOCK)]).ended)
+        ends.append(link.submit(SESSION, Direction.STORE, [CopyPart(0, ids, ids * BLOCK)]).ended)
         ids = ids + HALF
-        ends.append(link.submit(SESSION, Direction.LOAD, [Part(0, ids, ids * BLOCK)]).ended)
+        ends.append(link.submit(SESSION, Direction.LOAD, [CopyPart(0, ids, ids * BLOCK)]).ended)
     await asyncio.sleep(rng.uniform(0.001, 0.03))
     over = sum(end.done() for end in ends)
     link.kill()

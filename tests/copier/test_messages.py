@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvsidecar.copier import messages
-from kvsidecar.copier.messages import CHECK, Checks, Copy, Done, Ended, Part
+from kvsidecar.copier.messages import CHECK, Checks, Copy, CopyPart, Done, Ended
 from kvsidecar.types import Direction
 
 CHECKS = np.array([(4096, 4000, 0), (8192, 4000, (1 << 64) - 1)], CHECK)
@@ -18,7 +18,7 @@ def test_a_copy_arrives_as_it_was_sent_and_no_byte_is_for_checks_that_there_are_
     event: int | None, checks: Checks | None
 ) -> None:
     ids = np.arange(3, dtype=np.int64)
-    parts = [Part(group, ids[group:], ids[group:] * 4096, slice=5 * group) for group in range(2)]
+    parts = [CopyPart(group, ids[group:], ids[group:] * 4096, slice=5 * group) for group in range(2)]
     record = Copy(7, 9, Direction.LOAD, parts, event, checks, weight=3).pack()
     assert len(record) == messages._COPY.size + 2 * messages._PART.size + 16 * (3 + 2) + 24 * (
         0 if checks is None else len(checks)

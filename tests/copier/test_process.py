@@ -19,7 +19,7 @@ import xxhash
 from kvsidecar.client.buffers import HostBuffer
 from kvsidecar.copier import PROGRAM
 from kvsidecar.copier.link import CopierLink, Copying, PoolFile
-from kvsidecar.copier.messages import CHECK, Done, Ended, Kind, Part, kind_of
+from kvsidecar.copier.messages import CHECK, CopyPart, Done, Ended, Kind, kind_of
 from kvsidecar.copier.ring import RING_BYTES
 from kvsidecar.device.base import MemfdSource
 from kvsidecar.errors import CopyFailed, DeviceLost, DeviceNotFound, ImportRefused
@@ -62,7 +62,7 @@ class Bench:
         """Args:
         expected: checksums of the slots; None: not checked.
         """
-        part = Part(0, np.array(ids, np.int64), np.array(slots, np.int64) * BLOCK)
+        part = CopyPart(0, np.array(ids, np.int64), np.array(slots, np.int64) * BLOCK)
         checks = None
         if expected is not None:
             checks = np.array(
@@ -263,7 +263,7 @@ async def test_a_copier_that_is_killed_ends_all_copies_and_says_so(bench: Bench)
 async def test_a_copy_whose_end_is_not_taken_keeps_no_other_from_its_end(bench: Bench, ends: str) -> None:
     errors: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
-    part = Part(0, np.array([1]), np.array([0]))
+    part = CopyPart(0, np.array([1]), np.array([0]))
     if ends != "in order":
         bench.stop()
     bench.link.submit(SESSION, Direction.STORE, [part], on_end=lambda _: 1 // 0)  # type: ignore[arg-type, return-value]
