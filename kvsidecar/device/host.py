@@ -114,7 +114,7 @@ class HostPlatform:
 
 
 @dataclass(slots=True)
-class _Mapping:
+class _HostMapping:
     memory: DeviceMemory
     uses: int
     reservation: Reservation | None = None
@@ -241,7 +241,7 @@ class _MappedFiles:
                 raise CopyFailed("the engine has given memory of its memfd back to the kernel (holes)")
 
 
-class _Addresses:
+class _HostAddresses:
     """Implements `kvsidecar.device.reservation.AddressSpace`."""
 
     granularity = mmap.PAGESIZE
@@ -286,7 +286,7 @@ class HostDevice:
     def __init__(self, uuid: str = HOST_UUID) -> None:
         self.uuid = uuid
         self._lock = threading.Lock()
-        self._mappings: dict[bytes, _Mapping] = {}
+        self._mappings: dict[bytes, _HostMapping] = {}
         self._files = _MappedFiles()
         self._own = 0
 
@@ -304,7 +304,7 @@ class HostDevice:
                 except ImportRefused:
                     unmap(address, stat.st_size)
                     raise
-                mapping = _Mapping(DeviceMemory(address=address, nbytes=stat.st_size, key=key), uses=0)
+                mapping = _HostMapping(DeviceMemory(address=address, nbytes=stat.st_size, key=key), uses=0)
                 self._mappings[key] = mapping
             mapping.uses += 1
             return mapping.memory
@@ -312,9 +312,9 @@ class HostDevice:
     def import_ranges(self, sources: Sequence[RangesSource]) -> list[DeviceMemory]:
         with self._lock:
             self._own += 1
-            reservation = Reservation(_Addresses(self._files), sources, self._own)
+            reservation = Reservation(_HostAddresses(self._files), sources, self._own)
             for memory in reservation.memories:
-                self._mappings[memory.key] = _Mapping(memory, uses=1, reservation=reservation)
+                self._mappings[memory.key] = _HostMapping(memory, uses=1, reservation=reservation)
         return reservation.memories
 
     def release_memory(self, memory: DeviceMemory) -> None:
@@ -339,7 +339,7 @@ class HostDevice:
         with self._lock:
             self._own += 1
             memory = DeviceMemory(address=address, nbytes=nbytes, key=b"own-%d" % self._own)
-            self._mappings[memory.key] = _Mapping(memory, uses=1)
+            self._mappings[memory.key] = _HostMapping(memory, uses=1)
         return memory
 
     def open_stream(self, direction: Direction) -> CopyStream:

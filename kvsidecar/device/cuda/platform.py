@@ -131,7 +131,7 @@ class CudaPlatform:
 
 
 @dataclass(slots=True)
-class _Mapping:
+class _CudaMapping:
     memory: DeviceMemory
     imported: bool
     uses: int
@@ -150,7 +150,7 @@ class CudaDevice:
         self._handle = handle
         self._context = _open_context(uuid, handle)
         self._lock = threading.Lock()
-        self._mappings: dict[bytes, _Mapping] = {}
+        self._mappings: dict[bytes, _CudaMapping] = {}
         self._own = 0
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PITCH
         self.max_pitch = int(check(driver.cuDeviceGetAttribute(attribute, handle), "asking for the maximum pitch"))
@@ -172,7 +172,7 @@ class CudaDevice:
             mapping = self._mappings.get(key)
             if mapping is None:
                 address, nbytes = self._open(source.handle)
-                mapping = _Mapping(DeviceMemory(address, nbytes, key), imported=True, uses=0)
+                mapping = _CudaMapping(DeviceMemory(address, nbytes, key), imported=True, uses=0)
                 self._mappings[key] = mapping
             mapping.uses += 1
             return mapping.memory
@@ -181,9 +181,9 @@ class CudaDevice:
         self.make_current()
         with self._lock:
             self._own += 1
-            reservation = Reservation(_Addresses(self), sources, self._own)
+            reservation = Reservation(_CudaAddresses(self), sources, self._own)
             for memory in reservation.memories:
-                self._mappings[memory.key] = _Mapping(memory, imported=True, uses=1, reservation=reservation)
+                self._mappings[memory.key] = _CudaMapping(memory, imported=True, uses=1, reservation=reservation)
         return reservation.memories
 
     def release_memory(self, memory: DeviceMemory) -> None:
@@ -225,7 +225,7 @@ class CudaDevice:
         with self._lock:
             self._own += 1
             memory = DeviceMemory(address=address, nbytes=nbytes, key=b"own-%d" % self._own)
-            self._mappings[memory.key] = _Mapping(memory, imported=False, uses=1)
+            self._mappings[memory.key] = _CudaMapping(memory, imported=False, uses=1)
         return memory
 
     def open_stream(self, direction: Direction) -> CopyStream:
@@ -269,7 +269,7 @@ class CudaDevice:
         return int(base) + int(nbytes) - address
 
 
-class _Addresses:
+class _CudaAddresses:
     """Implements `kvsidecar.device.reservation.AddressSpace`, in the context that is current."""
 
     def __init__(self, device: CudaDevice) -> None:
