@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvsidecar.cache.arrays import Ints, unique_counts
-from kvsidecar.cache.slabs import Part, Slabs, find_run
+from kvsidecar.cache.slabs import NodePart, Slabs, find_run
 
 
 class Unmet(NamedTuple):
@@ -35,7 +35,7 @@ class AllocationPlan:
     def __init__(
         self,
         slabs: Slabs,
-        parts: Sequence[Part],
+        parts: Sequence[NodePart],
         needs: Mapping[int, int],
         free_slots: Mapping[int, int],
         *,
@@ -56,7 +56,7 @@ class AllocationPlan:
 
     def unmet(self) -> Unmet | None:
         """The largest size class whose need is not met; None if all are met."""
-        parts: Sequence[Part] | None = None
+        parts: Sequence[NodePart] | None = None
         for size, need in self._needs:
             missing = need - self._free_slots[size]
             if self._node is None and missing <= 0:
@@ -108,7 +108,7 @@ class AllocationPlan:
         shape = self._slabs.grid.shape(size)
         return sum([part.count(shape) for part in self.parts])
 
-    def _cut(self, parts: Sequence[Part], size: int, missing: int) -> int:
+    def _cut(self, parts: Sequence[NodePart], size: int, missing: int) -> int:
         """Cut slabs until no slots are missing. Returns how many still are."""
         grid = self._slabs.grid
         shape = grid.shape(size)

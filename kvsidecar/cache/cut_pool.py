@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsidecar.cache.allocation_plan import AllocationPlan
 from kvsidecar.cache.arrays import extended
-from kvsidecar.cache.slabs import LARGEST_SHARE, LEVELS, Grid, NodeSlabs, Part, Slabs, find_run
+from kvsidecar.cache.slabs import LARGEST_SHARE, LEVELS, Grid, NodePart, NodeSlabs, Slabs, find_run
 from kvsidecar.cache.slot_states import NO_OWNER, SLOT_ALIGN, SlotState
 from kvsidecar.cache.windows import Wanted, Window, cheapest, oldest, replaceable
 
@@ -179,13 +179,13 @@ class CutPool:
             if after < LEVELS:
                 levels[after][slab] = None
 
-    def _cut(self, parts: Sequence[Part], size: int) -> int | None:
+    def _cut(self, parts: Sequence[NodePart], size: int) -> int | None:
         """Cut a slab for this size class in one of these parts, if there is room for one."""
         if (found := find_run(parts, self.grid.shape(size))) is None:
             return None
         return self._cut_slab(*found, size)
 
-    def _cut_slab(self, part: Part, start: int, end: int, size: int) -> int:
+    def _cut_slab(self, part: NodePart, start: int, end: int, size: int) -> int:
         part.take(start, end)
         slabs, home = self.slabs, self._nodes[part.node]
         slab = slabs.add(start, end, size)
@@ -217,7 +217,7 @@ class CutPool:
         part = self._part_of(slab)
         part.add(*slabs.remove(slab))
 
-    def _part_of(self, slab: int) -> Part:
+    def _part_of(self, slab: int) -> NodePart:
         if len(self._parts) == 1:
             return self._parts[0]
         start = self.slabs.head.item(slab)
@@ -247,12 +247,12 @@ class CutPool:
         self._bytes[_FREE] -= nbytes
 
 
-def _parts(grid: Grid, nodes: Sequence[int | None]) -> list[Part]:
+def _parts(grid: Grid, nodes: Sequence[int | None]) -> list[NodePart]:
     """The parts of a pool, from the node of each piece of ``slab_bytes``."""
-    parts: list[Part] = []
+    parts: list[NodePart] = []
     units, at = grid.slab_bytes // grid.unit, 0
     for node, pieces in groupby(nodes):
         end = at + len(list(pieces))
-        parts.append(Part(grid, at * units, min(end * units, len(grid)), node))
+        parts.append(NodePart(grid, at * units, min(end * units, len(grid)), node))
         at = end
     return parts

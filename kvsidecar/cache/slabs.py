@@ -131,7 +131,7 @@ class Grid:
         return size <= nbytes and nbytes % size <= MAX_WASTE * nbytes
 
 
-class Part:
+class NodePart:
     """The runs of a part of the pool that are not cut. A part lies on one NUMA node, and no slab lies in two.
 
     Args:
@@ -148,8 +148,8 @@ class Part:
         self.joins = True
         """Runs that touch become one; otherwise each is what a slab left."""
 
-    def copy(self) -> Part:
-        part = Part(self.grid, self.start, self.end, self.node)
+    def copy(self) -> NodePart:
+        part = NodePart(self.grid, self.start, self.end, self.node)
         part.starts, part.ends, part.joins = self.starts.copy(), self.ends.copy(), self.joins
         return part
 
@@ -332,7 +332,7 @@ class NodeSlabs:
     """The slabs with free slots on one NUMA node."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[NodePart] = []
         self.partial: dict[int, tuple[dict[int, None], ...]] = {}
         """Size class -> per level the cut slabs with a free slot, in order of arrival."""
         self.free_slots: Counter[int] = Counter()
@@ -346,7 +346,7 @@ class NodeSlabs:
         return None
 
 
-def find_run(parts: Sequence[Part], shape: Shape) -> tuple[Part, int, int] | None:
+def find_run(parts: Sequence[NodePart], shape: Shape) -> tuple[NodePart, int, int] | None:
     """The run for the next slab of this shape. Shorter ones come last."""
     for short in (False, True) if shape.nests else (False,):
         for part in parts:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsidecar.cache.arrays import Ints
-from kvsidecar.cache.slabs import Grid, Part, Shape, Slabs
+from kvsidecar.cache.slabs import Grid, NodePart, Shape, Slabs
 
 GAPS_AIM = 0.01
 """Soft limit on lost bytes, as a part of the pool. Each byte beyond it costs as much as evicting one of the oldest."""
@@ -57,7 +57,7 @@ class Spans(NamedTuple):
     """Bytes of gaps that fit no slot, if the new slab lay there, less those that are there now."""
 
 
-def oldest(slabs: Slabs, parts: Sequence[Part], shape: Shape) -> list[Window]:
+def oldest(slabs: Slabs, parts: Sequence[NodePart], shape: Shape) -> list[Window]:
     """Places for a slab of this shape, which nests, where all used slots are evictable and of other classes, at least
     one of them; least recently used first. O(slabs)."""
     cut = slabs.by_address()
@@ -74,7 +74,7 @@ def oldest(slabs: Slabs, parts: Sequence[Part], shape: Shape) -> list[Window]:
     return list(map(Window, begin[order].tolist(), end[order].tolist(), touched[order].tolist()))
 
 
-def replaceable(slabs: Slabs, parts: Sequence[Part], shape: Shape) -> list[Window]:
+def replaceable(slabs: Slabs, parts: Sequence[NodePart], shape: Shape) -> list[Window]:
     """The places of `oldest` where one slab makes room for one of at most as many slots, at its own start.
     O(slabs)."""
     cut = slabs.by_address()
@@ -104,7 +104,7 @@ class Wanted(NamedTuple):
 
 def cheapest(
     slabs: Slabs,
-    parts: Sequence[Part],
+    parts: Sequence[NodePart],
     whole: list[int],
     wanted: Wanted,
     shapes: Sequence[Shape],
@@ -158,7 +158,7 @@ def cheapest(
 
 
 def _spans_of(
-    slabs: Slabs, part: Part, cut: Ints, now: int, wanted: Wanted, shapes: Sequence[Shape]
+    slabs: Slabs, part: NodePart, cut: Ints, now: int, wanted: Wanted, shapes: Sequence[Shape]
 ) -> tuple[Spans, int]:
     """The runs of a part's slabs that could go, and the bytes of its gaps that fit no slot now."""
     grid, shape = slabs.grid, wanted.shape
@@ -209,7 +209,7 @@ def _unfit(grid: Grid, shapes: Sequence[Shape], start: Ints, end: Ints) -> Ints:
     return np.maximum(left, 0)
 
 
-def _places_of(part: Part, shape: Shape) -> tuple[Ints, Ints]:
+def _places_of(part: NodePart, shape: Shape) -> tuple[Ints, Ints]:
     """First units and ends of the places where a slab of this shape, which nests, could lie, if nothing else did."""
     begin = np.arange(part.start, part.end, shape.units)
     end = np.minimum(begin + shape.units, part.end)
