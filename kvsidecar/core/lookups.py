@@ -15,7 +15,7 @@ from kvsidecar.core.hashes import PackedHashes, as_keys
 from kvsidecar.core.holds import Holding, Holds
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain
+from kvsidecar.core.tier_fetches import NOTHING, ExpectedHits, FetchGain
 from kvsidecar.core.tiering import Tiering
 from kvsidecar.errors import InvalidRequest, Refusal, Unavailable
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
@@ -91,7 +91,7 @@ class _Missing:
         answers, asking = self.answers, False
         for i, hits in enumerate(self.found):
             if False in hits:
-                coming = self._coming(i, self.groups[i][1], hits.index(False))
+                coming = self._expected(i, self.groups[i][1], hits.index(False))
                 if coming is not NOTHING:
                     asking |= coming.asking
                     answers = (*answers[:i], replace(answers[i], coming=coming.blocks), *answers[i + 1 :])
@@ -112,15 +112,15 @@ class _Missing:
             wanted = [place for place, want in enumerate(choice.wanted[i][: len(hits)]) if want and not hits[place]]
             chosen.append([hashes[place] for place in wanted[:MAX_BLOCKS]])
             nbytes += len(chosen[i]) * space.block_bytes
-        gain = Gain(nbytes, choice.tokens)
+        gain = FetchGain(nbytes, choice.tokens)
         for i, hashes in enumerate(chosen):
             if hashes:
-                coming = self._coming(i, hashes, 0, gain)
+                coming = self._expected(i, hashes, 0, gain)
                 asking |= coming.asking
                 result[i] = replace(result[i], coming=coming.blocks)
         return tuple(result), asking
 
-    def _coming(self, i: int, hashes: Sequence[bytes], start: int, gain: Gain | None = None) -> Coming:
+    def _expected(self, i: int, hashes: Sequence[bytes], start: int, gain: FetchGain | None = None) -> ExpectedHits:
         return self.tiering.coming(self.parts[i][0], hashes, start, self.seconds, self.prefill_rate, gain)
 
 

@@ -47,7 +47,7 @@ NO_DIGEST: Final = bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class ExpectedHits:
     """What may follow the hits of a lookup soon."""
 
     blocks: int = 0
@@ -56,11 +56,11 @@ class Coming:
     """A tier is being asked: there may be more."""
 
 
-NOTHING: Final = Coming()
+NOTHING: Final = ExpectedHits()
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class FetchGain:
     """What a multi-group fetch saves; a hit needs all of its groups."""
 
     nbytes: int
@@ -70,7 +70,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TierHits:
     """The misses of a lookup that a tier has."""
 
     places: Sequence[int] = ()
@@ -79,7 +79,7 @@ class Held:
     """The tier is being asked: there may be more."""
 
 
-NOT_HELD: Final = Held()
+NOT_HELD: Final = TierHits()
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +107,7 @@ class Fetch:
     """Tokens a second that the engine computes; 0 if unknown."""
     asked: float
     """When a lookup last asked for it."""
-    gain: Gain | None = None
+    gain: FetchGain | None = None
     """None: the blocks of this fetch are of use by themselves."""
     found: int = 0
     """Number of its blocks that the tier has and that are fetched."""
@@ -199,8 +199,8 @@ class Fetches:
         hits: int,
         seconds: float,
         prefill_rate: float = 0.0,
-        gain: Gain | None = None,
-    ) -> Coming:
+        gain: FetchGain | None = None,
+    ) -> ExpectedHits:
         """What may follow the hits of a lookup, if its first miss `may_come`. Begins to fetch it, if that is worth it.
 
         Args:
@@ -215,7 +215,7 @@ class Fetches:
         if (known := self._by_hash.get(space, {}).get(first)) is not None:
             fetch, at = known
             fetch.asked = now
-            return Coming(max(0, fetch.found - at), fetch.finding)
+            return ExpectedHits(max(0, fetch.found - at), fetch.finding)
         if self._absent.get((space, first), now) > now or not self._may_be_fetched(space):
             return NOTHING
         if self.waiting_blocks > MAX_WAITING:
@@ -234,9 +234,9 @@ class Fetches:
             self.tier.find(shard_space(space, 0), b"".join(fetch.hashes), partial(self._found, fetch))
         except TierFailed:
             self._end(fetch, FetchRefusal.OFF)
-        return Coming(0, fetch.finding)
+        return ExpectedHits(0, fetch.finding)
 
-    def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> Held:
+    def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> TierHits:
         """The misses of a lookup that the tier has, of the first `MAX_BLOCKS` that it may have. Fetches nothing.
 
         Args:
@@ -249,9 +249,9 @@ class Fetches:
         if question is None or (question.held is not None and question.until < now):
             question = self._ask(key, [hashes[each] for each in places], now)
         if question is None or question.held is None:
-            return NOT_HELD if question is None else Held(asking=True)
+            return NOT_HELD if question is None else TierHits(asking=True)
         held = question.held
-        return Held([each for each in places if hashes[each] in held]) if held else NOT_HELD
+        return TierHits([each for each in places if hashes[each] in held]) if held else NOT_HELD
 
     def _perhaps(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> list[int]:
         """Places of the first `MAX_BLOCKS` misses that the tier may have."""
@@ -308,7 +308,7 @@ class Fetches:
             return False
         return True
 
-    def _worth_it(self, fetch: Fetch, gain: Gain) -> bool:
+    def _worth_it(self, fetch: Fetch, gain: FetchGain) -> bool:
         estimate = Estimate(
             gain.nbytes,
             self.waiting_blocks * fetch.space.block_bytes + self.reading_bytes,
@@ -353,7 +353,7 @@ class Fetches:
             self._end(fetch)
             return
         space = fetch.space
-        gain = Gain(found * space.block_bytes, found * space.namespace.block_size)
+        gain = FetchGain(found * space.block_bytes, found * space.namespace.block_size)
         if fetch.gain is None and not self._worth_it(fetch, gain):
             tried = min(found, max(1, self.chunk_bytes // space.block_bytes))
             if not self._may_try(tried * space.block_bytes, fetch.seconds):

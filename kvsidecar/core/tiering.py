@@ -10,7 +10,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.space_blocks import Space
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.tier_fetches import CHUNK_BYTES, NOTHING, Coming, Fetches, Gain, Held, shard_space
+from kvsidecar.core.tier_fetches import CHUNK_BYTES, NOTHING, ExpectedHits, Fetches, FetchGain, TierHits, shard_space
 from kvsidecar.core.tier_metrics import TierGauges
 from kvsidecar.core.tier_writes import Writes, queue_share
 from kvsidecar.core.zeroing import Zeroing
@@ -33,7 +33,7 @@ class TierPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
+class _TierWork:
     tier: Tier
     writes: Writes
     fetches: Fetches
@@ -65,7 +65,7 @@ class Tiering:
     ) -> None:
         all_bytes = queue_share(cache.stats().total_bytes) if queue_bytes is None else queue_bytes
 
-        def behind(plan: TierPlan, bit: int) -> _Behind:
+        def tier_work(plan: TierPlan, bit: int) -> _TierWork:
             tier = plan.tier
             # 0 from the start: an alert sees the first one. Found once: each lookup may count one.
             unfetched = {reason: metrics.unfetched.labels(tier.name, reason.value) for reason in FetchRefusal}
@@ -92,9 +92,9 @@ class Tiering:
                 chunk_bytes=chunk_bytes,
                 zeroing=zeroing,
             )
-            return _Behind(tier, writes, fetches)
+            return _TierWork(tier, writes, fetches)
 
-        self._tiers = [behind(plan, 1 << number) for number, plan in enumerate(plans)]
+        self._tiers = [tier_work(plan, 1 << number) for number, plan in enumerate(plans)]
         self._own = next((plan.tier for plan in plans if plan.own), None)
         only = self._tiers[0].fetches if len(plans) == 1 else None
         self.may_come: Callable[[Space, bytes], bool] = (lambda *_: True) if only is None else only.may_come
@@ -143,8 +143,8 @@ class Tiering:
         hits: int,
         seconds: float,
         prefill_rate: float,
-        gain: Gain | None = None,
-    ) -> Coming:
+        gain: FetchGain | None = None,
+    ) -> ExpectedHits:
         """`Fetches.coming` across all tiers, if the first miss `may_come`. A run of blocks comes from the first tier
         that has its first block, and what follows it from another one at the same time: one run of each tier."""
         first, asking = hits, False
@@ -161,9 +161,9 @@ class Tiering:
             first, asking = first + piece.blocks, piece.asking
             if asking or first >= len(hashes):
                 break
-        return Coming(first - hits, asking) if asking or first > hits else NOTHING
+        return ExpectedHits(first - hits, asking) if asking or first > hits else NOTHING
 
-    def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> Held:
+    def held(self, space: Space, hashes: Sequence[bytes], hits: Sequence[bool]) -> TierHits:
         """`Fetches.held` across all tiers. A tier is asked for what the faster ones do not have."""
         there, places = list(hits), list[int]()
         for each in self._tiers:
@@ -173,7 +173,7 @@ class Tiering:
                 there[place] = True
             if held.asking or False not in there:
                 break
-        return Held(sorted(places), held.asking)
+        return TierHits(sorted(places), held.asking)
 
     def watch(self, space: Space, tell: OnTold) -> ShardSpace | None:
         """Report what the node's own tier has of a space, and changes; from the beginning if it is watched already.

@@ -46,7 +46,7 @@ MAX_NOTE_BYTES = 16 * 1024
 """Longest note on one block."""
 
 
-class Receiver(Protocol):
+class UpdateReceiver(Protocol):
     """The way to one watcher."""
 
     def has_room(self) -> bool:
@@ -124,7 +124,7 @@ class _OnDisk:
 class Watch:
     """One watcher. `Watches.end` ends it."""
 
-    def __init__(self, namespace: Namespace, receiver: Receiver) -> None:
+    def __init__(self, namespace: Namespace, receiver: UpdateReceiver) -> None:
         self.namespace = namespace
         self.receiver = receiver
         self.reset: ResetReason | None = ResetReason.NEW
@@ -171,7 +171,7 @@ class Watches:
     def __len__(self) -> int:
         return sum(len(feed.watches) for feed in self._feeds.values())
 
-    def begin(self, namespace: Namespace, receiver: Receiver) -> Watch:
+    def begin(self, namespace: Namespace, receiver: UpdateReceiver) -> Watch:
         watch = Watch(namespace, receiver)
         feed = self._feeds.get(namespace)
         if feed is None:

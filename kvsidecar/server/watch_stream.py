@@ -10,7 +10,7 @@ from kvsidecar.core.changes import Change, Update
 from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
 from kvsidecar.core.readiness import DaemonReadiness
-from kvsidecar.core.watches import Receiver, Watches
+from kvsidecar.core.watches import UpdateReceiver, Watches
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 from kvsidecar.server import convert
 from kvsidecar.server.attach_stream import Send, forward_readiness
@@ -22,7 +22,7 @@ MAX_UNREAD_BYTES = 256 * 1024
 
 
 @dataclass(eq=False)
-class WatchStream(Receiver):
+class WatchStream(UpdateReceiver):
     """One stream, from the first message to `close`.
 
     Args:

@@ -17,10 +17,10 @@ from kvsidecar.core.tier_fetches import (
     NOT_HELD,
     NOTHING,
     TRIAL_SECONDS,
-    Coming,
+    ExpectedHits,
     Fetches,
-    Gain,
-    Held,
+    FetchGain,
+    TierHits,
     shard_space,
 )
 from kvsidecar.core.zeroing import Zeroing
@@ -58,7 +58,7 @@ class Bench:
             for shard in range(space.num_shards):
                 self.tier.kept[shard_space(space, shard), keys(name)[0]] = (name, shard)
 
-    def ask(self, *names: int, hits: int = 0, seconds: float = 10.0, rate: float = 0.0) -> Coming:
+    def ask(self, *names: int, hits: int = 0, seconds: float = 10.0, rate: float = 0.0) -> ExpectedHits:
         if not self.fetches.may_come(self.space, keys(*names)[hits]):
             self.fetches.count()
             return NOTHING
@@ -81,10 +81,10 @@ def bench() -> Bench:
 def test_a_prefix_that_the_tier_has_is_told_to_come_and_comes(shards: tuple[int, ...]) -> None:
     bench = Bench(shards)
     bench.keep(1, 2, 3)
-    assert bench.ask(1, 2, 3, 4) == Coming(0, asking=True)
+    assert bench.ask(1, 2, 3, 4) == ExpectedHits(0, asking=True)
     bench.find()
-    assert bench.ask(1, 2, 3, 4) == Coming(3)
-    assert bench.ask(1, 2, 3, 4, hits=1) == Coming(2), "of those that follow the hits"
+    assert bench.ask(1, 2, 3, 4) == ExpectedHits(3)
+    assert bench.ask(1, 2, 3, 4, hits=1) == ExpectedHits(2), "of those that follow the hits"
     bench.read()
     assert readable(bench.cache, bench.space, 1, 2, 3, 4) == [True, True, True, False]
     assert bench.ask(1, 2, 3, 4, hits=3) == NOTHING, "the tier has said that it does not have the fourth"
@@ -255,19 +255,19 @@ def test_what_is_cleared_is_not_fetched_any_more(bench: Bench) -> None:
 # -- callers that choose ---------------------------------------------------------------------------------------------
 
 
-def held(bench: Bench, *names: int, hits: tuple[int, ...] = ()) -> Held:
+def held(bench: Bench, *names: int, hits: tuple[int, ...] = ()) -> TierHits:
     return bench.fetches.held(bench.space, keys(*names), [name in hits for name in names])
 
 
 def test_a_caller_that_chooses_is_told_what_there_is_and_nothing_is_fetched(bench: Bench) -> None:
     bench.keep(2, 3)
-    assert held(bench, 1, 2, 3, 4, hits=(2,)) == Held(asking=True)
-    assert held(bench, 1, 2, 3, 4, hits=(2,)) == Held(asking=True)
+    assert held(bench, 1, 2, 3, 4, hits=(2,)) == TierHits(asking=True)
+    assert held(bench, 1, 2, 3, 4, hits=(2,)) == TierHits(asking=True)
     (find,) = bench.tier.finds
     assert find.hashes == keys(1, 3, 4), "only what is missing is asked for, and once"
     bench.find()
-    assert held(bench, 1, 2, 3, 4, hits=(2,)) == Held([2])
-    assert held(bench, 2, 3, 4, hits=(2,)) == Held([1]), "of a prefix that the GPU has since"
+    assert held(bench, 1, 2, 3, 4, hits=(2,)) == TierHits([2])
+    assert held(bench, 2, 3, 4, hits=(2,)) == TierHits([1]), "of a prefix that the GPU has since"
     assert not held(bench, 1, 2, 3, 4, hits=(2, 3)).places, "it has come meanwhile"
     assert not bench.tier.finds
     assert not bench.tier.reads
@@ -284,7 +284,7 @@ def test_no_more_is_asked_at_a_time_than_one_question_has_room_for(
     (find,) = bench.tier.finds
     assert find.hashes == keys(2, 3)
     bench.find()
-    assert held(bench, 1, 2, 3, 4, hits=(1,)) == Held([1, 2])
+    assert held(bench, 1, 2, 3, 4, hits=(1,)) == TierHits([1, 2])
 
 
 def test_a_tier_that_has_none_of_it_or_does_not_answer_holds_nothing(bench: Bench) -> None:
@@ -329,10 +329,10 @@ def test_what_is_worth_it_together_is_fetched_though_one_group_alone_would_not_b
     bench.find()
     assert bench.refused == [(FetchRefusal.SLOWER, 1)]
     bench.now += ABSENT_SECONDS + 0.1
-    assert bench.fetches.coming(bench.space, state, 0, 10.0, 16 / 1.9, Gain(3 * PAGE, 160)).asking
+    assert bench.fetches.coming(bench.space, state, 0, 10.0, 16 / 1.9, FetchGain(3 * PAGE, 160)).asking
     bench.find()
     assert bench.tier.reads
-    too_slow = bench.fetches.coming(bench.space, keys(2), 0, 10.0, 16 / 1.9, Gain(3 * PAGE, 16))
+    too_slow = bench.fetches.coming(bench.space, keys(2), 0, 10.0, 16 / 1.9, FetchGain(3 * PAGE, 16))
     assert too_slow == NOTHING
     assert bench.refused == [(FetchRefusal.SLOWER, 1)] * 2
     assert not bench.tier.finds, "it was not even asked"

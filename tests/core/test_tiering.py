@@ -8,7 +8,7 @@ import pytest
 
 from kvsidecar.cache.grants import LoadGrant
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.tier_fetches import NOTHING, Coming, Gain, Held, shard_space
+from kvsidecar.core.tier_fetches import NOTHING, ExpectedHits, FetchGain, TierHits, shard_space
 from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.tiers.policy import Admission
 from kvsidecar.tiers.tier import Tier
@@ -37,10 +37,10 @@ class Bench:
     def keep(self, tier: ScriptedTier, *names: int) -> None:
         tier.kept.update({(shard_space(self.space, 0), each): each for each in keys(*names)})
 
-    def ask(self, *names: int, hits: int = 0) -> Coming:
+    def ask(self, *names: int, hits: int = 0) -> ExpectedHits:
         return self.tiering.coming(self.space, keys(*names), hits, 10.0, 0.0)
 
-    def held(self, *names: int, hits: tuple[int, ...] = ()) -> Held:
+    def held(self, *names: int, hits: tuple[int, ...] = ()) -> TierHits:
         return self.tiering.held(self.space, keys(*names), [name in hits for name in names])
 
     def find(self, tier: ScriptedTier) -> list[bytes]:
@@ -75,17 +75,17 @@ def test_a_prefix_comes_in_pieces_from_the_tiers_that_have_them(bench: Bench) ->
     names = (1, 2, 3, 4, 5, 6)
     bench.keep(bench.disk, 1, 2, 5)
     bench.keep(bench.cluster, 2, 3, 4)
-    assert bench.ask(*names) == Coming(0, asking=True)
+    assert bench.ask(*names) == ExpectedHits(0, asking=True)
     assert not bench.cluster.finds, "what the disk has is not known yet"
     bench.find(bench.disk)
-    assert bench.ask(*names) == Coming(2, asking=True)
+    assert bench.ask(*names) == ExpectedHits(2, asking=True)
     assert bench.find(bench.cluster) == keys(3, 4, 5, 6), "what the disk has is not asked for"
-    assert bench.ask(*names) == Coming(4)
+    assert bench.ask(*names) == ExpectedHits(4)
     assert bench.read(bench.cluster) == keys(3, 4)
     assert bench.read(bench.disk) == keys(1, 2)
-    assert bench.ask(*names, hits=4) == Coming(0, asking=True), "the disk, for what the cluster does not have"
+    assert bench.ask(*names, hits=4) == ExpectedHits(0, asking=True), "the disk, for what the cluster does not have"
     bench.find(bench.disk)
-    assert bench.ask(*names, hits=4) == Coming(1, asking=True)
+    assert bench.ask(*names, hits=4) == ExpectedHits(1, asking=True)
     assert bench.find(bench.cluster) == keys(6)
     assert bench.read(bench.disk) == keys(5)
     assert readable(bench.cache, bench.space, *names) == [True] * 5 + [False]
@@ -96,9 +96,9 @@ def test_what_the_disk_does_not_have_comes_from_the_cluster(bench: Bench) -> Non
     bench.keep(bench.cluster, 1)
     bench.ask(1)
     bench.find(bench.disk)
-    assert bench.ask(1) == Coming(0, asking=True)
+    assert bench.ask(1) == ExpectedHits(0, asking=True)
     bench.find(bench.cluster)
-    assert bench.ask(1) == Coming(1)
+    assert bench.ask(1) == ExpectedHits(1)
     assert bench.read(bench.cluster) == keys(1)
     assert not bench.disk.reads
 
@@ -108,9 +108,9 @@ def test_a_tier_that_is_off_does_not_stop_the_other_one(bench: Bench, off: str) 
     broken, works = (bench.disk, bench.cluster) if off == "disk" else (bench.cluster, bench.disk)
     broken.off = "out of order"
     bench.keep(works, 1)
-    assert bench.ask(1, 2) == Coming(0, asking=True)
+    assert bench.ask(1, 2) == ExpectedHits(0, asking=True)
     bench.find(works)
-    assert bench.ask(1, 2) == Coming(1)
+    assert bench.ask(1, 2) == ExpectedHits(1)
     bench.read(works)
     assert readable(bench.cache, bench.space, 1, 2) == [True, False]
     assert bench.refused(off, "off") > 0
@@ -136,17 +136,17 @@ def test_a_caller_that_chooses_is_told_what_all_of_them_hold(bench: Bench) -> No
     assert bench.held(1, 2, 3, 4, 5, hits=(1,)).asking
     assert not bench.cluster.finds
     assert bench.find(bench.disk) == keys(2, 3, 4, 5)
-    assert bench.held(1, 2, 3, 4, 5, hits=(1,)) == Held([1, 2], asking=True)
+    assert bench.held(1, 2, 3, 4, 5, hits=(1,)) == TierHits([1, 2], asking=True)
     assert bench.find(bench.cluster) == keys(4, 5)
-    assert bench.held(1, 2, 3, 4, 5, hits=(1,)) == Held([1, 2, 3])
+    assert bench.held(1, 2, 3, 4, 5, hits=(1,)) == TierHits([1, 2, 3])
     wanted = keys(3, 4)
-    gain = Gain(2 * PAGE, 1 << 20)
+    gain = FetchGain(2 * PAGE, 1 << 20)
     for _ in range(2):
         assert bench.tiering.coming(bench.space, wanted, 0, 10.0, 0.0, gain).asking
         for tier in (bench.disk, bench.cluster):
             if tier.finds:
                 bench.find(tier)
-    assert bench.tiering.coming(bench.space, wanted, 0, 10.0, 0.0, gain) == Coming(2)
+    assert bench.tiering.coming(bench.space, wanted, 0, 10.0, 0.0, gain) == ExpectedHits(2)
     assert bench.read(bench.disk) == keys(3)
     assert bench.read(bench.cluster) == keys(4)
 

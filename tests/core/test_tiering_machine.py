@@ -13,7 +13,7 @@ from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import LoadGrant, StoreGrant
 from kvsidecar.cache.slots import SlotAllocator
 from kvsidecar.core.metrics import Metrics
-from kvsidecar.core.tier_fetches import INTEREST_SECONDS, Gain, shard_space
+from kvsidecar.core.tier_fetches import INTEREST_SECONDS, FetchGain, shard_space
 from kvsidecar.core.tiering import Tiering, TierPlan
 from kvsidecar.tiers.policy import Admission
 from kvsidecar.tiers.tier import Tier
@@ -161,7 +161,7 @@ class TieringMachine(RuleBasedStateMachine):
         assert not any(hits[place] for place in held)
         wanted = [keys(*names)[place] for place in held][first:]
         if wanted:
-            assert self.tiering.coming(space, wanted, 0, 1e9, 0.0, Gain(1, 1)).blocks <= NAMES
+            assert self.tiering.coming(space, wanted, 0, 1e9, 0.0, FetchGain(1, 1)).blocks <= NAMES
 
     @rule(which=st.integers(0, 1), all_of_them=st.booleans())
     def clear(self, which: int, all_of_them: bool) -> None:
