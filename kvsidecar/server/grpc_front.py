@@ -105,7 +105,7 @@ class OpenedConnection:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class GrpcClient:
     """The client at the other end of a connection."""
 
     user: Hashable
@@ -156,7 +156,7 @@ class GrpcFront:
         self.turns, self.poll_set = turns, PollSet()
         self.relays: set[_Relay] = set()
         """The open connections."""
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, GrpcClient] = {}
         """Clients by the name at which gRPC's server sees their connection."""
         self._seconds: asyncio.Task[None] | None = None
         self._caused = log.limited("rpc")
@@ -180,7 +180,7 @@ class GrpcFront:
             relay.close(at_once=True)
         self.poll_set.close()
 
-    def admit(self, client: Client, make_end: MakeEnd) -> None:
+    def admit(self, client: GrpcClient, make_end: MakeEnd) -> None:
         """Serve a connection, or close it silently: a gRPC client that has received the server's settings starts over
         at once, again and again, and its calls wait; one that has not waits longer each time, and they fail."""
         try:
@@ -195,11 +195,11 @@ class GrpcFront:
         self.relays.add(relay)
         relay.client_readable()  # what TLS has read already, the socket does not announce
 
-    def client_at(self, peer: str) -> Client | None:
+    def client_at(self, peer: str) -> GrpcClient | None:
         """The client of the connection whose peer gRPC's server names like this; None once it has ended."""
         return self._clients.get(peer.removeprefix(_ABSTRACT))
 
-    def connect(self, client: Client) -> socket.socket:
+    def connect(self, client: GrpcClient) -> socket.socket:
         """A connection to gRPC's server. Raises OSError."""
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -266,7 +266,7 @@ class _Relay:
     Each direction holds what one read has brought, and reads no more until it has been taken.
     """
 
-    def __init__(self, front: GrpcFront, client: Client, make_end: MakeEnd) -> None:
+    def __init__(self, front: GrpcFront, client: GrpcClient, make_end: MakeEnd) -> None:
         self.client = client
         self._front = front
         self._gate = Gate(client.user, front.quotas)

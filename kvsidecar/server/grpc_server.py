@@ -19,7 +19,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.server.arrivals import Arrivals
 from kvsidecar.server.decoding import TolerantRegistrar
-from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, Client, End, GrpcFront, OpenedConnection, new_name
+from kvsidecar.server.grpc_front import LIMITS, MAX_ALL_CALLS, End, GrpcClient, GrpcFront, OpenedConnection, new_name
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.path_listener import PathListener
 from kvsidecar.server.service import Service
@@ -120,7 +120,7 @@ def unix_listener(socket_files: SocketFiles, front: GrpcFront, tasks: TaskSet, t
 
     def accepted(connection: socket.socket, who: Credentials) -> None:
         opened = OpenedConnection(connection, who, time.clock_gettime(time.CLOCK_BOOTTIME))
-        front.admit(Client(who.uid, {"uid": who.uid}, new_name(), opened), partial(End, connection))
+        front.admit(GrpcClient(who.uid, {"uid": who.uid}, new_name(), opened), partial(End, connection))
 
     # Accepted apart from what is relayed: so much of it may wait that other users would wait to be accepted.
     return PathListener(socket_files, socket_files.grpc_path, accepted, tasks, _caused, turns, "grpc-accept")

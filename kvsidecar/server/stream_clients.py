@@ -16,7 +16,7 @@ from kvsidecar.core.peer import Peer
 from kvsidecar.errors import AccessDenied, ImportRefused, InvalidRequest, LimitExceeded, UnknownPeer
 from kvsidecar.server.arrivals import Arrival, Arrivals
 from kvsidecar.server.attach_socket import TURNS
-from kvsidecar.server.grpc_front import Client, OpenedConnection
+from kvsidecar.server.grpc_front import GrpcClient, OpenedConnection
 from kvsidecar.server.handler import Handler
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
@@ -40,7 +40,7 @@ class StreamClients:
     """
 
     def __init__(
-        self, handler: Handler, arrivals: Arrivals, turns: Turns, client_at: Callable[[str], Client | None]
+        self, handler: Handler, arrivals: Arrivals, turns: Turns, client_at: Callable[[str], GrpcClient | None]
     ) -> None:
         self.handler, self.arrivals, self.turns = handler, arrivals, turns
         self.poll_set = PollSet()

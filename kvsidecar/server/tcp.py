@@ -14,7 +14,7 @@ from grpc_health.v1 import health
 
 from kvsidecar.core.access import Caller, Identity
 from kvsidecar.errors import NotPermitted, UnknownPeer
-from kvsidecar.server.grpc_front import Client, GrpcFront
+from kvsidecar.server.grpc_front import GrpcClient, GrpcFront
 from kvsidecar.server.grpc_server import InnerServer
 from kvsidecar.server.handler import Handler
 from kvsidecar.server.service import Context, Service
@@ -52,7 +52,7 @@ class RemoteService(Service):
         client_at: see `GrpcFront.client_at`. A client's user is the names in its certificate.
     """
 
-    def __init__(self, handler: Handler, client_at: Callable[[str], Client | None]) -> None:
+    def __init__(self, handler: Handler, client_at: Callable[[str], GrpcClient | None]) -> None:
         super().__init__(handler)
         self._client_at = client_at
 

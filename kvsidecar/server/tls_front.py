@@ -14,7 +14,7 @@ from typing import Any
 
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
-from kvsidecar.server.grpc_front import CONNECTION_BYTES, Client, GrpcFront, Limits, Most, new_name
+from kvsidecar.server.grpc_front import CONNECTION_BYTES, GrpcClient, GrpcFront, Limits, Most, new_name
 from kvsidecar.server.handshakes import MAX_ALL_HANDSHAKES, Handshake, Handshakes
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
 from kvsidecar.server.tcp_turns import TcpTurns
@@ -121,7 +121,7 @@ class TlsFront:
         if tls is None:
             return False
         self._forget(handshake)
-        client = Client(tls.names, {"certificate": _shown(tls.names)}, new_name())
+        client = GrpcClient(tls.names, {"certificate": _shown(tls.names)}, new_name())
         self._front.admit(client, partial(TlsEnd, connection, tls))
         return True
 

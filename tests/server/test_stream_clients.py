@@ -14,7 +14,7 @@ import pytest
 
 from kvsidecar.errors import ImportRefused, KVSidecarError, LimitExceeded, UnknownPeer
 from kvsidecar.server.arrivals import CONNECTION_FDS, TABLE_SHARE, Arrivals
-from kvsidecar.server.grpc_front import Client, OpenedConnection
+from kvsidecar.server.grpc_front import GrpcClient, OpenedConnection
 from kvsidecar.server.stream_clients import StreamClients
 from kvsidecar.support import peer as peers
 from kvsidecar.support.loop_time import LoopTime
@@ -49,7 +49,7 @@ class Bench:
         handler: Any = SimpleNamespace(
             steps=Steps(LoopTime()), instances=SimpleNamespace(add_peer=add_peer), peer_gone=self.gone.append
         )
-        client = Client(who.uid, {}, "name", OpenedConnection(connection, who, at))
+        client = GrpcClient(who.uid, {}, "name", OpenedConnection(connection, who, at))
         self.clients = StreamClients(
             handler, self.arrivals, Turns(), lambda name: client if name == "unix-abstract:name" else None
         )
