@@ -26,10 +26,10 @@ MAX_EARLY_BYTES = 64 * 1024
 EARLY_MESSAGE_BYTES = 1024
 """Memory that each of them takes besides: even a message of few bytes is several objects."""
 
-State = Enum("State", "NEW REGISTERING LEAVING ORPHANED OPEN ENDING OVER")
-S = State
+AttachState = Enum("AttachState", "NEW REGISTERING LEAVING ORPHANED OPEN ENDING OVER")
+S = AttachState
 Event = Literal["begin", "accepted", "refused", "finish", "gone", "ended"]
-_NEXT: Final[dict[State, dict[Event, State]]] = {
+_NEXT: Final[dict[AttachState, dict[Event, AttachState]]] = {
     S.NEW: {"begin": S.REGISTERING, "refused": S.OVER, "finish": S.LEAVING, "gone": S.OVER},
     S.REGISTERING: {"accepted": S.OPEN, "refused": S.OVER, "finish": S.LEAVING, "gone": S.ORPHANED},
     S.LEAVING: {"accepted": S.ENDING, "refused": S.OVER, "gone": S.ORPHANED},
@@ -53,7 +53,7 @@ class AttachProtocol:
     """
 
     def __init__(self) -> None:
-        self.state = State.NEW
+        self.state = AttachState.NEW
         self.session: RankSession | None = None
         """The session of a rank, once it is registered; a watcher has none."""
         self._early: list[Any] = []
@@ -63,26 +63,26 @@ class AttachProtocol:
     def receive(self, message: Any, nbytes: int = 0) -> list[tuple[Do, Any]]:
         """Raises LimitExceeded: too much has arrived before the reply to the registration."""
         match self.state:
-            case State.NEW:
+            case AttachState.NEW:
                 self._enter("begin")
                 return [("register", message)]
-            case State.REGISTERING:
+            case AttachState.REGISTERING:
                 self._early.append(message)
                 self._early_bytes += nbytes + EARLY_MESSAGE_BYTES
                 if self._early_bytes > MAX_EARLY_BYTES:
                     raise LimitExceeded(f"{self._early_bytes} bytes arrived before the reply to the registration")
-            case State.OPEN:
+            case AttachState.OPEN:
                 return [("take", message)]
         return []
 
     def accepted(self, session: RankSession | None) -> list[tuple[Do, Any]]:
-        orphaned, self.session = self.state is State.ORPHANED, session
+        orphaned, self.session = self.state is AttachState.ORPHANED, session
         self._enter("accepted")
         if orphaned:
             return [("cut", session)]
         todo: list[tuple[Do, Any]] = [("open", session), *[("take", each) for each in self._early]]
         self._early.clear()
-        return todo if self.state is State.OPEN else [*todo, ("end", session)]
+        return todo if self.state is AttachState.OPEN else [*todo, ("end", session)]
 
     def refused(self, error: KVSidecarError) -> list[tuple[Do, Any]]:
         self._enter("refused")
@@ -90,19 +90,19 @@ class AttachProtocol:
 
     def finish(self, error: KVSidecarError | None = None) -> list[tuple[Do, Any]]:
         """End the stream because the client half-closes, or because of an error: the first of these counts."""
-        begun = self.state is not State.NEW
+        begun = self.state is not AttachState.NEW
         if error is not None and not begun:
             return self.refused(error)
         if not self._enter("finish"):
             return []
         self._error = error
-        if self.state is State.ENDING:
+        if self.state is AttachState.ENDING:
             return [("end", self.session)]
         return [] if begun else [("register", None)]
 
     def gone(self) -> list[tuple[Do, Any]]:
         self._enter("gone")
-        return [("cut", self.session)] if self.state is State.ENDING else []
+        return [("cut", self.session)] if self.state is AttachState.ENDING else []
 
     def ended(self) -> list[tuple[Do, Any]]:
         return [("tell", self._error)] if self._enter("ended") else []

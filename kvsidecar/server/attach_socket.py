@@ -149,7 +149,7 @@ class AttachSocket:
             self.on_gone(peer)
 
 
-class _State(Enum):
+class _ConnectionState(Enum):
     """::
 
     HELLO --welcome--> SERVED --gone--> LEAVING --its turn--> ENDED
@@ -165,10 +165,10 @@ class _State(Enum):
 
 
 _NEXT = {
-    _State.HELLO: (_State.SERVED, _State.ENDED),
-    _State.SERVED: (_State.LEAVING, _State.ENDED),
-    _State.LEAVING: (_State.ENDED,),
-    _State.ENDED: (),
+    _ConnectionState.HELLO: (_ConnectionState.SERVED, _ConnectionState.ENDED),
+    _ConnectionState.SERVED: (_ConnectionState.LEAVING, _ConnectionState.ENDED),
+    _ConnectionState.LEAVING: (_ConnectionState.ENDED,),
+    _ConnectionState.ENDED: (),
 }
 
 
@@ -184,7 +184,7 @@ class _Connection:
         self._connection = arrival.connection
         self._loop = asyncio.get_running_loop()
         self._frames = FrameReader(MAX_HELLO_BYTES)
-        self._state = _State.HELLO
+        self._state = _ConnectionState.HELLO
         self._peer: Peer | None = None
         """None before its Welcome."""
         self._local: LocalConnection | None = None
@@ -193,7 +193,7 @@ class _Connection:
         self._late = self._loop.call_later(HELLO_SECONDS, self._take, self._refuse_late)
         self._watch(self._connection.fileno(), self._readable)
 
-    def _enter(self, state: _State) -> None:
+    def _enter(self, state: _ConnectionState) -> None:
         """The only place where the state changes."""
         assert state in _NEXT[self._state], (self._state, state)
         self._state = state
@@ -222,7 +222,7 @@ class _Connection:
 
     def _read(self) -> None:
         self._arrival.waits = False
-        if self._state is not _State.HELLO:  # it was late
+        if self._state is not _ConnectionState.HELLO:  # it was late
             return
         try:
             hello = self._receive()
@@ -233,7 +233,7 @@ class _Connection:
             self._owner.arrivals.complete(self._arrival)
             self._late.cancel()
             self._peer, self._local = self._owner.welcome(self._arrival, self._who, hello)
-            self._enter(_State.SERVED)
+            self._enter(_ConnectionState.SERVED)
             self._wait_until_gone()
         except KVSidecarError as error:
             self._refuse(error)
@@ -284,7 +284,7 @@ class _Connection:
         return hello
 
     def _refuse_late(self) -> None:
-        if self._state is _State.HELLO:
+        if self._state is _ConnectionState.HELLO:
             self._refuse(Unfinished(f"no Hello was complete within {HELLO_SECONDS:g} s"))
 
     def _refuse(self, error: KVSidecarError) -> None:
@@ -314,7 +314,7 @@ class _Connection:
         except OSError as error:
             _log.debug("attach connection broke", error=str(error))
             self.gone()
-        if self._state is _State.ENDED:
+        if self._state is _ConnectionState.ENDED:
             self._abort()
 
     def _drain(self) -> None:
@@ -330,8 +330,8 @@ class _Connection:
 
     def gone(self) -> None:
         """Note that the client has gone; may be called again."""
-        if self._state is _State.SERVED:
-            self._enter(_State.LEAVING)
+        if self._state is _ConnectionState.SERVED:
+            self._enter(_ConnectionState.LEAVING)
             self._stop_listening()
             self._take(self._end)
 
@@ -346,9 +346,9 @@ class _Connection:
             self._transport.abort()
 
     def _end(self) -> None:
-        if self._state is not _State.LEAVING:
+        if self._state is not _ConnectionState.LEAVING:
             self._stop_listening()
-        self._enter(_State.ENDED)
+        self._enter(_ConnectionState.ENDED)
         self._late.cancel()
         if self._pidfd is not None:
             os.close(self._pidfd)

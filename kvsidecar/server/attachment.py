@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsidecar.core.sessions import RankSession
 from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownPeer
-from kvsidecar.server.attach_protocol import AttachProtocol, Do, State
+from kvsidecar.server.attach_protocol import AttachProtocol, AttachState, Do
 from kvsidecar.server.attach_stream import AttachStream
 from kvsidecar.server.handler import INTERNAL, Handler
 from kvsidecar.server.watch_stream import WatchStream
@@ -67,7 +67,7 @@ class Attachment(ABC):
 
     def lose(self, error: KVSidecarError) -> None:
         """`finish` with an error, and count the refusal."""
-        if self._protocol.state in (State.NEW, State.REGISTERING, State.OPEN):
+        if self._protocol.state in (AttachState.NEW, AttachState.REGISTERING, AttachState.OPEN):
             self._handler.count_refusal(error)
         self.finish(error)
 

@@ -18,7 +18,7 @@ from kvsidecar.core.quota import Quota
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server.handler import REASONS
-from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
+from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, GateResult
 from kvsidecar.support import free_memory, log
 from kvsidecar.support.peer import Credentials
 from kvsidecar.support.poll_set import READABLE, WRITABLE, PollSet
@@ -61,7 +61,7 @@ LINGER_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
+class Bounds:
     """Limits for one user, or for all users together."""
 
     connections: int
@@ -77,14 +77,14 @@ class Most:
 class Limits:
     """Limits of the connections that come in over one listener."""
 
-    user: Most
-    everyone: Most
+    user: Bounds
+    everyone: Bounds
     connection_bytes: int = CONNECTION_BYTES
 
 
 LIMITS = Limits(
-    Most(MAX_CONNECTIONS, MAX_CALLS, MAX_MESSAGES_BYTES),
-    Most(MAX_ALL_CONNECTIONS, MAX_ALL_CALLS, MAX_ALL_MESSAGES_BYTES),
+    Bounds(MAX_CONNECTIONS, MAX_CALLS, MAX_MESSAGES_BYTES),
+    Bounds(MAX_ALL_CONNECTIONS, MAX_ALL_CALLS, MAX_ALL_MESSAGES_BYTES),
 )
 """Limits of the Unix socket."""
 USER_BYTES = LIMITS.user.memory(CONNECTION_BYTES)  # 304 MiB
@@ -252,7 +252,7 @@ def _nothing() -> None:
     pass
 
 
-class _State(Enum):  # each follows the one before it
+class _RelayState(Enum):  # each follows the one before it
     PASSING = "passing"
     LINGERING = "lingering"
     """Nothing passes any more; the client has yet to read what it was sent."""
@@ -273,17 +273,17 @@ class _Relay:
         self._client = make_end(front.poll_set, self.client_readable, self._update)
         self._server: End | None = None
         """None until the client's preface and settings have arrived."""
-        self._state = _State.PASSING
+        self._state = _RelayState.PASSING
         self._lingered = 0
         """How many seconds ago the last bytes passed."""
 
     def _update(self) -> None:
         """Listen to what may be read, and for room where something waits to be sent."""
         client, server = self._client, self._server
-        if self._state is not _State.PASSING:
+        if self._state is not _RelayState.PASSING:
             if client.unsent:
                 client.listen(read=False)
-            elif self._state is _State.LINGERING:
+            elif self._state is _RelayState.LINGERING:
                 self.close()
             return
         # Replies that the client does not read hold up the server alone, but for what the gate adds to them.
@@ -302,7 +302,7 @@ class _Relay:
 
     def _read_client(self) -> None:
         self._client.waits = False
-        if self._state is not _State.PASSING:
+        if self._state is not _RelayState.PASSING:
             return
         if self._client.has_hung_up():
             self.close()  # at no cost: thousands of such connections would hold their descriptors for a minute
@@ -314,7 +314,7 @@ class _Relay:
         self._pass(self._gate.from_client(data))
         self._update()
 
-    def _pass(self, passed: Passed) -> None:
+    def _pass(self, passed: GateResult) -> None:
         for error in passed.refused:
             self._front.refused(self.client.shown, error)
         self._client.send(passed.to_client)
@@ -328,7 +328,7 @@ class _Relay:
         if self._gate.over:
             self._end()
 
-    def _to_server(self, passed: Passed) -> None:
+    def _to_server(self, passed: GateResult) -> None:
         front = self._front
         if self._server is None:
             self._server = End(front.connect(self.client), front.poll_set, self._server_readable, self._update)
@@ -346,7 +346,7 @@ class _Relay:
 
     def _read_server(self) -> None:
         server = self._server
-        if self._state is not _State.PASSING or server is None:
+        if self._state is not _RelayState.PASSING or server is None:
             return
         server.waits = False
         if (data := server.receive()) is None:
@@ -358,7 +358,7 @@ class _Relay:
 
     def _end(self) -> None:
         """Pass nothing any more; close when the client has read what it was sent."""
-        self._state = _State.LINGERING
+        self._state = _RelayState.LINGERING
         self._gate.close()
         self._end_calls()
 
@@ -378,22 +378,22 @@ class _Relay:
         if server is not None:
             server.close()
             self._server = None
-        if self._state is _State.CLOSED:
+        if self._state is _RelayState.CLOSED:
             self._front.ended(self)
 
     def second(self) -> None:
         """Count a second."""
-        if self._state is _State.PASSING:
+        if self._state is _RelayState.PASSING:
             self._pass(self._gate.second())
             self._update()
-        elif self._state is _State.LINGERING:
+        elif self._state is _RelayState.LINGERING:
             self._lingered += 1
             if self._lingered >= LINGER_SECONDS:
                 self.close()
 
     def end_late(self) -> int:
         """End some of the calls that are late. Returns how many."""
-        if self._state is not _State.PASSING:
+        if self._state is not _RelayState.PASSING:
             return 0
         passed = self._gate.end_late()
         self._pass(passed)
@@ -402,12 +402,12 @@ class _Relay:
 
     def close(self, *, at_once: bool = False) -> None:
         """Close the client's end. The calls end at once, or a few in each iteration."""
-        was, self._state = self._state, _State.CLOSED
+        was, self._state = self._state, _RelayState.CLOSED
         self._client.close()
         self._gate.close()
         if at_once:
             self._gate.end_calls(self._gate.calls)
-        if at_once or was is _State.PASSING or self._server is None:  # else they are ending already
+        if at_once or was is _RelayState.PASSING or self._server is None:  # else they are ending already
             self._end_calls()
 
 

@@ -70,7 +70,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class Passed:
+class GateResult:
     """The effects of bytes from the client."""
 
     to_server: bytes = b""
@@ -108,7 +108,7 @@ class Gate:
         """A stream that gRPC has seen begin and end; 0: none."""
         self._calls: dict[int, _Call] = {}
         self._out: list[bytes] = []
-        self._passed = Passed()
+        self._passed = GateResult()
         self._injected = bytearray()
         """Bytes for the client, once no frame of the server is under way."""
         self._from_server = _ServerFrames()
@@ -127,7 +127,7 @@ class Gate:
 
     # -- from the client -------------------------------------------------------------------------------------------
 
-    def from_client(self, data: bytes) -> Passed:
+    def from_client(self, data: bytes) -> GateResult:
         """Take bytes of the client. At most `FRAMES_AT_ONCE` of the arrived frames are looked at, and at most
         `CALLS_AT_ONCE` calls begin or end; if there `is_more`, call it again without any bytes."""
         self._buffer += data
@@ -368,7 +368,7 @@ class Gate:
             self._end(stream)
         return b"".join([h2.reset(stream, h2.CANCEL) for stream in streams])
 
-    def second(self) -> Passed:
+    def second(self) -> GateResult:
         """Count a second: refuse a connection that has been waited for too long. `end_late` ends calls."""
         self._control_frames = max(0, self._control_frames - CONTROL_FRAMES_PER_SECOND)
         if not self.over and (not self._begun or self._block is not None):
@@ -382,7 +382,7 @@ class Gate:
             call.seconds += call.awaited
         return self._result()
 
-    def end_late(self) -> Passed:
+    def end_late(self) -> GateResult:
         """End some of the calls that have been waited for too long; none if there are no more."""
         late = [stream for stream, call in self._calls.items() if call.awaited and call.seconds > MESSAGE_SECONDS]
         for stream in late[:CALLS_AT_ONCE]:
@@ -391,8 +391,8 @@ class Gate:
             self._refuse_call(stream, error)
         return self._result()
 
-    def _result(self) -> Passed:
-        passed, self._passed = self._passed, Passed()
+    def _result(self) -> GateResult:
+        passed, self._passed = self._passed, GateResult()
         passed.to_server = b"".join(self._out)
         self._out.clear()
         passed.to_client = self._inject()

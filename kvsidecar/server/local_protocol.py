@@ -18,7 +18,7 @@ from kvsidecar.core.peer import Peer
 from kvsidecar.core.quota import Quota
 from kvsidecar.errors import InvalidRequest, KVSidecarError, LimitExceeded, Refusal, Unavailable
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
-from kvsidecar.server.attach_protocol import State as Attach
+from kvsidecar.server.attach_protocol import AttachState
 from kvsidecar.server.attachment import MAX_UNREAD_BYTES, Attachment
 from kvsidecar.server.handler import INTERNAL, Handler
 from kvsidecar.server.partial_messages import PartialMessage, PartialMessages
@@ -38,7 +38,7 @@ LINGER_SECONDS = 5.0
 _caused = log.limited("local")
 
 
-class State(Enum):
+class LocalState(Enum):
     """::
 
     READING --no turn, large job--> WAITING --over MAX_HELD_BYTES--> HELD
@@ -57,13 +57,13 @@ class State(Enum):
     CLOSED = "closed"
 
 
-_READS = State.READING, State.WAITING
-_LIVE = *_READS, State.HELD, State.PAUSED
+_READS = LocalState.READING, LocalState.WAITING
+_LIVE = *_READS, LocalState.HELD, LocalState.PAUSED
 _AFTER = {  # besides REFUSED and CLOSED
-    State.READING: (State.WAITING, State.PAUSED),
-    State.WAITING: (State.READING, State.HELD),
-    State.HELD: (State.READING,),
-    State.PAUSED: (State.READING,),
+    LocalState.READING: (LocalState.WAITING, LocalState.PAUSED),
+    LocalState.WAITING: (LocalState.READING, LocalState.HELD),
+    LocalState.HELD: (LocalState.READING,),
+    LocalState.PAUSED: (LocalState.READING,),
 }
 
 
@@ -88,7 +88,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._counted = 0
         """Unread bytes that are counted in the quota: 0 while they are few."""
         self._peer = peer
-        self._state = State.READING
+        self._state = LocalState.READING
         self._transport: asyncio.Transport
         self._frames = FrameReader()
         self._arrived = 0.0
@@ -98,11 +98,12 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._refused: KVSidecarError
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: LocalState) -> None:
         """The only place where the state changes, and where reading pauses and resumes."""
         before = self._state
         # Before it changes: a connection that is refused must stay so, whoever is wrong about it, or it never ends.
-        assert state is State.CLOSED or (before in _LIVE and state in (*_AFTER[before], State.REFUSED)), (before, state)
+        may_follow = before in _LIVE and state in (*_AFTER[before], LocalState.REFUSED)
+        assert state is LocalState.CLOSED or may_follow, (before, state)
         self._state = state
         if not self._transport.is_closing() and (state in _READS) is not (before in _READS):
             (self._transport.resume_reading if state in _READS else self._transport.pause_reading)()
@@ -118,7 +119,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._set_closed()
 
     def connection_lost(self, _error: Exception | None) -> None:
-        self._enter(State.CLOSED)
+        self._enter(LocalState.CLOSED)
         self.gone()
         self._forget_frames()
         self.resume_writing()
@@ -152,14 +153,14 @@ class LocalConnection(asyncio.Protocol, Attachment):
                 self._refuse(LimitExceeded(f"{error}: read replies while sending"))
 
     def data_received(self, data: bytes) -> None:
-        if self._state is State.READING or not self._frames.buffered:
+        if self._state is LocalState.READING or not self._frames.buffered:
             self._arrived = self._handler.user_time.clock()
         if self._state in _LIVE:
             self._frames.feed(data)
-        if self._state is State.READING:
+        if self._state is LocalState.READING:
             self._take_frames()
-        elif self._state is State.WAITING and self._frames.buffered > MAX_HELD_BYTES:
-            self._enter(State.HELD)
+        elif self._state is LocalState.WAITING and self._frames.buffered > MAX_HELD_BYTES:
+            self._enter(LocalState.HELD)
 
     # -- frames ----------------------------------------------------------------------------------------------------
 
@@ -178,12 +179,12 @@ class LocalConnection(asyncio.Protocol, Attachment):
                 ended = users.clock()
                 users.spend(user, ended - began)
                 began = ended
-                if self._state is not State.READING:
+                if self._state is not LocalState.READING:
                     return
         except FrameTooLong as error:
             self._refuse(LimitExceeded(str(error)))
             return
-        self._enter(State.PAUSED)
+        self._enter(LocalState.PAUSED)
         users.later(user, self._resume)
 
     def _wait_for_rest(self, length: int) -> None:
@@ -193,7 +194,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
                 self._peer.uid, length, on_room=self._resume, on_late=self._refuse
             )
             if not self._partial.has_room:
-                self._enter(State.PAUSED)
+                self._enter(LocalState.PAUSED)
 
     def _end_partial(self) -> None:
         if self._partial is not None:
@@ -205,15 +206,16 @@ class LocalConnection(asyncio.Protocol, Attachment):
         self._end_partial()
 
     def _resume(self) -> None:
-        if self._state is State.PAUSED and not self._transport.is_closing():
-            self._enter(State.READING)
+        if self._state is LocalState.PAUSED and not self._transport.is_closing():
+            self._enter(LocalState.READING)
             self._go_on()
 
     def _go_on(self) -> None:
         """Process what has been read already. Any error ends the connection, as it does where data arrives: the client
         would wait for ever for answers to the rest."""
         try:
-            if self._state is State.READING:  # else the last answer was one too many for a client that does not read
+            # Otherwise the last answer was one too many for a client that does not read.
+            if self._state is LocalState.READING:
                 self._take_frames()
         except BaseException:
             self._transport.abort()
@@ -254,7 +256,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
     def _take_turn(self, message: pb.AttachRequest, nbytes: int) -> None:
         """Handle a message of the Attach stream, or hold it until its turn has come."""
         if self.takes_jobs and not self._handler.steps.may_begin():
-            self._enter(State.WAITING)
+            self._enter(LocalState.WAITING)
             self._handler.steps.later(partial(self._step, message))
             return
         try:
@@ -265,25 +267,25 @@ class LocalConnection(asyncio.Protocol, Attachment):
 
     def _step(self, message: pb.AttachRequest) -> None:
         """Handle the message that waits, in its turn, and what follows it."""
-        if self._state in (State.WAITING, State.HELD):
-            self._enter(State.READING)
+        if self._state in (LocalState.WAITING, LocalState.HELD):
+            self._enter(LocalState.READING)
             self.receive(message)
             self._wait_for_job()
             self._go_on()
 
     def _wait_for_job(self) -> None:
         """If a job needs several steps to begin, what follows waits for them."""
-        if self.begins_job and self._state is State.READING:
-            self._enter(State.WAITING)
+        if self.begins_job and self._state is LocalState.READING:
+            self._enter(LocalState.WAITING)
             self._handler.steps.later(self._look_at_job)
 
     def _look_at_job(self) -> None:
-        if self._state not in (State.WAITING, State.HELD):
+        if self._state not in (LocalState.WAITING, LocalState.HELD):
             return
         if self.begins_job:
             self._handler.steps.later(self._look_at_job)
         else:
-            self._enter(State.READING)
+            self._enter(LocalState.READING)
             self._go_on()
 
     def _write(self, reply: pb.LocalReply) -> None:
@@ -302,7 +304,7 @@ class LocalConnection(asyncio.Protocol, Attachment):
 
     def tell(self, error: KVSidecarError | None) -> None:
         self._write(pb.LocalReply(ended=pb.Ended(error=_error(error) if error else None)))
-        if self._state is State.REFUSED:
+        if self._state is LocalState.REFUSED:
             self._leave()
 
     # -- the end of the connection ---------------------------------------------------------------------------------
@@ -312,11 +314,11 @@ class LocalConnection(asyncio.Protocol, Attachment):
         if self._state not in _LIVE or self._transport.is_closing():
             return
         self._refused = error
-        self._enter(State.REFUSED)
+        self._enter(LocalState.REFUSED)
         self._forget_frames()
         self._handler.count_refusal(error)
         _caused.warning("connection closed", client=self._peer.client, reason=str(error))
-        if self._protocol.state not in (Attach.NEW, Attach.OVER):
+        if self._protocol.state not in (AttachState.NEW, AttachState.OVER):
             self.finish(error)
         else:
             asyncio.get_running_loop().call_soon(self._leave)

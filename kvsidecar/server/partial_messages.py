@@ -32,7 +32,7 @@ class PartialMessage:
 
 
 @dataclass(slots=True)
-class _Held:
+class _UserSpace:
     nbytes: int = 0
     """Bytes of the messages that have space."""
     waiting: deque[PartialMessage] = field(default_factory=deque)
@@ -44,7 +44,7 @@ class PartialMessages:
     def __init__(self, limit: int = MAX_PARTIAL_BYTES, seconds: float = MESSAGE_SECONDS) -> None:
         self._limit = limit
         self._seconds = seconds
-        self._users: dict[Hashable, _Held] = {}
+        self._users: dict[Hashable, _UserSpace] = {}
 
     def begin(
         self,
@@ -69,7 +69,7 @@ class PartialMessages:
 
         # Two timers in a row: after a pause of the daemon itself, timers fire before it reads the data of the meantime.
         message.timer = loop.call_later(half, half_time)
-        held = self._users.setdefault(user, _Held())
+        held = self._users.setdefault(user, _UserSpace())
         held.waiting.append(message)
         self._reserve(held)
         return message
@@ -88,7 +88,7 @@ class PartialMessages:
         if not held.nbytes and not held.waiting:
             del self._users[message.user]
 
-    def _reserve(self, held: _Held) -> list[PartialMessage]:
+    def _reserve(self, held: _UserSpace) -> list[PartialMessage]:
         """Reserve space in the order of `begin`. Returns the messages that got it."""
         given = []
         while held.waiting and held.nbytes + held.waiting[0].nbytes <= self._limit:

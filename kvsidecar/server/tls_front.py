@@ -14,7 +14,7 @@ from typing import Any
 
 from kvsidecar.errors import KVSidecarError, LimitExceeded, Refusal
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
-from kvsidecar.server.grpc_front import CONNECTION_BYTES, GrpcClient, GrpcFront, Limits, Most, new_name
+from kvsidecar.server.grpc_front import CONNECTION_BYTES, Bounds, GrpcClient, GrpcFront, Limits, new_name
 from kvsidecar.server.handshakes import MAX_ALL_HANDSHAKES, Handshake, Handshakes
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
 from kvsidecar.server.tcp_turns import TcpTurns
@@ -31,8 +31,8 @@ TLS_BYTES = 320 * 1024
 """The most memory that TLS adds to a connection: 220 KiB with the largest certificate that passes (measured), and bytes
 read and not passed on, sealed and open."""
 LIMITS = Limits(
-    Most(connections=128, calls=256, messages_bytes=8 * MAX_MESSAGE_BYTES),
-    Most(connections=256, calls=512, messages_bytes=16 * MAX_MESSAGE_BYTES),
+    Bounds(connections=128, calls=256, messages_bytes=8 * MAX_MESSAGE_BYTES),
+    Bounds(connections=256, calls=512, messages_bytes=16 * MAX_MESSAGE_BYTES),
     connection_bytes=CONNECTION_BYTES + TLS_BYTES,
 )
 """Limits of clients over TCP: of those with the same names in their certificates, and of all together."""

@@ -704,7 +704,7 @@ _CORE = (
     _bug(
         "a message overtakes a large job that still begins",
         "server/local_protocol.py",
-        "        if self.begins_job and self._state is State.READING:",
+        "        if self.begins_job and self._state is LocalState.READING:",
         "        if False:",
         "server/test_local_protocol.py",
     ),

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from kvsidecar.errors import InvalidRequest, LimitExceeded, UnknownPeer
-from kvsidecar.server.attach_protocol import _NEXT, EARLY_MESSAGE_BYTES, MAX_EARLY_BYTES, AttachProtocol, Do, State
+from kvsidecar.server.attach_protocol import (
+    _NEXT,
+    EARLY_MESSAGE_BYTES,
+    MAX_EARLY_BYTES,
+    AttachProtocol,
+    AttachState,
+    Do,
+)
 
 SESSION: Any = object()
 REFUSED, FIRST_ERROR, LATER_ERROR = InvalidRequest("refused"), LimitExceeded("first"), UnknownPeer("later")
@@ -22,7 +29,7 @@ def open_stream() -> AttachProtocol:
     return stream
 
 
-def in_state(state: State) -> AttachProtocol:
+def in_state(state: AttachState) -> AttachProtocol:
     stream = AttachProtocol()
     for event in WAYS[state].split():
         EVENTS[event](stream)
@@ -38,7 +45,7 @@ def test_a_stream_is_registered_opened_ended_and_told() -> None:
     assert stream.finish() == [("end", SESSION)]
     assert stream.receive("store") == []
     assert stream.ended() == [("tell", None)]
-    assert stream.state is State.OVER
+    assert stream.state is AttachState.OVER
 
 
 def test_what_comes_early_is_taken_in_order_and_before_the_end() -> None:
@@ -108,7 +115,7 @@ def test_the_first_error_counts() -> None:
     assert stream.ended() == [("tell", FIRST_ERROR)]
 
 
-S = State
+S = AttachState
 EVENTS: dict[str, Callable[[AttachProtocol], list[tuple[Do, Any]]]] = {
     "begin": lambda stream: stream.receive("register"),
     "accepted": lambda stream: stream.accepted(SESSION),
@@ -128,7 +135,7 @@ WAYS = {
 }
 """To each state."""
 OPENED, ENDED, CUT = ("open", SESSION), ("end", SESSION), ("cut", SESSION)
-TRANSITIONS: tuple[tuple[State, str, State, list[tuple[str, Any]]], ...] = (
+TRANSITIONS: tuple[tuple[AttachState, str, AttachState, list[tuple[str, Any]]], ...] = (
     (S.NEW, "begin", S.REGISTERING, [("register", "register")]),
     (S.NEW, "refused", S.OVER, [("tell", REFUSED)]),
     (S.NEW, "finish", S.LEAVING, [("register", None)]),
@@ -151,7 +158,7 @@ TRANSITIONS: tuple[tuple[State, str, State, list[tuple[str, Any]]], ...] = (
 
 @pytest.mark.parametrize(("state", "event", "following", "todo"), TRANSITIONS)
 def test_each_event_leads_to_one_state_and_says_what_is_to_be_done(
-    state: State, event: str, following: State, todo: list[tuple[str, Any]]
+    state: AttachState, event: str, following: AttachState, todo: list[tuple[str, Any]]
 ) -> None:
     stream = in_state(state)
     assert EVENTS[event](stream) == todo
@@ -163,20 +170,20 @@ def test_no_transition_is_untested() -> None:
     assert table == {(state, event) for state, event, _, _ in TRANSITIONS}
 
 
-def others(*events: str) -> list[tuple[State, str]]:
+def others(*events: str) -> list[tuple[AttachState, str]]:
     """These events in the states where the table lacks them."""
-    return [(state, event) for state in State for event in events if event not in _NEXT[state]]
+    return [(state, event) for state in AttachState for event in events if event not in _NEXT[state]]
 
 
 @pytest.mark.parametrize(("state", "event"), others("accepted", "refused"))
-def test_a_registration_is_answered_only_once_it_has_begun_and_only_once(state: State, event: str) -> None:
+def test_a_registration_is_answered_only_once_it_has_begun_and_only_once(state: AttachState, event: str) -> None:
     stream = in_state(state)
     with pytest.raises(AssertionError):
         EVENTS[event](stream)
 
 
 @pytest.mark.parametrize(("state", "event"), others("finish", "gone", "ended"))
-def test_an_end_after_the_first_changes_no_state(state: State, event: str) -> None:
+def test_an_end_after_the_first_changes_no_state(state: AttachState, event: str) -> None:
     stream = in_state(state)
     assert EVENTS[event](stream) == ([CUT] if (state, event) == (S.ENDING, "gone") else [])
     assert stream.state is state
@@ -185,14 +192,14 @@ def test_an_end_after_the_first_changes_no_state(state: State, event: str) -> No
 def test_a_stream_with_an_error_before_its_first_message_registers_nothing_and_is_told_the_error() -> None:
     stream = AttachProtocol()
     assert stream.finish(FIRST_ERROR) == [("tell", FIRST_ERROR)]
-    assert stream.state is State.OVER
+    assert stream.state is AttachState.OVER
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_in_any_order_a_session_is_opened_and_ended_once_and_nothing_follows_its_end(seed: int) -> None:
     rng, stream, done = random.Random(seed), AttachProtocol(), list[tuple[Do, Any]]()
     registering = ending = 0
-    while stream.state is not State.OVER:
+    while stream.state is not AttachState.OVER:
         event = rng.choice(["receive", "receive", "finish", "gone", "answer", "ended"])
         before = len(done)
         if event == "receive":

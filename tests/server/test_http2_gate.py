@@ -29,7 +29,7 @@ from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
 from kvsidecar.server import http2_gate
 from kvsidecar.server.header_block import BadHeaderBlock, count_fields, literal_fields
 from kvsidecar.server.http2_frames import CANCEL, PUSH_PROMISE, WINDOW_UPDATE, reset
-from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, Passed
+from kvsidecar.server.http2_gate import CALLS_AT_ONCE, CallQuotas, Gate, GateResult
 
 BEGIN = PREFACE + frame(SETTINGS)
 CALL = frame(HEADERS, 1, request(), END_HEADERS)
@@ -62,7 +62,7 @@ class Connection:
                 out += self._take(passed)
         return out
 
-    def _take(self, passed: Passed) -> bytes:
+    def _take(self, passed: GateResult) -> bytes:
         self.refused += passed.refused
         self.to_client += passed.to_client
         return passed.to_server
