@@ -13,7 +13,7 @@ block counts as last used when it was, or at `Rhythm.horizons` of its class (now
 With a single class that is LRU.
 
 The code that runs the sessions may know more: how long the next pause is, or that there is no next use at all. A block
-with such an announcement has a class for it, with a patience of its own, until its next use (`told`).
+with such an announcement has a class for it, with a patience of its own, until its next use (`announced_gap`).
 
 Old blocks stay rather than new ones: a block is not stored in the place of one that is of its class or the next, and
 that has not waited for longer than the next class's patience. Otherwise sessions that return equally soon would take
@@ -52,14 +52,14 @@ next gap is mostly nearer to the gap of all sessions than the block's usual one 
 NEVER = 1 << 62
 """A tick later than any."""
 
-TOLD = STEPS * CLASSES
+ANNOUNCED = STEPS * CLASSES
 """Gaps from this one on are announced pauses: an octave each, then `OVER`."""
-TOLD_CLASSES = 13
-MOST_TOLD = 1 << TOLD_CLASSES - 2
+ANNOUNCED_CLASSES = 13
+MOST_ANNOUNCED = 1 << ANNOUNCED_CLASSES - 2
 """34 minutes; longer announced pauses count as this one."""
-OVER = TOLD + STEPS * (TOLD_CLASSES - 1)
+OVER = ANNOUNCED + STEPS * (ANNOUNCED_CLASSES - 1)
 """The gap that announces that there will be no next use."""
-TOLD_PATIENCE = tuple(2.0**number for number in range(TOLD_CLASSES - 1))
+ANNOUNCED_PATIENCE = tuple(2.0**number for number in range(ANNOUNCED_CLASSES - 1))
 """Patience of these classes, but of the last, which gets none: the pause itself. Its announcement is made with
 knowledge of what it is for, which a usual gap lacks."""
 
@@ -87,11 +87,11 @@ CLASS_OF = tuple(class_of(np.arange(OVER + 1, dtype=np.uint8)).tolist())
 """The class of each gap."""
 
 
-def told(seconds: float) -> int:
+def announced_gap(seconds: float) -> int:
     """The gap of a block whose next use is announced in this many seconds; infinity: there will be none."""
     if seconds == inf:
         return OVER
-    return TOLD + STEPS * round(log2(min(max(seconds, 1.0), MOST_TOLD)))
+    return ANNOUNCED + STEPS * round(log2(min(max(seconds, 1.0), MOST_ANNOUNCED)))
 
 
 class Rhythm:
@@ -114,7 +114,7 @@ class Rhythm:
         self.on = False
         """False: LRU hits enough, or clearly more. Then blocks go by their last use, but first those whose announcement
         says that they will not be used again."""
-        self.horizons: Ints = np.full(CLASSES + TOLD_CLASSES, NEVER, np.int64)
+        self.horizons: Ints = np.full(CLASSES + ANNOUNCED_CLASSES, NEVER, np.int64)
         """Each class's tick that is as long ago as its patience: blocks used later are still waited for."""
         self.horizons[-1] = -2  # before all others, whose earliest is -1
 
@@ -124,7 +124,7 @@ class Rhythm:
         if not self.on:
             self.horizons[:-1] = NEVER
             return
-        self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *TOLD_PATIENCE)]
+        self.horizons[:-1] = [self._times.last_tick(now - patience) for patience in (*PATIENCE, *ANNOUNCED_PATIENCE)]
 
     def count(self, hit: int, lru_hit: int, known: int, pools: float) -> None:
         """Count a lookup of a prompt with known blocks.
@@ -179,7 +179,9 @@ class Rhythm:
         used, before = last_used[rows], gaps[rows]
         gap = only_value(before)
         if gap is not None and all_true(used == used[0]):  # a prompt, as nearly always
-            after = moved(gap if gap < TOLD else FIRST_GAP, self._now - self._times.before(used.item(0), self._now))
+            after = moved(
+                gap if gap < ANNOUNCED else FIRST_GAP, self._now - self._times.before(used.item(0), self._now)
+            )
             if after != gap:
                 gaps[rows] = after
         else:
@@ -187,7 +189,7 @@ class Rhythm:
 
     def _after(self, gaps: Bytes, last_used: Ints) -> Bytes:
         """The gaps of blocks that are used now, and were last used at these ticks."""
-        gaps = np.where(gaps < TOLD, gaps, np.uint8(FIRST_GAP))
+        gaps = np.where(gaps < ANNOUNCED, gaps, np.uint8(FIRST_GAP))
         seconds = self._now - self._times.earliest(last_used, self._now)
         found = np.rint(STEPS * np.log2(np.clip(seconds, 1.0, MOST_SECONDS)))
         moves = np.clip(found - gaps, -STEPS, STEPS)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvsidecar.cache.array_kernels import Tags
 from kvsidecar.cache.arrays import NO_INTS, Bools, Bytes, Ints, all_true, any_true, zeros
 from kvsidecar.cache.block_index import Keys
-from kvsidecar.cache.eviction_rhythm import FIRST_GAP, OVER, TOLD, Rhythm, moved, told
+from kvsidecar.cache.eviction_rhythm import ANNOUNCED, FIRST_GAP, OVER, Rhythm, announced_gap, moved
 from kvsidecar.cache.grants import StorePart
 from kvsidecar.cache.space_blocks import SpaceBlocks
 
@@ -63,7 +63,7 @@ class Prompts:
         """Each entry's number of its prompt."""
         self._others: Numbers = entries[:, 2]
         """Each entry's number of another prompt that had the block before; 0: none had."""
-        self._told = False
+        self._any_announced = False
         """Any pause was ever announced: until then announcements cost nothing."""
         self._count = 0
         """The number of the last prompt; the first is 1."""
@@ -185,10 +185,10 @@ class Prompts:
             self._enter(tags[~known], at[~known], _NO_PLACES[2], record)
         self.end_told(blocks, keys, rows, rows >= 0)
         if pause:
-            self._told = True
-            gap, there = told(pause), rows >= 0
+            self._any_announced = True
+            gap, there = announced_gap(pause), rows >= 0
             rows, at = rows[there], at[there]
-            sooner = blocks.gaps[rows] > gap - TOLD if gap < OVER else False
+            sooner = blocks.gaps[rows] > gap - ANNOUNCED if gap < OVER else False
             shared = self._lives(self._prompts[at], record, now) | self._lives(self._others[at], record, now)
             blocks.gaps[rows[~shared | sooner]] = gap
             if gap == OVER:
@@ -200,9 +200,9 @@ class Prompts:
         Args:
             rows: rows of these blocks; only those of used ones count.
         """
-        if not self._told:
+        if not self._any_announced:
             return
-        ended = used & (blocks.gaps[rows] >= TOLD)
+        ended = used & (blocks.gaps[rows] >= ANNOUNCED)
         if any_true(ended):
             records = self._records(*self._places(blocks, keys.take(ended)))
             blocks.gaps[rows[ended]] = np.where(records >= 0, self._gaps[records], np.uint8(FIRST_GAP))
@@ -236,7 +236,7 @@ class Prompts:
         gaps = np.where(records >= 0, self._gaps[records], np.int16(-1)).astype(np.int16)
         new = np.ones(len(rows), np.bool_) if all_new else np.isin(rows, part.created)
         there = blocks.gaps[rows[~new]]
-        gaps[~new] = np.where(there < TOLD, there, gaps[~new])
+        gaps[~new] = np.where(there < ANNOUNCED, there, gaps[~new])
         before = np.maximum.accumulate(np.where(gaps >= 0, np.arange(len(gaps)), -1))
         known = gaps[gaps >= 0]
         gaps = np.where(before >= 0, gaps[before], known[0] if len(known) else FIRST_GAP)

@@ -138,7 +138,7 @@ class Records:
         self._first_record = records
         self.take_room: TakeRoom | None = None
         """Called before records are written that may not have memory; None: all have."""
-        self.told: Callable[[int, int], object] = lambda read, total: None
+        self.on_progress: Callable[[int, int], object] = lambda read, total: None
         """Called repeatedly while `find_sealed` reads: with the number of places read, and of all places."""
         self._records: Words = memory[records : num_words(pool_bytes, slab_bytes, spaces)].reshape(-1, RECORD_WORDS)
         self._commits: Words = self._records[:, COMMIT]
@@ -370,7 +370,7 @@ class Records:
 
     def find_sealed(self, slabs: FoundSlabs, count: int) -> Iterator[tuple[Ints, Words]]:
         """The places and contents of all sealed records of these slabs, about ``count`` of them read at a time. They
-        are not checked any further: see `damaged`. `told` is called with the progress."""
+        are not checked any further: see `damaged`. `on_progress` is called with the progress."""
         grid = self.grid
         ends = np.minimum(slabs.end * grid.unit, grid.pool_bytes)
         firsts, capacities = slabs.head * grid.records, (ends - slabs.head * grid.unit) // slabs.size
@@ -384,7 +384,7 @@ class Records:
                 if not left:
                     yield self._sealed_at(places)
                     places, left, done = [], count, done + count
-                    self.told(done, total)
+                    self.on_progress(done, total)
         yield self._sealed_at(places)
 
     def _sealed_at(self, places: list[Ints]) -> tuple[Ints, Words]:

@@ -61,18 +61,18 @@ class TableFacts:
     only clock was the wall clock."""
 
 
-def _told_to_log(facts: TableFacts) -> Callable[[int, int], None]:
+def _progress_logger(facts: TableFacts) -> Callable[[int, int], None]:
     """Logs every `LOG_SECONDS` how many records have been read: millions of blocks take seconds."""
-    said = time.monotonic()
+    logged_at = time.monotonic()
 
-    def told(read: int, total: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= LOG_SECONDS:
-            said = time.monotonic()
+    def log_progress(read: int, total: int) -> None:
+        nonlocal logged_at
+        if time.monotonic() - logged_at >= LOG_SECONDS:
+            logged_at = time.monotonic()
             size = format_size(facts.pool_bytes)
             _log.info("reading the records of an earlier run", size=size, read=read, total=total)
 
-    return told
+    return log_progress
 
 
 class Owner(NamedTuple):
@@ -94,7 +94,7 @@ class RecordTable:
         self._starts = memory[_STARTS : _STARTS + 1]
         self._owners = memory[_OWNERS : _OWNERS + 2 * MAX_OWNERS].reshape(MAX_OWNERS, 2)
         self.records = Records(memory[_HEADER_WORDS:], facts.pool_bytes, facts.slab_bytes)
-        self.records.told = _told_to_log(facts)
+        self.records.on_progress = _progress_logger(facts)
 
     def take_room_by(self, take_room: TakeRoom) -> None:
         """Make records take memory through this function before they are written; in a table that was opened, the

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.eviction_rhythm import (
+    ANNOUNCED,
+    ANNOUNCED_CLASSES,
     CLASSES,
     FIRST_GAP,
     LATE_POOLS,
     MOST_GAP,
     STEPS,
-    TOLD,
-    TOLD_CLASSES,
     TRY_AGAIN,
     Rhythm,
+    announced_gap,
     class_of,
     in_order,
-    told,
 )
 from kvsidecar.cache.shares import ShareLimits
 from kvsidecar.cache.space_blocks import Space
@@ -403,7 +403,7 @@ def test_a_request_that_waits_and_is_looked_up_again_has_no_other_rhythm() -> No
     assert gap_of(space, "a") == pytest.approx(160, rel=0.1)
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------
+# -- announced pauses -----------------------------------------------------------------------------------------------
 
 
 def tell(cache: BlockCache, space: Space, now: float, pause: float, *names: int | str) -> None:
@@ -444,11 +444,11 @@ def test_what_is_told_holds_until_the_next_use() -> None:
     for turn in range(1, 9):
         use(cache, space, 40.0 * turn, "a", "b")
     tell(cache, space, 320.0, inf, "a", "b")
-    assert cache_gaps(space, "a", "b") == [told(inf)] * 2
+    assert cache_gaps(space, "a", "b") == [announced_gap(inf)] * 2
     use(cache, space, 360.0, "a", "b")
     assert gap_of(space, "a") == gap_of(space, "b") == pytest.approx(40, rel=0.1)
     tell(cache, space, 361.0, 5.0, "a", "b")
-    assert cache_gaps(space, "a", "b") == [told(5.0)] * 2
+    assert cache_gaps(space, "a", "b") == [announced_gap(5.0)] * 2
     tell(cache, space, 361.5, 0.0, "a", "b")
     assert gap_of(space, "a") == gap_of(space, "b") == pytest.approx(40, rel=0.1), "nobody says"
     check_integrity(cache)
@@ -462,7 +462,7 @@ def test_what_is_loaded_without_a_lookup_was_told_nothing() -> None:
     grant = cache.begin_load([(space, 0, keys("a"))], None, 9.0)
     assert not isinstance(grant, Refusal)
     cache.end_load(grant)
-    assert cache_gaps(space, "a")[0] < TOLD
+    assert cache_gaps(space, "a")[0] < ANNOUNCED
 
 
 def two_prompts(*times: float) -> tuple[BlockCache, Space]:
@@ -478,25 +478,25 @@ def test_blocks_that_other_prompts_have_too_do_not_go_with_one() -> None:
     cache, space = two_prompts(0.0, 0.0)
     use(cache, space, 10.0, "instructions", "p")
     tell(cache, space, 10.0, inf, "instructions", "p")
-    assert cache_gaps(space, "p") == [told(inf)]
-    assert max(cache_gaps(space, "instructions", "q")) < TOLD
+    assert cache_gaps(space, "p") == [announced_gap(inf)]
+    assert max(cache_gaps(space, "instructions", "q")) < ANNOUNCED
     use(cache, space, 12.0, "instructions", "q")
     tell(cache, space, 12.0, 2.0, "instructions", "q")
-    assert cache_gaps(space, "instructions", "q") == [told(2.0)] * 2, "sooner than usual"
+    assert cache_gaps(space, "instructions", "q") == [announced_gap(2.0)] * 2, "sooner than usual"
 
 
 def test_what_ended_prompts_shared_goes_with_the_last_of_them() -> None:
     cache, space = two_prompts(0.0, 0.0)
     tell(cache, space, 10.0, inf, "instructions", "q")
-    assert cache_gaps(space, "instructions", "q") == [FIRST_GAP, told(inf)]
+    assert cache_gaps(space, "instructions", "q") == [FIRST_GAP, announced_gap(inf)]
     tell(cache, space, 11.0, inf, "instructions", "p")
-    assert cache_gaps(space, "instructions", "p") == [told(inf)] * 2
+    assert cache_gaps(space, "instructions", "p") == [announced_gap(inf)] * 2
 
 
 def test_a_prompt_that_did_not_come_for_long_has_no_say_in_what_it_shared() -> None:
     cache, space = two_prompts(0.0, 300.0)
     tell(cache, space, 301.0, inf, "instructions", "q")
-    assert cache_gaps(space, "instructions", "q") == [told(inf)] * 2
+    assert cache_gaps(space, "instructions", "q") == [announced_gap(inf)] * 2
 
 
 def test_what_is_stored_behind_what_was_told_inherits_the_gap_of_its_prompt() -> None:
@@ -510,9 +510,9 @@ def test_what_is_stored_behind_what_was_told_inherits_the_gap_of_its_prompt() ->
 
 @pytest.mark.parametrize("seconds", [1e-9, 1.0, 7.0, 1e4, 1e300, inf])
 def test_whatever_is_told_has_a_class_behind_those_of_gaps(seconds: float) -> None:
-    classes = class_of(np.array([told(seconds), MOST_GAP], np.uint8)).tolist()
-    assert CLASSES == classes[1] + 1 <= classes[0] < CLASSES + TOLD_CLASSES == len(Rhythm(UseTimes()).horizons)
-    assert (classes[0] == CLASSES + TOLD_CLASSES - 1) == (seconds == inf)
+    classes = class_of(np.array([announced_gap(seconds), MOST_GAP], np.uint8)).tolist()
+    assert CLASSES == classes[1] + 1 <= classes[0] < CLASSES + ANNOUNCED_CLASSES == len(Rhythm(UseTimes()).horizons)
+    assert (classes[0] == CLASSES + ANNOUNCED_CLASSES - 1) == (seconds == inf)
 
 
 def test_with_lru_only_what_is_over_does_not_count_as_used() -> None:

@@ -355,7 +355,7 @@ def test_how_much_is_read_is_told() -> None:
     class Told(Records):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self.told = lambda read, total: told.append((read, total))
+            self.on_progress = lambda read, total: told.append((read, total))
 
     life = Life(100, 10)
     life.store(open_space(life.cache), *range(95))
