@@ -250,7 +250,7 @@ class BlockCache:
         if chains and self._may_reference(chains):
             if self._prompts is not None:
                 for blocks, keys, rows, hits in found:
-                    self._prompts.end_told(blocks, keys, rows, hits)
+                    self._prompts.end_announcements(blocks, keys, rows, hits)
             self._table.add_refs(chains)
             if lease is None:
                 lease = self._leases.add(owner, chains, now + ttl)

@@ -183,7 +183,7 @@ class Prompts:
         self._used[record], self._states[record] = now, ENDED
         if not all_true(known):  # what a lookup named is there already
             self._enter(tags[~known], at[~known], _NO_PLACES[2], record)
-        self.end_told(blocks, keys, rows, rows >= 0)
+        self.end_announcements(blocks, keys, rows, rows >= 0)
         if pause:
             self._any_announced = True
             gap, there = announced_gap(pause), rows >= 0
@@ -194,7 +194,7 @@ class Prompts:
             if gap == OVER:
                 self._used[record] = -inf
 
-    def end_told(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, used: Bools) -> None:
+    def end_announcements(self, blocks: SpaceBlocks, keys: Keys, rows: Ints, used: Bools) -> None:
         """End the announcements for the used ones of these blocks, which have the gap of their prompt again.
 
         Args:
