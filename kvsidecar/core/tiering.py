@@ -16,7 +16,7 @@ from kvsidecar.core.tier_writes import Writes, queue_share
 from kvsidecar.core.zeroing import Zeroing
 from kvsidecar.tiers.backend import ShardSpace
 from kvsidecar.tiers.policy import Admission, FetchRefusal, WriteBudget, WriteRefusal
-from kvsidecar.tiers.tier import OnTold, Tier
+from kvsidecar.tiers.tier import OnReport, Tier
 from kvsidecar.types import Namespace
 
 
@@ -175,7 +175,7 @@ class Tiering:
                 break
         return TierHits(sorted(places), held.asking)
 
-    def watch(self, space: Space, tell: OnTold) -> ShardSpace | None:
+    def watch(self, space: Space, tell: OnReport) -> ShardSpace | None:
         """Report what the node's own tier has of a space, and changes; from the beginning if it is watched already.
         A block counts by its first shard: the shards of a block are written together, and looked for by the first.
 

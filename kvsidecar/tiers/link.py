@@ -15,7 +15,7 @@ from kvsidecar.support.host_memory import FileInMemory, facts_of
 from kvsidecar.support.supervised_child import NOTHING, Child, ChildSetup, Launched
 from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import BackendStats, ShardSpace, TierShare
-from kvsidecar.tiers.messages import MAX_FRAME, TELLS, TOLD, Do, Reply, Request, pack_shares, pack_space, stats_of
+from kvsidecar.tiers.messages import MAX_FRAME, REPORT, TELLS, Do, Reply, Request, pack_shares, pack_space, stats_of
 from kvsidecar.tiers.space_numbers import SpaceNumbers
 from kvsidecar.types import Residency
 
@@ -49,7 +49,7 @@ class TierLink(Child, asyncio.Protocol):
         self._waiting: dict[int, tuple[OnEnd, float]] = {}
         self._numbers = iter(range(1, 1 << 62))
         self._spaces = SpaceNumbers()
-        self.on_told: Callable[[ShardSpace, Residency, bytes], object] = lambda *_: None
+        self.on_report: Callable[[ShardSpace, Residency, bytes], object] = lambda *_: None
         """Called with the blocks of a watched space, as joined hashes. It must not raise."""
 
     async def open(self, options: TierOptions, pool: FileInMemory, filter_fd: int) -> BackendStats:
@@ -122,9 +122,9 @@ class TierLink(Child, asyncio.Protocol):
         self.kill()
 
     def _answered(self, reply: Reply) -> None:
-        if reply.number & TOLD:
-            if (space := self._spaces.watched(reply.number ^ TOLD)) is not None:
-                self.on_told(space, TELLS[reply.body[0]], reply.body[1:])
+        if reply.number & REPORT:
+            if (space := self._spaces.watched(reply.number ^ REPORT)) is not None:
+                self.on_report(space, TELLS[reply.body[0]], reply.body[1:])
             return
         on_end, _ = self._waiting.pop(reply.number)
         on_end(TierFailed(reply.text) if reply.failed else reply)

@@ -49,7 +49,7 @@ class Do(IntEnum):
     """Not answered."""
 
 
-TOLD: Final = 1 << 63
+REPORT: Final = 1 << 63
 """Set in the number of a reply, beside that of a space: a report on a watched space. Its body: an index of `TELLS`,
 then hashes."""
 TELLS: Final = (Residency.STORED, Residency.REMOVED, Residency.CLEARED, Residency.COMPLETE)

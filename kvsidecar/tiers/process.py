@@ -26,8 +26,8 @@ from kvsidecar.tiers.backend import Backend, ShardSpace, WriteEnd, open_backend
 from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import (
     MAX_FRAME,
+    REPORT,
     TELLS,
-    TOLD,
     Do,
     Reply,
     Request,
@@ -109,7 +109,7 @@ class TierProcess:
         self._send(Reply(request.number, failed, time.monotonic() - began, body))
 
     def _tell(self, space: int, kind: Residency, hashes: bytes) -> None:
-        self._send(Reply(TOLD | space, False, 0.0, bytes([TELLS.index(kind)]) + hashes))
+        self._send(Reply(REPORT | space, False, 0.0, bytes([TELLS.index(kind)]) + hashes))
 
     def _send(self, reply: Reply) -> None:
         data = reply.pack()

@@ -17,7 +17,7 @@ class SpaceNumbers:
         self._numbers: dict[ShardSpace, int] = {}
         self._last = 0
         self._watched: dict[ShardSpace, int] = {}
-        self._told: dict[int, ShardSpace] = {}
+        self._by_number: dict[int, ShardSpace] = {}
 
     def of(self, space: ShardSpace) -> tuple[int, bool]:
         """The number of a space, and whether the space must be sent to the process first."""
@@ -33,19 +33,19 @@ class SpaceNumbers:
     def watch(self, space: ShardSpace, number: int) -> int | None:
         """Note that a space is watched by this number. Returns its former number, which must be unwatched."""
         before = self.unwatch(space)
-        self._watched[space], self._told[number] = number, space
+        self._watched[space], self._by_number[number] = number, space
         return None if before == number else before
 
     def unwatch(self, space: ShardSpace) -> int | None:
         """Returns the number by which it was watched."""
         number = self._watched.pop(space, None)
         if number is not None:
-            del self._told[number]
+            del self._by_number[number]
         return number
 
     def watched(self, number: int) -> ShardSpace | None:
         """The space that is watched by this number; None: none is, any more."""
-        return self._told.get(number)
+        return self._by_number.get(number)
 
 
 class KnownSpaces:

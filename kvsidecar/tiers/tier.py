@@ -42,7 +42,7 @@ STATS_SECONDS: Final = 1.0
 """Time between requests for its gauges."""
 MAX_TO_FORGET: Final = 1024
 """Namespaces that wait to be forgotten."""
-OnTold = Callable[[Residency, bytes], object]
+OnReport = Callable[[Residency, bytes], object]
 """Called with reports on a watched space: one of `TELLS` and joined block hashes; `Residency.COMPLETE`: all that was
 there has been reported. It must not raise."""
 
@@ -95,7 +95,7 @@ class Tier(Supervised[TierLink]):
         self._asked_stats = 0.0
         """When its process was last asked for its gauges."""
         self._shares: Sequence[TierShare] = ()
-        self._watched: dict[ShardSpace, OnTold] = {}
+        self._watched: dict[ShardSpace, OnReport] = {}
         self._to_forget: list[Namespace | None] = []
         """Namespaces that it must forget before it is asked for anything else."""
         self._forgetting = False
@@ -125,7 +125,7 @@ class Tier(Supervised[TierLink]):
         self.stats = await to_the_end(opening, on_cancel=link.kill)
         self._breaker.reset()
         link.set_shares(self._shares)
-        link.on_told = self._told
+        link.on_report = self._reported
         for space in self._watched:
             link.watch(space)
         return link
@@ -177,7 +177,7 @@ class Tier(Supervised[TierLink]):
 
     # -- what it has -----------------------------------------------------------------------------------------------
 
-    def watch(self, space: ShardSpace, tell: OnTold) -> None:
+    def watch(self, space: ShardSpace, tell: OnReport) -> None:
         """Report what is there of a space, from the beginning, and what changes. The blocks of a process that has ended
         are not there; the next one begins with what it finds."""
         self._watched[space] = tell
@@ -190,7 +190,7 @@ class Tier(Supervised[TierLink]):
         if self._watched.pop(space, None) is not None and self.at_work is not None:
             self.at_work.watch(space, wanted=False)
 
-    def _told(self, space: ShardSpace, kind: Residency, hashes: bytes) -> None:
+    def _reported(self, space: ShardSpace, kind: Residency, hashes: bytes) -> None:
         if (tell := self._watched.get(space)) is not None:
             tell(kind, hashes)
 
