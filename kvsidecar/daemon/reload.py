@@ -18,7 +18,7 @@ _log = log.get("reload")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingsChange:
     """The result of reading the settings again. Options are named as in the file."""
 
     settings: Settings
@@ -28,12 +28,12 @@ class Change:
     """Changed too, and in force only after a restart."""
 
 
-def change(in_force: Settings, read: Settings) -> Change:
+def change(in_force: Settings, read: Settings) -> SettingsChange:
     """Apply those settings of ``read`` that can be applied."""
     changed = [option for option in Settings.model_fields if getattr(read, option) != getattr(in_force, option)]
     taken = tuple(option for option in changed if option in RELOADABLE)
     left = tuple(option for option in changed if option not in RELOADABLE)
-    return Change(in_force.model_copy(update={option: getattr(read, option) for option in taken}), taken, left)
+    return SettingsChange(in_force.model_copy(update={option: getattr(read, option) for option in taken}), taken, left)
 
 
 class Reloader:
