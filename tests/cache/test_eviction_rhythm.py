@@ -403,7 +403,7 @@ def test_a_request_that_waits_and_is_looked_up_again_has_no_other_rhythm() -> No
     assert gap_of(space, "a") == pytest.approx(160, rel=0.1)
 
 
-# -- announced pauses -----------------------------------------------------------------------------------------------
+# -- announced pauses ------------------------------------------------------------------------------------------------
 
 
 def tell(cache: BlockCache, space: Space, now: float, pause: float, *names: int | str) -> None:
