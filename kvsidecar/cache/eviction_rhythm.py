@@ -112,8 +112,8 @@ class Rhythm:
         self._rest = 0.0
         """Multiple of the pool that is to be looked up before the policy may be tried again."""
         self.on = False
-        """False: LRU hits enough, or clearly more. Then blocks go by their last use, but first those whose announcement
-        says that they will not be used again."""
+        """False: LRU hits enough, or clearly more. Then blocks go by their last use, but first those that are announced
+        not to be used again."""
         self.horizons: Ints = np.full(CLASSES + ANNOUNCED_CLASSES, NEVER, np.int64)
         """Each class's tick that is as long ago as its patience: blocks used later are still waited for."""
         self.horizons[-1] = -2  # before all others, whose earliest is -1

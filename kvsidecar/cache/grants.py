@@ -80,11 +80,11 @@ class LoadGrant:
     """The slots of the blocks of a load. They stay until `BlockCache.end_load`."""
 
     slots: list[Ints]
-    """Per part: byte offsets in the pool, in the order of its hashes."""
+    """Byte offsets in the pool, per part and in the order of its hashes."""
     rows: list[Ints]
-    """Per part: rows of its hashes."""
+    """Rows of each part's hashes."""
     chains: list[Chain]
-    """Per part: the blocks that are referenced."""
+    """Referenced blocks of each part."""
     open: bool = True
 
 
@@ -111,7 +111,7 @@ class Lease:
     id: int
     owner: Hashable
     chains: list[Chain]
-    """Per part of the lookup that has any: the readable blocks, without duplicates."""
+    """The readable blocks of each part of the lookup that has any, without duplicates."""
     expires_at: float
     num_blocks: int = field(default=0, init=False)
     room: int = field(default=0, init=False)

@@ -10,8 +10,8 @@ the pages afterwards finds exactly the stores before that instant. So it is enou
    `BlockTable.clear` closes the entry and gives the space another number: all records of the old one are void at once.
    A number is used again only by a later run, which has unsealed by then all records that it did not take over.
 
-The commit word says which `seal` wrote the record; a higher one is newer. The digest covers it: a commit word that
-comes back, because a bit flipped, does not fit a record of an earlier life.
+The commit word identifies the `seal` that wrote the record; a higher one is newer. The digest covers it: a commit word
+that comes back, because a bit flipped, does not fit a record of an earlier life.
 
 The digest is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): the sum of the
 record's 32-bit words, each times a 64-bit constant. Any given damage goes unnoticed in one of 2**32 cases. It is one

@@ -62,7 +62,7 @@ def choose_victims(
 ) -> list[Chain] | None:
     """Blocks to evict so that all needs can be allocated, or None if that is impossible. Changes nothing.
 
-    Some more are chosen than this request needs, in the same order, if there are so many. A share gives what it has
+    Some more are chosen than this request needs, in the same order, if there are enough. A share gives what it has
     beyond its guarantee; if that is not enough, those that pay for the request give what is left of theirs.
 
     Args:

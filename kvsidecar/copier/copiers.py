@@ -86,7 +86,7 @@ class Copier(Supervised[CopierLink]):
         """Start its process, which then waits to be set up by `run`.
 
         Args:
-            first: one that has said hello.
+            first: a process that has answered `CopierLink.hello`.
 
         Raises:
             TooManyProcesses, OSError: no process can be started.

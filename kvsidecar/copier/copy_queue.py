@@ -67,9 +67,9 @@ class QueuedCopy:
         after: the copy starts when this event is done; copies behind it may overtake it meanwhile.
         on_start: called just before the copy is issued: ``after`` is not needed any more.
         checks: not used here.
-        lane: of its session's fence; None for a session without one.
+        lane: its session's lane of the fence; None for a session without one.
         session: sessions take turns.
-        weight: of its turns; a session of weight 2 is given twice as many bytes as one of weight 1.
+        weight: a session of weight 2 gets twice as many bytes in its turns as one of weight 1.
     """
 
     number: int
@@ -208,7 +208,7 @@ class CopyQueue:
 
     @property
     def in_flight_since(self) -> float:
-        """Since when no call has ended of those in flight, monotonic seconds; 0 if none is in flight."""
+        """Monotonic time since which no call in flight has ended; 0 if none is in flight."""
         return max(self._last_call_end, self._flights[0].issued) if self._flights else 0.0
 
     @property

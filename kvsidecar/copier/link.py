@@ -116,8 +116,8 @@ class Copying:
 
     @property
     def ended(self) -> asyncio.Future[Done]:
-        """For a coroutine that waits: resolved with `Done` (copied, or a corrupt load), CopyFailed or DeviceLost;
-        cancelled, if the copy never started."""
+        """A future for coroutines that wait: resolved with `Done` (copied, or a corrupt load), CopyFailed or
+        DeviceLost; cancelled, if the copy never started."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
             if self.end is not None:

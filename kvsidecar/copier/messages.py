@@ -63,7 +63,7 @@ class Progress(IntEnum):
     """The words of `Ring.progress`, written by a direction's thread: monotonic seconds, or 0."""
 
     WORKING = 0
-    """Since when the thread has not looked for records; 0 while it waits for them."""
+    """Time since which the thread has not looked for records; 0 while it waits for them."""
     IN_FLIGHT = 1
     """`CopyQueue.in_flight_since`."""
 

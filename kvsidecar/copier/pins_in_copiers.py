@@ -15,7 +15,7 @@ class PinsInCopiers:
     """Implements `kvsidecar.pool.pinning.Pinner`. Created in the event loop; called in other threads, which wait."""
 
     pool: HostPool
-    """To be set before it is pinned."""
+    """Set before it is pinned."""
 
     def __init__(self, copiers: Copiers) -> None:
         self._copiers = copiers

@@ -29,6 +29,6 @@ class Update:
     """1, 2, 3, ..."""
     changes: tuple[Change, ...]
     reset: bool = False
-    """Before the changes: a snapshot begins."""
+    """A snapshot begins before the changes."""
     complete: bool = False
-    """After the changes: the snapshot ends."""
+    """The snapshot ends after the changes."""

@@ -27,15 +27,15 @@ class PackedHashes(Sequence[bytes]):
         return len(self.packed) // self._width
 
     def part(self, first: int, end: int) -> PackedHashes:
-        """Those from ``first`` to before ``end``."""
+        """The hashes from ``first`` to before ``end``."""
         return PackedHashes(self.cut(first, end), self._width)
 
     def cut(self, first: int, end: int) -> bytes:
-        """Those from ``first`` to before ``end``, joined."""
+        """The hashes from ``first`` to before ``end``, joined."""
         return self.packed[first * self._width : end * self._width]
 
     def pieces(self, count: int) -> Iterator[bytes]:
-        """So many at a time, joined."""
+        """All hashes, joined in pieces of ``count``."""
         for start in range(0, len(self.packed), count * self._width):
             yield self.packed[start : start + count * self._width]
 

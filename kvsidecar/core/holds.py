@@ -38,7 +38,7 @@ class HoldOwner(NamedTuple):
 class Hold:
     name: str
     owner: str
-    """Who asked for it."""
+    """The user or client that asked for it."""
     namespace: Namespace
     blocks: int
     nbytes: int
@@ -54,7 +54,7 @@ class Holds:
     """Used from the event loop.
 
     Args:
-        clock: seconds, the clock of leases. Where holds are kept, it goes on when the process ends.
+        clock: seconds, the clock of leases. Where holds are kept, it continues after the process has ended.
         most_bytes: of all holds together; a block in two holds counts twice.
         kept: outlives the daemon; None: the holds end with it.
     """

@@ -278,7 +278,7 @@ class JobRunner:
         checks: Checks | None,
         copied: Callable[[Done], JobResult],
     ) -> None:
-        """Hand the copy over. The job goes on at its end, with `copied` if its bytes were moved or compared.
+        """Hand the copy over. The job continues when it ends, with `copied` if its bytes were moved or compared.
 
         Raises:
             CopyFailed, DeviceLost: it was not handed over.
@@ -363,7 +363,7 @@ class JobRunner:
             self.cache.end_load(grant)
 
     def _keep_awake_for(self, session: RankSession, job: Job) -> None:
-        """Keep the loop awake for the end of this job, unless it is a paced store, whose end is not urgent, or so many
+        """Keep the loop awake for the end of this job, unless it is a paced store, whose end is not urgent, or enough
         jobs are running that nothing sleeps."""
         if self.num_running < MANY_JOBS and self.copiers.pacing.of(session.copier.uuid, job.direction) is None:
             self.guard.keep_awake()

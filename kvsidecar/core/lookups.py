@@ -188,7 +188,7 @@ class LookupService:
                 taken, and nothing is fetched.
             pause: for a touch, see `BlockCache.touch`.
             fetch_seconds: how long the caller can wait for misses that are fetched; 0: nothing is fetched.
-            prefill_rate: tokens a second that the caller computes; 0 if it does not say.
+            prefill_rate: tokens a second that the caller computes; 0 if unknown.
             choice: what is to be fetched, in `LookupMode.BITMAP`; None: each group's first misses in a row.
             tails: by group, in `LookupMode.BITMAP`: how many blocks to look for before the end of what all groups
                 without a tail have in a row, beside the one behind it; all, if the group has no more. 0, or nothing for

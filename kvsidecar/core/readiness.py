@@ -33,7 +33,7 @@ class WarmStart:
     """What a start has found of an earlier daemon's cache."""
 
     carrier: str = ""
-    """Who holds the pool while there is no daemon: ``systemd``, ``directory``, or empty for nobody."""
+    """The holder of the pool while there is no daemon: ``systemd``, ``directory``, or empty for none."""
     cold_reason: str = ""
     """Why nothing was kept; empty if the pool was taken over."""
     kept_blocks: int = 0

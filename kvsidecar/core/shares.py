@@ -1,7 +1,7 @@
 """The shares of the configuration: which namespaces each covers, and what it may have of the pool.
 
 A share covers namespaces by pattern, or by owner: those that the policy gives to a user, group or certificate. Blocks
-belong to a namespace, whoever of its users stored them, so bytes are counted per namespace; a restart finds them there.
+belong to a namespace, whichever user stored them, so bytes are counted per namespace; a restart finds them there.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class TierGauges:
     reading_bytes: int = 0
     writing_bytes: int = 0
     write_budget_bytes: int | None = None
-    """None for no limit."""
+    """Bytes that may be written now; None for no limit."""
     deaths: int = 0
 
 

@@ -27,7 +27,7 @@ class TierPlan:
     tier: Tier
     admission: Admission = Admission.SECOND_USE
     write_bytes_per_day: int | None = None
-    """None for no limit."""
+    """Budget for writes; None for no limit."""
     own: bool = False
     """It belongs to this node alone, and knows what it has: watchers are sent its blocks, too."""
 
@@ -180,7 +180,7 @@ class Tiering:
         A block counts by its first shard: the shards of a block are written together, and looked for by the first.
 
         Returns:
-            What is watched, for `unwatch`; None: there is no such tier, or no rank has said yet what a block is.
+            The watched space, for `unwatch`; None: there is no such tier, or no rank has yet registered the block size.
         """
         if self._own is None or space.shard_bytes[0] is None:
             return None

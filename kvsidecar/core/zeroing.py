@@ -1,4 +1,4 @@
-"""Zeroes what is freed (``--zero-freed``): in a thread, slice by slice, so that the event loop goes on."""
+"""Zeroes what is freed (``--zero-freed``): in a thread, slice by slice, so that the event loop keeps running."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Daemon:
             self._life.loop_time.later(call)
 
     async def run(self) -> None:
-        """Start, serve until told to stop, shut down.
+        """Start, serve until asked to stop, shut down.
 
         Raises:
             AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start; nothing is left behind.

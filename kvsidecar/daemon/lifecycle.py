@@ -48,7 +48,7 @@ class Unexpected:
             count()
 
     def __call__(self, name: str, error: BaseException) -> None:
-        """Report an error of a task, or of a part of it that goes on."""
+        """Report an error of a task, or of a part of it that keeps running."""
         self._heard("task failed", name, error, task=name)
 
     def in_callback(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Lifecycle:
             _log.info("stopped")
 
     async def open(self) -> bool:
-        """Take the lock and answer probes. False if told to stop while another daemon held the lock.
+        """Take the lock and answer probes. False if asked to stop while another daemon held the lock.
 
         Raises:
             AddressUnavailable, ConfigError, SocketInUse: the daemon cannot start.

@@ -63,7 +63,7 @@ class Listeners:
         self._remote = self._remote_server(settings, handler, life)
 
     def _remote_server(self, settings: Settings, handler: Handler, life: Lifecycle) -> RemoteServer | None:
-        """None if TCP is off."""
+        """The server for other hosts; None if TCP is off."""
         if settings.tcp_listen is None:
             return None
         from kvsidecar.server.tcp import RemoteServer

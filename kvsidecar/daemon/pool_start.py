@@ -1,4 +1,4 @@
-"""From started copiers to a pinned pool that has been copied from and to: all that must be over before ready."""
+"""Leads from started copiers to a pinned and tested pool: all that must be done before the daemon is ready."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PoolStart:
         await self.runner.wait_for(Direction.LOAD)
 
     async def _self_test(self, offsets: Iterable[int], nbytes: int) -> None:
-        """Have each copier copy a random pattern from these places in the pool to its device and back.
+        """Make each copier copy a random pattern from these places in the pool to its device and back.
 
         Raises:
             DeviceError: the copy failed or came back different, or each of `START_ATTEMPTS` processes ended over it.

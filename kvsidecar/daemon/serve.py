@@ -55,7 +55,7 @@ BAR_COLUMNS = 40
 
 
 def serve(flags: Mapping[str, str | None]) -> int:
-    """Run a daemon until it is told to stop. Returns the exit code.
+    """Run a daemon until it is asked to stop. Returns the exit code.
 
     Args:
         flags: the command line's, by option name; None for one that was not given.
@@ -247,7 +247,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def _raise_file_limit(pool_bytes: int) -> None:
-    """Raises PoolRefused: memory that processes share is a file to the kernel, and may not have so many bytes."""
+    """Raises PoolRefused: memory that processes share is a file to the kernel, and the pool exceeds its limit."""
     with suppress(OSError, ValueError):  # it may be forbidden to ask, and to change it
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -43,7 +43,7 @@ def _whole_pages(value: str | int) -> int:
 
 
 def _unit_hint(value: object) -> str:
-    """For the end of a sentence on a size that is too small or odd, perhaps because it should have a unit."""
+    """The end of a sentence about a size that is too small or odd, perhaps because it should have a unit."""
     number = str(value).strip()
     return (
         f": without a unit it is bytes; write {number}GiB or {number}MiB" if number.isdigit() and number != "0" else ""

@@ -1,7 +1,7 @@
-"""Who holds the pool and its table while there is no daemon: systemd's descriptor store, or a directory in memory.
+"""The holders of the pool and its table while there is no daemon: systemd's descriptor store, or a directory in memory.
 
-Two files outlive the daemon: the pool, and the table that says what is in it. Here they are found again or made again.
-Whether their contents can be used is for others to say: the table's header, and whether the former owner has ended.
+Two files outlive the daemon: the pool, and the table of its contents. Here they are found again or made again. Others
+decide whether their contents can be used: by the table's header, and once the former owner has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KeptFiles:
     kept: bool
     """They were there before this process."""
     carrier: str
-    """Who holds them: see `Carrier.name`."""
+    """Their holder: see `Carrier.name`."""
 
     def close(self) -> None:
         os.close(self.pool_fd)

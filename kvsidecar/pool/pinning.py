@@ -1,4 +1,4 @@
-"""Faults in and pins a pool that is mapped, chunk by chunk, with its progress: where the time of a start goes.
+"""Faults in and pins a mapped pool, chunk by chunk, and reports its progress: most of the time of a start.
 
 Why faulting and pinning are apart: MADV_POPULATE_WRITE faults with several threads and returns an error where a touch
 would be a SIGBUS; the driver faults with one thread. While a chunk is pinned, the next one is faulted in. Why chunks:

@@ -1,7 +1,7 @@
-"""The file beside the pool that says what the pool holds: a header, then the records of `kvsidecar.cache.records`.
+"""The file beside the pool that records its contents: a header, then the records of `kvsidecar.cache.records`.
 
-The header says which pool the records are of. It is written once, its magic number last. A table whose header does not
-fit is refused with the reason, and the daemon starts with an empty pool and a new table.
+The header identifies the pool. It is written once, its magic number last. A table whose header does not fit is refused
+with the reason, and the daemon starts with an empty pool and a new table.
 
 It also names the processes that may still write to the pool: the daemon, and copiers whose DMA runs. A daemon that
 takes the pool over waits for their ends first.
@@ -194,8 +194,8 @@ class RecordTable:
 
 
 def map_table(fd: int) -> Words:
-    """All words of a file of `RecordTable.file_bytes`, shared with whoever has it open. They stay mapped as long as the
-    array is in use.
+    """All words of a file of `RecordTable.file_bytes`, shared with all processes that have it open. They stay mapped as
+    long as the array is in use.
 
     Raises:
         KeptRefused: the file is too short to be a table.

@@ -59,7 +59,7 @@ class Arrivals:
     out neither others nor its own engines, whose Hello arrives whole: one that waits for its turn is not closed.
 
     All users together may have `TABLE_SHARE` of the table, and one user no more of that than it leaves free: so there
-    is room for the next user, whoever came before.
+    is room for the next user, no matter how many came before.
 
     Args:
         table: size of the descriptor table; None: the process's limit.

@@ -36,7 +36,7 @@ MAX_HELLO_BYTES = 4096
 HELLO_SECONDS = 5.0
 """Time limit for the Hello: silent connections would hold descriptors."""
 TURNS = "attach"
-"""With a user id, the user in `Turns` for the steps of the connections."""
+"""Names, with a user id, the user in `Turns` for the steps of the connections."""
 
 _log = log.get("attach")
 _caused = log.limited("attach")

@@ -160,7 +160,7 @@ class GrpcFront:
         """Clients by the name at which gRPC's server sees their connection."""
         self._seconds: asyncio.Task[None] | None = None
         self._caused = log.limited("rpc")
-        """For lines that clients cause."""
+        """Logger for lines that clients cause."""
         self._peak = free_memory.Peak()
 
     def start(self, server: str) -> None:

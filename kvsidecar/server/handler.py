@@ -94,7 +94,7 @@ class Handler:
 
     @property
     def open_to_all(self) -> bool:
-        """Whether lookups and leases need no identity: without a policy, whoever can connect may use everything."""
+        """Whether lookups and leases need no identity: without a policy, all who can connect may use everything."""
         return self.instances.access.policy is None
 
     def count_refusal(self, error: KVSidecarError) -> None:

@@ -2,7 +2,7 @@
 
 gRPC takes a header block of 14 KB for 2 MiB of headers, and keeps a call whose message never ends for ever; it limits
 both, if at all, for all clients together. So each user's connections pass here before gRPC sees them. A call beyond a
-limit is answered by the gate, and its connection goes on; who breaks the rules of HTTP/2 or floods loses it.
+limit is answered by the gate, and its connection stays; a client that breaks the rules of HTTP/2 or floods loses it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESSAGE_SECONDS = 10
 last. Counted in `Gate.second`, so that a daemon that stood still does not count its own pause."""
 
 _PREFIX_BYTES = 5
-"""Before each message of gRPC: 1 of whether it is compressed, 4 of its length."""
+"""Bytes before each message of gRPC: 1 for compression, 4 for its length."""
 
 
 @dataclass(frozen=True, slots=True)

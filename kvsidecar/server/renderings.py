@@ -43,7 +43,7 @@ class Rendering:
         """The rendering that is under way, or waits for the end of the pause."""
         self._begun = False
         self._asked: list[asyncio.Future[bytes]] = []
-        """Those who wait for its text."""
+        """Askers that wait for its text."""
         self._may_begin_at = 0.0
         self._text = b""
         self._recent_until = 0.0

@@ -113,7 +113,7 @@ class SocketFiles:
             self._remove_stale(path)
 
     def mark_ending(self) -> None:
-        """From now on, a daemon that starts waits for the end of this one."""
+        """Make daemons that start from now on wait for the end of this one."""
         self._running_mark.remove()
 
     def _open_lock(self) -> int:

@@ -61,7 +61,7 @@ class BreakerState(Enum):
 
 
 SILENT_SECONDS = 0.25
-"""Longer than a live daemon's loop, or a machine, is mostly kept by others. A caller with a smaller budget goes on
+"""Longer than other work mostly occupies a live daemon's loop, or a machine. A caller with a smaller budget continues
 without its answer meanwhile."""
 
 

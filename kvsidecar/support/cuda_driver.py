@@ -317,8 +317,8 @@ def _fabric_fd(handle: ctypes.c_uint64) -> int:
 
 
 def fabric_handle(fd: int) -> bytes | None:
-    """What is in a memfd of `exported_fd`: not 64 bytes if somebody else made it. None: it cannot be read as a memfd,
-    so it must be a descriptor of the driver."""
+    """The content of a memfd of `exported_fd`: not 64 bytes if somebody else made it. None: it cannot be read as a
+    memfd, so it must be a descriptor of the driver."""
     try:
         # Not by fstat: of a file whose file system is a program of another user it may never return.
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -403,7 +403,7 @@ class CudaContext:
             self._call("cuMemFree_v2", address)
 
     def alloc_ranges(self, sizes: Sequence[int], *, handle_types: int = POSIX_DESCRIPTOR) -> int:
-        """Allocate physical memory of so many bytes each, multiples of `RANGE_BYTES`, mapped one behind the other.
+        """Allocate physical memory of these sizes, multiples of `RANGE_BYTES`, mapped back to back.
 
         Args:
             handle_types: in what forms it can be exported, as ``CUmemAllocationHandleType``; 0: in none.

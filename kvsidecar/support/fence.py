@@ -1,7 +1,7 @@
 """A word in shared memory by which an engine ends the copies of its memory without the daemon's help.
 
-A daemon that hangs cannot be told to stop, and does not say what still runs. When it goes on, it may hand a copy to its
-copier that writes into blocks which the engine has given to another request by then. So the engine shuts the fence:
+A daemon that hangs cannot be asked to stop, and does not report what still runs. When it resumes, it may hand a copy to
+its copier that writes into blocks which the engine has given to another request by then. So the engine shuts the fence:
 
     engine                              copier, before each call to the driver
     1. shut = 1                         1. under way = under way + 1
@@ -93,7 +93,7 @@ class FenceLane:
 
 
 def lanes(fd: int) -> dict[Direction, FenceLane]:
-    """Begin with nothing under way: whoever copied for this connection before is dead. ``fd`` stays the caller's."""
+    """Begin with nothing under way: the earlier copier of this connection is dead. ``fd`` stays the caller's."""
     words = memoryview(mmap.mmap(fd, _NBYTES)).cast("Q")
     for word in _UNDER_WAY.values():
         words[word] = 0

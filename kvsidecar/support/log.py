@@ -26,7 +26,7 @@ FLUSH_SECONDS: Final = 1.0
 LIMITED_SECONDS: Final = 1.0
 """Shortest time between two lines of one kind that clients cause."""
 MAX_KINDS: Final = 256
-"""Kinds of lines that are told apart: the code has fewer, and gRPC's few."""
+"""Kinds of lines that are distinguished: the code has fewer, and gRPC few."""
 _WIDE: Final = 120
 """Columns from which a terminal has room to align the events."""
 

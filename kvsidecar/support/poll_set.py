@@ -23,11 +23,11 @@ class PollSet:
         asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._look)
 
     def watch(self, fd: int, events: int, call: Callable[[int], None]) -> None:
-        """From now on call ``call`` again and again while there is news.
+        """Call ``call`` again and again while there is news.
 
         Args:
-            events: of `READABLE` and `WRITABLE`. 0: watch it no more, which the caller does before it closes ``fd``.
-            call: with what there is, perhaps also EPOLLHUP and EPOLLERR. It must bear a call for nothing: another
+            events: `READABLE`, `WRITABLE` or both. 0: watch it no more, which the caller does before it closes ``fd``.
+            call: gets the events, perhaps also EPOLLHUP and EPOLLERR. It must bear a call without news: another
                 descriptor may have had the number when the loop looked.
         """
         known = fd in self._calls

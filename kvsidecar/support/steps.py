@@ -28,7 +28,7 @@ class Steps:
         self.loop_time = LoopTime() if loop_time is None else loop_time
         self._call_seconds = call_seconds
         self._calls_until = -math.inf
-        """Until then, more calls are expected."""
+        """Time until which more calls are expected."""
         self._waiting: deque[Callable[[], None]] = deque()
 
     def called(self) -> None:

@@ -357,7 +357,7 @@ class Supervised(ABC, Generic[C]):
             link.kill(stuck)
 
     def set_log_level(self, level: str) -> None:
-        """For the processes that start from now on."""
+        """Set the log level of processes that start from now on."""
         self._given = replace(self._given, log_level=level)
 
     async def close(self) -> None:

@@ -11,8 +11,8 @@ SECONDS: Final = 0.02
 """Time between two looks at how many young objects there are: a look takes some 10 ns of each."""
 MANY: Final = 300
 COLLECT: Final = (100, 2, 1 << 30)
-"""For `gc.set_threshold`: few objects in one go. All, which takes 13 ms with a thousand connections, only as
-`YoungObjects` says: jobs, clients and connections leave hardly any garbage for it, and gRPC's calls what is young."""
+"""Arguments of `gc.set_threshold`: few objects in one go. All, which takes 13 ms with a thousand connections, only when
+`YoungObjects` asks for it: jobs, clients and connections leave hardly any garbage, and gRPC's calls young one."""
 FULL_SECONDS: Final = 600.0
 """Time between full collections, each of which takes 7 ms or more. Python begins them by the number of younger ones:
 with many clients every 50 to 100 s, to find some 20 objects for each second."""

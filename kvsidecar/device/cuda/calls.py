@@ -284,7 +284,7 @@ class CopyCalls:
         return DriverCall(len(copies), "cuMemcpy3DBatchAsync", arguments, (copies, host), (operations,))
 
     def _one_by_one(self, copies: npt.NDArray[np.void], host: npt.NDArray[np.uint64], stream: int) -> int:
-        """For drivers without the batched calls."""
+        """Issue copies one by one, for drivers without the batched calls."""
         pitched = np.zeros(1, COPY_2D)
         device_side, host_side = ("src", "dst") if self._store else ("dst", "src")
         pitched[device_side]["MemoryType"], pitched[host_side]["MemoryType"] = _MEMORY_DEVICE, _MEMORY_HOST

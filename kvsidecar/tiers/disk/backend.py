@@ -95,7 +95,7 @@ class DiskBackend(Backend):
             raise TierFailed(f"the disk tier's capacity is {capacity_bytes} bytes; it must be at least {SLOT_ALIGN}")
         facts = facts_of(capacity, slab_bytes)
         self._lock = threading.Lock()
-        """For all that follows but the file of extents."""
+        """Guards all that follows, except the file of extents."""
         self._directory = DiskDirectory(path, lock_seconds)
         self._budget: KeptBudget | None = None
         try:
@@ -110,7 +110,7 @@ class DiskBackend(Backend):
             raise
         self._extents = ExtentFile(self._files.extents_fd, str(path / EXTENTS), direct=self._files.direct)
         self._recorded = np.zeros(len(self._slots.grid), np.int64)
-        """Per unit, how many records from its first one on have disk space, as far as known."""
+        """Number of each unit's records, from its first one on, that are known to have disk space."""
         self._quota_blocks = 0
         """Shards that were not read or written for the sake of other shares' guarantees."""
         self._forgotten_blocks = 0

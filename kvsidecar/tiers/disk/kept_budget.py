@@ -4,7 +4,7 @@ It is written down before the bytes are, so that a kill at any instant loses non
 synchronised: after a power failure what was spent in the last half minute may be missing.
 
 Within a boot the time since then is the time since the boot, which nobody can set. Across a boot there is
-only the wall clock; whatever it says, no more than a day's budget is left.
+only the wall clock; whatever it shows, no more than a day's budget is left.
 """
 
 from __future__ import annotations

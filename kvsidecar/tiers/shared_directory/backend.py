@@ -71,7 +71,7 @@ class SharedBackend(Backend):
         self._capacity = capacity_bytes
         self._root = _open_root(path)
         self._lock = threading.Lock()
-        """For all numbers."""
+        """Guards all numbers."""
         self._bytes = self._files = self._evicted = 0
         self._written = 0
         """Bytes since the last sweep."""

@@ -167,7 +167,7 @@ def _age(is_: os.stat_result, now: float) -> int:
 def _files(
     root: Path, on_empty: Callable[[str], object] = lambda _: None
 ) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """All files below the directories of namespaces. What goes meanwhile is left out.
+    """All files below the directories of namespaces. Files that vanish meanwhile are left out.
 
     Args:
         on_empty: called with each directory that has no entry.
@@ -189,9 +189,8 @@ def _files(
 
 
 def _remove_empty(directory: str, now: float) -> None:
-    """Remove a directory, unless it has become empty just now: its modification time says when. So each sweep removes
-    one level, and nobody who makes a path finds its beginning gone more than once. One in which there is a file by now
-    stays."""
+    """Remove a directory, unless it has become empty just now, by its modification time. So each sweep removes one
+    level, and nobody who makes a path finds its beginning gone more than once. A directory with a file by now stays."""
     with contextlib.suppress(OSError):
         if now - os.stat(directory, follow_symlinks=False).st_mtime >= EMPTY_SECONDS:
             os.rmdir(directory)
