@@ -24,13 +24,13 @@ it finds no room there, others go, or it is refused: the rest goes soon."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Newcomers:
+class _NewBlocks:
     """Blocks that a store creates."""
 
     age: Age
     priority: Priority
 
-    def go_after(self, victims: Iterable[Chain], needs: Mapping[int, int]) -> bool:
+    def may_replace(self, victims: Iterable[Chain], needs: Mapping[int, int]) -> bool:
         """Whether the policy evicts all these victims first. Victims of other sizes, whose slab is recut, go in any
         case."""
         place = EVICTION_ORDER.index(self.priority)
@@ -97,14 +97,14 @@ class Room:
         if fits:
             self._evict(first)
             return None
-        victims, newcomers = None, self._age_of(grant, incoming)
-        for ahead in (True,) if newcomers is None else (True, False):
+        victims, new_blocks = None, self._age_of(grant, incoming)
+        for ahead in (True,) if new_blocks is None else (True, False):
             victims = choose_victims(
                 needs, table.slots, table.tables, table.shares, requested, incoming, first, ahead=ahead
             )
             if victims is None:
                 break
-            if newcomers is None or newcomers.go_after(victims[len(first) :], needs):
+            if new_blocks is None or new_blocks.may_replace(victims[len(first) :], needs):
                 self._evict(victims)
                 return None
         if victims is not None:
@@ -159,7 +159,7 @@ class Room:
             wanted[share] = wanted.get(share, 0) + idle * blocks.space.block_bytes
         return all(nbytes <= self.busy_room(share) for share, nbytes in wanted.items())
 
-    def _age_of(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> _Newcomers | None:
+    def _age_of(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> _NewBlocks | None:
         """The age at which the blocks that a store creates would go themselves. None: it is admitted whatever goes for
         it."""
         rhythm = self._table.rhythm
@@ -171,7 +171,7 @@ class Room:
                 return None
         gap = min([least(part.blocks.gaps[part.created]) for part in parts])
         rank = rhythm.rank_of_new(gap)
-        return _Newcomers((rank, rank), Priority(parts[0].blocks.priority.item(parts[0].created[0])))
+        return _NewBlocks((rank, rank), Priority(parts[0].blocks.priority.item(parts[0].created[0])))
 
     def _may_fill(self, grant: StoreGrant, incoming: Mapping[Share, int]) -> bool:
         busy = dict(incoming)
