@@ -15,7 +15,7 @@ from kvsidecar.support.host_memory import FileInMemory, facts_of
 from kvsidecar.support.supervised_child import NOTHING, Child, ChildSetup, Launched
 from kvsidecar.support.tasks import heard
 from kvsidecar.tiers.backend import BackendStats, ShardSpace, TierShare
-from kvsidecar.tiers.messages import MAX_FRAME, REPORT, TELLS, Do, Reply, Request, pack_shares, pack_space, stats_of
+from kvsidecar.tiers.messages import MAX_FRAME, REPORT, REPORTED, Do, Reply, Request, pack_shares, pack_space, stats_of
 from kvsidecar.tiers.space_numbers import SpaceNumbers
 from kvsidecar.types import Residency
 
@@ -124,7 +124,7 @@ class TierLink(Child, asyncio.Protocol):
     def _answered(self, reply: Reply) -> None:
         if reply.number & REPORT:
             if (space := self._spaces.watched(reply.number ^ REPORT)) is not None:
-                self.on_report(space, TELLS[reply.body[0]], reply.body[1:])
+                self.on_report(space, REPORTED[reply.body[0]], reply.body[1:])
             return
         on_end, _ = self._waiting.pop(reply.number)
         on_end(TierFailed(reply.text) if reply.failed else reply)

@@ -50,9 +50,9 @@ class Do(IntEnum):
 
 
 REPORT: Final = 1 << 63
-"""Set in the number of a reply, beside that of a space: a report on a watched space. Its body: an index of `TELLS`,
+"""Set in the number of a reply, beside that of a space: a report on a watched space. Its body: an index of `REPORTED`,
 then hashes."""
-TELLS: Final = (Residency.STORED, Residency.REMOVED, Residency.CLEARED, Residency.COMPLETE)
+REPORTED: Final = (Residency.STORED, Residency.REMOVED, Residency.CLEARED, Residency.COMPLETE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvsidecar.tiers.key_filter import KeyFilter, first_words
 from kvsidecar.tiers.messages import (
     MAX_FRAME,
     REPORT,
-    TELLS,
+    REPORTED,
     Do,
     Reply,
     Request,
@@ -36,7 +36,7 @@ from kvsidecar.tiers.messages import (
     space_of,
     split,
 )
-from kvsidecar.tiers.residency_report import Teller
+from kvsidecar.tiers.residency_report import ResidencyReporter
 from kvsidecar.tiers.space_numbers import KnownSpaces
 from kvsidecar.types import Residency
 
@@ -58,7 +58,7 @@ class TierProcess:
         """Blocks that had been evicted when the filter was last made."""
         self._spaces = KnownSpaces()
         self._sending = threading.Lock()
-        self._teller = Teller(backend, self._tell)
+        self._reporter = ResidencyReporter(backend, self._send_report)
         others = ThreadPoolExecutor(2, "other")
         self._threads = {
             Do.FIND: ThreadPoolExecutor(1, "find"),
@@ -71,7 +71,7 @@ class TierProcess:
 
     def serve(self) -> None:
         """Answer until the daemon has gone."""
-        threading.Thread(target=_to_the_end, args=(self._teller.run,), name="tell", daemon=True).start()
+        threading.Thread(target=_to_the_end, args=(self._reporter.run,), name="tell", daemon=True).start()
         frames = FrameReader(MAX_FRAME)
         while data := self._connection.recv(1 << 18):
             frames.feed(data)
@@ -88,10 +88,10 @@ class TierProcess:
         if request.do is Do.WATCH:
             watched = self._spaces.get(request.space)
             assert watched is not None
-            self._teller.watch(request.space, watched)
+            self._reporter.watch(request.space, watched)
             return
         if request.do is Do.UNWATCH:
-            self._teller.unwatch(request.space)
+            self._reporter.unwatch(request.space)
             return
         space = self._spaces.get(request.space)
         call = self._threads[request.do].submit(self._answer, request, space)
@@ -108,8 +108,8 @@ class TierProcess:
             body, failed = f"{type(error).__name__}: {error}".encode(), True
         self._send(Reply(request.number, failed, time.monotonic() - began, body))
 
-    def _tell(self, space: int, kind: Residency, hashes: bytes) -> None:
-        self._send(Reply(REPORT | space, False, 0.0, bytes([TELLS.index(kind)]) + hashes))
+    def _send_report(self, space: int, kind: Residency, hashes: bytes) -> None:
+        self._send(Reply(REPORT | space, False, 0.0, bytes([REPORTED.index(kind)]) + hashes))
 
     def _send(self, reply: Reply) -> None:
         data = reply.pack()

@@ -20,8 +20,9 @@ PIECES: Final = 8
 PAUSE_SECONDS: Final = 0.05
 
 
-class Teller:
-    """
+class ResidencyReporter:
+    """Owns the log of changes; `run` sends it in its thread.
+
     Args:
         send: sends the number of a space, a kind of report, and hashes. May wait. Raises ConnectionError when the
             daemon has gone: then no more is reported.

@@ -43,7 +43,7 @@ STATS_SECONDS: Final = 1.0
 MAX_TO_FORGET: Final = 1024
 """Namespaces that wait to be forgotten."""
 OnReport = Callable[[Residency, bytes], object]
-"""Called with reports on a watched space: one of `TELLS` and joined block hashes; `Residency.COMPLETE`: all that was
+"""Called with reports on a watched space: one of `REPORTED` and joined block hashes; `Residency.COMPLETE`: all that was
 there has been reported. It must not raise."""
 
 

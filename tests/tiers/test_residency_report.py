@@ -11,7 +11,7 @@ from kvsidecar.cache import change_log
 from kvsidecar.cache.change_log import Outlet
 from kvsidecar.tiers import residency_report
 from kvsidecar.tiers.backend import ShardSpace
-from kvsidecar.tiers.residency_report import Teller
+from kvsidecar.tiers.residency_report import ResidencyReporter
 from kvsidecar.types import Namespace, Residency
 from tests.tiers import memory_backend
 
@@ -45,7 +45,7 @@ class Daemon:
         self.heard: list[tuple[int, Residency, bytes]] = []
         self.pauses: list[int] = []
         self.most = most
-        self.teller = Teller(backend, self._hear, lambda _: self.pauses.append(len(self.heard)))
+        self.teller = ResidencyReporter(backend, self._hear, lambda _: self.pauses.append(len(self.heard)))
 
     def _hear(self, number: int, what: Residency, hashes: bytes) -> None:
         self.heard.append((number, what, hashes))
