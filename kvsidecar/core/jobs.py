@@ -32,8 +32,8 @@ from kvsidecar.support import failpoints
 from kvsidecar.support.cpu_sleep import NO_GUARD, SleepGuard
 from kvsidecar.types import Direction, Outcome
 
-STORE_BLOCKS = 2048
-"""Blocks of a store that one step reserves or seals at most: some 4 milliseconds where each evicts another."""
+STORE_BLOCKS = 1024
+"""Blocks of a store that one step reserves or seals at most: some 2 milliseconds where each evicts another."""
 LOAD_BLOCKS = 8192
 """Blocks of a load that one step references at most."""
 MANY_JOBS = 6

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from kvsidecar.core.access import Access, Caller, Grant, Identity
 from kvsidecar.core.hashes import PackedHashes
 from kvsidecar.core.holds import Holds
 from kvsidecar.core.job import Job, JobResult
-from kvsidecar.core.jobs import JobRunner
+from kvsidecar.core.jobs import LOAD_BLOCKS, STORE_BLOCKS, JobRunner
 from kvsidecar.core.lookups import MAX_LEASES, Clearing, LookupService
 from kvsidecar.core.metrics import Metrics
 from kvsidecar.core.peer import Peer
@@ -61,6 +62,9 @@ JOB_BLOCKS = MAX_MESSAGE_BYTES // (HASH_BYTES + 8)
 """The same with the blocks' numbers."""
 ROUNDS = 3
 """Each kind is measured so often, in a pool of its own."""
+
+
+Answer = TypeVar("Answer")
 
 
 def fixed() -> float:
@@ -172,10 +176,13 @@ class World:
     def packed(self, first: int, end: int) -> bytes:
         return self.hashes[first:end].tobytes()
 
-    def store(self, space: Space, first: int, end: int, ttl: float = 0.0) -> None:
+    def begin_store(self, space: Space, first: int, end: int, ttl: float = 0.0) -> StoreGrant:
         grant = self.cache.begin_store([(space, 0, self.packed(first, end))], ttl=ttl)
         assert isinstance(grant, StoreGrant), grant
-        self.cache.seal_all(grant)
+        return grant
+
+    def store(self, space: Space, first: int, end: int, ttl: float = 0.0) -> None:
+        self.cache.seal_all(self.begin_store(space, first, end, ttl))
 
     def lease(self, first: int, end: int, owner: bytes, lease: int = 0, mode: LookupMode = LookupMode.BITMAP) -> int:
         answer = self.lookups.lookup(
@@ -195,10 +202,12 @@ class World:
         while self.cache.sweep():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    async def step(self, call: Callable[[], object]) -> None:
+    async def step(self, call: Callable[[], Answer]) -> Answer:
         """In a callback of its own."""
-        asyncio.get_running_loop().call_soon(call)
+        answers: list[Answer] = []
+        asyncio.get_running_loop().call_soon(lambda: answers.append(call()))
         await asyncio.sleep(0)
+        return answers[0]
 
 
 Kind = Callable[[World], Awaitable[object]]
@@ -280,10 +289,11 @@ async def clear_unused(world: World) -> None:
 
 
 async def store_leased_again(world: World) -> None:
-    """What has expired under leases, in messages of the size that clients send."""
-    for first in range(0, world.blocks // 10, 2048):
-        end = first + 2048
-        await world.step(lambda first=first, end=end: world.store(world.spaces[0], first, end, 5.0))  # type: ignore[misc]
+    """What has expired under leases, in the steps of a job."""
+    for first in range(0, world.blocks // 10, STORE_BLOCKS):
+        end = first + STORE_BLOCKS
+        grant = await world.step(lambda first=first, end=end: world.begin_store(world.spaces[0], first, end, 5.0))  # type: ignore[misc]
+        await world.step(lambda grant=grant: world.cache.seal_all(grant))  # type: ignore[misc]
 
 
 def tenth_leased(world: World) -> None:
@@ -386,9 +396,9 @@ CASES = [
     Case(f"a lookup of {MESSAGE_BLOCKS:,} hashes, a prefix, with a lease", lookup(LookupMode.PREFIX, lease=True)),
     Case(f"a lookup of {MESSAGE_BLOCKS:,} hashes, each by itself", lookup(LookupMode.BITMAP)),
     Case(f"a touch of {MESSAGE_BLOCKS:,} hashes", lookup(LookupMode.PREFIX, touch=True)),
-    Case("a store of 2,048 blocks into the full pool", job(Direction.STORE, 2048)),
+    Case(f"a store of {STORE_BLOCKS:,} blocks into the full pool", job(Direction.STORE, STORE_BLOCKS)),
     Case(f"a store of {JOB_BLOCKS:,} blocks into the full pool", job(Direction.STORE, JOB_BLOCKS)),
-    Case("a load of 8,192 blocks", job(Direction.LOAD, 8192)),
+    Case(f"a load of {LOAD_BLOCKS:,} blocks", job(Direction.LOAD, LOAD_BLOCKS)),
     Case(f"a load of {JOB_BLOCKS:,} blocks", job(Direction.LOAD, JOB_BLOCKS)),
     Case("a table grows beyond 65,536 blocks", grow, small_table),
     Case("16,384 leases expire", leases_expire, many_leases),
