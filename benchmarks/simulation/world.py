@@ -166,8 +166,9 @@ class World:
         checksums = Checksums(Verify.ALWAYS, self.cache) if rng.random() < 0.5 else None
         steps = Steps(loop_time)
         self.runner = JobRunner(
-            self.cache, self.copiers, self.readiness, _metrics(), loop.time, later=steps.later, checksums=checksums
-        )
+            self.cache, self.copiers, self.readiness, _metrics(), loop.time, later=steps.later, checksums=checksums,
+            store_blocks=rng.randint(1, 3), load_blocks=rng.randint(1, 3),
+        )  # fmt: skip
         self.lookups = LookupService(self.cache, self.readiness, _metrics(), loop.time, lease_max=LEASE_MAX)
         self.handler = Handler(
             epoch=1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
 from typing import Any, NoReturn
 
 import grpc
@@ -170,8 +170,8 @@ class _Attached(Attachment):
 
     async def serve(self) -> None:
         """Serve the stream until it and its session have ended."""
-        reader = self._handler.tasks.spawn(self._run(self._read()), name="attach-reader")
-        writer = self._handler.tasks.spawn(self._run(self._write()), name="attach-writer")
+        reader = self._handler.tasks.spawn(self._run(self._read), name="attach-reader")
+        writer = self._handler.tasks.spawn(self._run(self._write), name="attach-writer")
         try:
             await asyncio.wait([self._over])
             error = self._over.result()
@@ -188,10 +188,10 @@ class _Attached(Attachment):
         if error is not None:
             await abort(self._context, error)
 
-    async def _run(self, part: Coroutine[Any, Any, None]) -> None:
+    async def _run(self, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Read, or write. Any error ends the stream: otherwise its client would wait for ever."""
         try:
-            await part
+            await part()
         except Exception:
             self.finish(KVSidecarError(INTERNAL))
             raise
