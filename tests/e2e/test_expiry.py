@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,25 +49,36 @@ def test_blocks_expire_and_a_restart_does_not_give_them_more_time(short_dir: Pat
         assert rank.hits("kept") == 1
 
 
-SET_CLOCK = """
+CLOCKS = """
 import os, time
 
-real, nanoseconds = time.time, time.time_ns
-time.time = lambda: real() + int(os.environ["SET_BY"])
-time.time_ns = lambda: nanoseconds() + 10**9 * int(os.environ["SET_BY"])
+set_by, suspended = int(os.environ["SET_BY"]), int(os.environ["SUSPENDED"])
+real, real_nanoseconds = time.time, time.time_ns
+time.time = lambda: real() + set_by
+time.time_ns = lambda: real_nanoseconds() + 10**9 * set_by
+clock, clock_nanoseconds = time.clock_gettime, time.clock_gettime_ns
+time.clock_gettime = lambda which: clock(which) + suspended * (which == time.CLOCK_BOOTTIME)
+time.clock_gettime_ns = lambda which: clock_nanoseconds(which) + 10**9 * suspended * (which == time.CLOCK_BOOTTIME)
 """
 
 
+@pytest.fixture
+def daemon_at(short_dir: Path, pool_dir: Path, tmp_path: Path) -> Callable[..., DaemonProcess]:
+    """Starts a daemon for which the clock of the day is set by so many seconds, or as many have passed since the boot
+    in which the machine was suspended."""
+    (tmp_path / "sitecustomize.py").write_text(CLOCKS)
+
+    def start(*, set_by: int = 0, suspended: int = 0) -> DaemonProcess:
+        clocks = {"PYTHONPATH": str(tmp_path), "SET_BY": str(set_by), "SUSPENDED": str(suspended)}
+        return DaemonProcess(short_dir, "--pool-dir", str(pool_dir), **clocks).wait_ready()
+
+    return start
+
+
 def test_a_clock_that_is_set_between_two_daemons_gives_no_block_and_no_hold_other_times(
-    short_dir: Path, pool_dir: Path, tmp_path: Path
+    daemon_at: Callable[..., DaemonProcess], tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SET_CLOCK)
-
-    def daemon_at(set_by: int) -> DaemonProcess:
-        set_clock = {"PYTHONPATH": str(tmp_path), "SET_BY": str(set_by)}
-        return DaemonProcess(short_dir, "--pool-dir", str(pool_dir), **set_clock).wait_ready()
-
-    with daemon_at(0) as daemon:
+    with daemon_at() as daemon:
         rank = Rank(daemon)
         done(rank.store("held"))
         hold_blocks(daemon, tmp_path / "hashes", "prompt", "held", seconds=3600)
@@ -78,42 +86,22 @@ def test_a_clock_that_is_set_between_two_daemons_gives_no_block_and_no_hold_othe
         done(rank.finish(rank.client.store([Blocks(0, hashes("long"), [0])], ttl=3600)))
         daemon.process.kill()
         daemon.process.wait()
-    with daemon_at(-7200) as daemon:
+    with daemon_at(set_by=-7200) as daemon:
         rank = Rank(daemon)
         eventually(lambda: not rank.hits("short"))
         assert 0 < seconds_left(daemon)["prompt"] < 3600
         daemon.process.kill()
         daemon.process.wait()
-    with daemon_at(+7200) as daemon:
+    with daemon_at(set_by=7200) as daemon:
         rank = Rank(daemon)
         assert 0 < seconds_left(daemon)["prompt"] < 3600
         assert rank.hits("long") == 1
 
 
-SUSPENDED = (
-    "unshare",
-    *(() if os.geteuid() == 0 else ("--user", "--map-root-user")),
-    "--time", "--boottime", "7200", "--",
-)  # fmt: skip
-"""What follows sees two hours pass since the boot in which the monotonic clock stood still."""
-
-
-@functools.cache
-def no_time_namespace() -> str:
-    """Why a suspended machine cannot be imitated here; empty if it can."""
-    if shutil.which("unshare") is None:
-        return "needs unshare"
-    ran = subprocess.run([*SUSPENDED, "true"], capture_output=True, text=True, check=False)
-    return "" if ran.returncode == 0 else ran.stderr.strip()
-
-
 def test_the_time_in_which_the_machine_is_suspended_counts_for_blocks_and_holds(
-    short_dir: Path, pool_dir: Path, tmp_path: Path
+    daemon_at: Callable[..., DaemonProcess], tmp_path: Path
 ) -> None:
-    if why_not := no_time_namespace():
-        pytest.skip(why_not)
-    flags = ("--pool-dir", str(pool_dir))
-    with DaemonProcess(short_dir, *flags).wait_ready() as daemon:
+    with daemon_at() as daemon:
         rank = Rank(daemon)
         done(rank.store("held"))
         hold_blocks(daemon, tmp_path / "hashes", "hour", "held", seconds=3600)
@@ -122,7 +110,7 @@ def test_the_time_in_which_the_machine_is_suspended_counts_for_blocks_and_holds(
             done(rank.finish(rank.client.store([Blocks(0, hashes(name), [0])], ttl=3600 * hours)))
         daemon.process.kill()
         daemon.process.wait()
-    with DaemonProcess(short_dir, *flags, under=SUSPENDED).wait_ready() as daemon:
+    with daemon_at(set_by=7200, suspended=7200) as daemon:
         rank = Rank(daemon)
         eventually(lambda: not rank.hits("hour"))
         assert rank.hits("day") == 1
