@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsidecar.support.child_process import environment
 from tests.e2e.restarts import CHUNKS
 from tests.harness import SECONDS, DaemonProcess, Rank, done
 from tests.marks import promise
@@ -81,7 +82,7 @@ def test_too_few_processes_are_said(short_dir: Path, limit: int) -> None:
     under = ["prlimit", f"--nproc={limit}"]
     if os.getuid() == 0:  # which may have any number
         under += ["setpriv", "--reuid=41005", "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
-    ran = subprocess.run([*under, *command], capture_output=True, text=True, timeout=SECONDS)
+    ran = subprocess.run([*under, *command], env=environment(), capture_output=True, text=True, timeout=SECONDS)
     assert ran.returncode == 75
     assert "this user may start no more threads or processes" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
