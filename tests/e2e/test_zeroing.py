@@ -107,9 +107,9 @@ def test_an_engine_that_ends_while_its_store_waits_leaves_nothing(short_dir: Pat
         done(rank.store("c", at=[1]))
         assert not rank.client.close(0.0), "the daemon does not let go of the memory while the store waits"
         gate.let_pass(1000)
-        rank.close()
+        eventually(lambda: not daemon.mapped_buffers())  # the client has no connection any more that could tell it
         all_zeroed(daemon)
-        eventually(lambda: daemon.metric("kvsidecar_pool_reserved_bytes") == 0)
+        assert daemon.metric("kvsidecar_pool_reserved_bytes") == 0
         again = Rank(daemon)
         there = [name for name in "bc" if again.hits(name)]
         assert "c" in there
