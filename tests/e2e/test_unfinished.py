@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from contextlib import ExitStack, suppress
 
@@ -16,7 +17,7 @@ from kvsidecar.server.partial_messages import MAX_PARTIAL_BYTES
 from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.e2e.leftovers import open_fds, rss_mib
-from tests.e2e.unfinished import http, until_closed
+from tests.e2e.unfinished import before_any_is_ended, ended, http, until_closed
 from tests.e2e.wire import RawClient, framed, hello, raw_client, welcome
 from tests.harness import NAMESPACE, SECONDS, DaemonProcess, Rank, done, eventually
 from tests.marks import lent_daemon, promise
@@ -40,7 +41,7 @@ def send_what_goes(daemon: DaemonProcess, clients: list[RawClient], data: bytes)
         before = sum(map(len, rest.values()))
         for raw in clients:
             raw.connection.setblocking(False)
-            with suppress(BlockingIOError):
+            with suppress(OSError):  # the socket's buffer is full, or the connection has ended
                 while rest[raw]:
                     rest[raw] = rest[raw][raw.connection.send(rest[raw]) :]
             raw.connection.settimeout(SECONDS)
@@ -66,15 +67,24 @@ def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProce
     many = 6 * fit
     rank = Rank(daemon)
     assert rank.hits("a") == 0
-    fds, start = open_fds(daemon), rss_mib(daemon)
-    with ExitStack() as stack:
+    fds = open_fds(daemon)
+
+    def send(stack: ExitStack) -> tuple[list[RawClient], list[float], int]:
+        """Returns the clients, the MiB of the daemon before, with those that fit and with all, and how many were ended
+        before."""
+        ended_before, mib = ended(daemon), [rss_mib(daemon)]
         clients = [stack.enter_context(raw_client(daemon)) for _ in range(many)]
         send_what_goes(daemon, clients[:fit], whole[:-1])
         done(rank.store("a"))
-        with_fit = rss_mib(daemon) - start
+        mib.append(rss_mib(daemon))
         send_what_goes(daemon, clients[fit:], whole[:-1])
         assert rank.hits("a") == 1, "another connection of the same user is held up"
-        with_many = rss_mib(daemon) - start
+        mib.append(rss_mib(daemon))
+        return clients, mib, ended_before
+
+    stack, (clients, (start, *mib), ended_before) = before_any_is_ended(daemon, send)
+    with stack:
+        with_fit, with_many = (each - start for each in mib)
         assert with_fit > 0.9 * fit * len(whole) / MIB, "the messages are not where they are looked for"
         print(f"{fit} unfinished messages take {with_fit:.0f} MiB, {many} take {with_many:.0f} MiB")
         assert with_many < with_fit + (many - fit) * ONE_READ / MIB + 0.2 * with_fit
@@ -84,7 +94,7 @@ def test_messages_without_their_end_have_a_budget_and_a_time(daemon: DaemonProce
             with suppress(ConnectionResetError):  # what it had sent, and the daemon had not read
                 assert raw.closed()
         assert daemon.refused("unfinished") >= fit
-        assert daemon.refused("unfinished") + daemon.refused("limit") == many
+        assert ended(daemon) == ended_before + many
         assert rss_mib(daemon) - start < 0.5 * with_fit, "what was read is kept"
     eventually(lambda: open_fds(daemon) <= fds + OWN_FDS)
     done(rank.store("b"))
@@ -95,25 +105,33 @@ def test_a_slow_client_is_served_beside_those_that_do_not_go_on(daemon: DaemonPr
     """Its message finds no room at first, and comes in many pieces."""
     whole = big_lookup()
     fit = MAX_PARTIAL_BYTES // len(whole)
-    with ExitStack() as stack:
+
+    def send(stack: ExitStack) -> tuple[list[RawClient], list[pb.LocalReply], tuple[int, int]]:
+        """Returns those that do not go on, the answers to the others, which are slow, and what was refused before."""
+        before, answers = (daemon.refused("unfinished"), daemon.refused("limit")), list[pb.LocalReply]()
         bad = [stack.enter_context(raw_client(daemon)) for _ in range(fit)]
+        with suppress(OSError):  # its connection was ended
+            for raw in bad:
+                raw.connection.sendall(whole[:-1])
+            slow = stack.enter_context(raw_client(daemon))
+            slow.connection.sendall(whole[: MIB // 16])
+            turn_of_the_loop(daemon)
+            for raw in bad[: fit // 2]:
+                raw.connection.sendall(whole[-1:])
+                answers.append(raw.receive())
+            step = len(whole) // 50
+            for start in range(MIB // 16, len(whole), step):
+                slow.connection.sendall(whole[start : start + step])
+            answers.append(slow.receive())
+        return bad[fit // 2 :], answers, before
+
+    stack, (bad, answers, (unfinished, limit)) = before_any_is_ended(daemon, send)
+    with stack:
+        assert [(each.call, each.lookup.ready) for each in answers] == [(7, True)] * (fit // 2 + 1)
         for raw in bad:
-            raw.connection.sendall(whole[:-1])
-        slow = stack.enter_context(raw_client(daemon))
-        slow.connection.sendall(whole[: MIB // 16])
-        turn_of_the_loop(daemon)
-        for raw in bad[: fit // 2]:  # these were slow as well
-            raw.connection.sendall(whole[-1:])
-            assert raw.receive().lookup.ready
-        step = len(whole) // 50
-        for start in range(MIB // 16, len(whole), step):
-            slow.connection.sendall(whole[start : start + step])
-        reply = slow.receive()
-        assert (reply.call, reply.lookup.ready) == (7, True)
-        for raw in bad[fit // 2 :]:
             assert "was not complete" in raw.error(0)[1]
-    assert daemon.refused("unfinished") == fit - fit // 2
-    assert daemon.refused("limit") == fit // 2 + 1, "each lookup is answered, for the most hashes of one"
+    assert daemon.refused("unfinished") == unfinished + fit - fit // 2
+    assert daemon.refused("limit") == limit + fit // 2 + 1, "each lookup is answered, for the most hashes of one"
 
 
 def test_a_hello_without_its_end_is_told_so(daemon: DaemonProcess) -> None:
@@ -144,7 +162,10 @@ def test_a_hello_with_other_descriptors_than_it_says_is_told_so(
 
 def test_half_a_request_is_ended_and_a_slow_one_is_answered(daemon: DaemonProcess) -> None:
     halves = (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n")
-    with ExitStack() as stack:
+
+    def send(stack: ExitStack) -> tuple[list[socket.socket], bytes, int]:
+        """Returns those that hang, the answer to the slow one, and how many were ended before."""
+        before = daemon.refused("unfinished")
         hanging = [stack.enter_context(http(daemon, half)) for half in halves]
         # One whole request, and then half of one.
         kept = stack.enter_context(http(daemon, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
@@ -152,26 +173,38 @@ def test_half_a_request_is_ended_and_a_slow_one_is_answered(daemon: DaemonProces
         kept.sendall(halves[1])
         slow = stack.enter_context(http(daemon))
         for piece in (b"GET /hea", b"lth HTTP/1.1\r\n", b"Host: x\r\nConnection: close\r\n", b"\r\n"):
-            slow.sendall(piece)
+            with suppress(OSError):  # its connection was ended
+                slow.sendall(piece)
             assert daemon.get("/health")[0] == 200  # in between the daemon has read it
-        assert b"200 OK" in until_closed(slow)
+        return [*hanging, kept], until_closed(slow), before
+
+    stack, (hanging, answer, before) = before_any_is_ended(daemon, send)
+    with stack:
+        assert b"200 OK" in answer
         began = time.monotonic()
-        for connection in (*hanging, kept):
+        for connection in hanging:
             assert b"408" in until_closed(connection)
         assert time.monotonic() - began < SECONDS
-    assert daemon.refused("unfinished") == 4
+    assert daemon.refused("unfinished") == before + 4
 
 
 @promise("so probes are still answered")
 def test_connections_that_are_held_keep_no_probe_out(daemon: DaemonProcess) -> None:
     before = open_fds(daemon)
-    with ExitStack() as stack:
+
+    def hold(stack: ExitStack) -> int:
+        """Returns how many were ended for the limit."""
+        ended_before = daemon.refused("limit")
         for _ in range(3 * http_connection.MAX_CONNECTIONS):
             stack.enter_context(http(daemon, b"GET /ready HTTP/1.1\r\n"))
         assert daemon.get("/health")[0] == 200
         assert daemon.get("/ready")[0] == 200
-        assert open_fds(daemon) <= before + http_connection.MAX_CONNECTIONS + 1
-        assert daemon.refused("limit") >= 2 * http_connection.MAX_CONNECTIONS
+        eventually(lambda: open_fds(daemon) <= before + http_connection.MAX_CONNECTIONS + 1)
+        return daemon.refused("limit") - ended_before
+
+    stack, ended_of_them = before_any_is_ended(daemon, hold)
+    with stack:
+        assert ended_of_them >= 2 * http_connection.MAX_CONNECTIONS
     eventually(lambda: open_fds(daemon) <= before + 1)
 
 
@@ -195,7 +228,7 @@ def test_an_answer_that_nobody_reads_is_ended(daemon: DaemonProcess) -> None:
         requests = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20
 
         def refused_after_more() -> bool:
-            with suppress(BlockingIOError):
+            with suppress(OSError):  # the socket's buffer is full, or the connection has ended
                 connection.send(requests)
             return daemon.refused("unfinished") >= 1
 
