@@ -74,6 +74,7 @@ def eventually(
     what: str | Callable[[], object] = "",
     pause: float = 0.01,
     seconds: float = SECONDS,
+    progress: Callable[[], object] = lambda: None,
 ) -> Answer:
     """For what nothing announces: ask until the answer is true, and return it.
 
@@ -81,10 +82,13 @@ def eventually(
         condition: what is asked.
         what: of the failure's text; a function is called then.
         pause: between two questions, in seconds: who asks without one takes the core of what it waits for.
-        seconds: the longest that it may take.
+        seconds: the longest that it may take, since ``progress`` has last changed.
+        progress: how far it is, where it is much that a slow machine may take long for.
     """
-    deadline = time.monotonic() + seconds
+    deadline, seen = time.monotonic() + seconds, progress()
     while not (answer := condition()):
+        if (now := progress()) != seen:
+            deadline, seen = time.monotonic() + seconds, now
         assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(pause)
     return answer
