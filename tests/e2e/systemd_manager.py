@@ -16,8 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from tests.harness import SECONDS, eventually, root_of
+
+Answer = TypeVar("Answer")
 
 SYSTEMD = Path("/usr/lib/systemd/systemd")
 REPOSITORY = Path(__file__).parents[2]
@@ -35,8 +38,7 @@ mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mount -t tmpfs -o mode=0755 tmpfs /run
 mkdir /run/units /run/generators
 cp -r "$1"/units/. /run/units/
-mount --bind "$1"/etc/passwd /etc/passwd
-mount --bind "$1"/etc/group /etc/group
+mount --bind "$1"/etc /etc
 exec env -i container=tests PATH="$PATH" SYSTEMD_UNIT_PATH=/run/units SYSTEMD_GENERATOR_PATH=/run/generators \
     SYSTEMD_ENVIRONMENT_GENERATOR_PATH=/run/generators \
     "$2" --system --unit=basic.target --log-target=null --show-status=no
@@ -86,10 +88,9 @@ class Systemd:
         self._directory = directory
         self.log = directory / "daemon.log"
         self._write_units(settings, flags, variables)
-        # The users and groups that an installation would have, by the project's own sysusers file.
-        (directory / "etc").mkdir()
-        for name in ("passwd", "group"):
-            shutil.copy(f"/etc/{name}", directory / "etc" / name)
+        # The users and groups that an installation would have, by the project's own sysusers file. A copy of /etc as a
+        # whole: of a file that is mounted alone, the mount ends when somebody replaces the file outside.
+        subprocess.run(["cp", "-a", "/etc", str(directory)], capture_output=True)
         command = ["systemd-sysusers", f"--root={directory}", str(UNITS / "sysusers.conf")]
         subprocess.run(command, check=True, capture_output=True)
 
@@ -142,7 +143,8 @@ class Systemd:
             *(f'Environment="{name}={value}"' for name, value in variables.items()),
             *settings,
         ]
-        drop_in.write_text("[Service]\n" + "\n".join(lines) + "\n")
+        # Who looks late has seen more starts than the limit of a unit allows that waits for a moment in between only.
+        drop_in.write_text("[Unit]\nStartLimitIntervalSec=0\n[Service]\n" + "\n".join(lines) + "\n")
 
     def _inside(self) -> int:
         """PID of systemd, as seen from here."""
@@ -170,12 +172,15 @@ class Systemd:
         return self._systemctl("show", "kvsidecar", "--property", name, "--value").stdout.strip()
 
     def wait(self, name: str, text: str) -> str:
-        """The property when it has ``text`` in it."""
-        self._until(lambda: text in self.show(name), f"{name} with {text!r}")
-        return self.show(name)
+        """The property as it was when it had ``text`` in it, which it may have had only for a while."""
+        return self._until(lambda: now if text in (now := self.show(name)) else "", f"{name} with {text!r}")
 
-    def _until(self, holds: Callable[[], bool], what: str) -> None:
-        eventually(holds, lambda: f"{what}: {self._systemctl('status', 'kvsidecar').stdout}", pause=0.02)
+    def wait_restarts(self, count: int) -> None:
+        """Until the unit was restarted so many times, or more often."""
+        self._until(lambda: int(self.show("NRestarts")) >= count, f"{count} restarts")
+
+    def _until(self, answer: Callable[[], Answer], what: str) -> Answer:
+        return eventually(answer, lambda: f"{what}: {self._systemctl('status', 'kvsidecar').stdout}", pause=0.02)
 
     def path(self, path: str) -> Path:
         """A path as systemd sees it."""

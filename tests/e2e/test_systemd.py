@@ -80,6 +80,7 @@ def goes_on_beyond(timeout: int, systemd: Systemd, gate: Gate) -> None:
     began = int(systemd.show("InactiveExitTimestampMonotonic"))
     while time.monotonic_ns() // 1000 < began + 1.2e6 * timeout:
         assert systemd.show("ActiveState") == "activating"
+        time.sleep(0.02)
     gate.let_pass(7)
     systemd.systemctl("start", "kvsidecar")  # waits for the end of the start
     assert systemd.show("ActiveState") == "active"
@@ -138,7 +139,7 @@ def test_a_port_in_use_is_tried_until_it_is_free(short_dir: Path) -> None:
         port = other.getsockname()[1]
         with Systemd(short_dir, flags=(*SMALL, "--http-port", str(port))) as systemd:
             systemd.systemctl("start", "--no-block", "kvsidecar")
-            systemd.wait("NRestarts", "2")
+            systemd.wait_restarts(2)
             assert f"127.0.0.1:{port}" in systemd.log.read_text()
             other.close()
             systemd.wait("ActiveState", "active")
@@ -149,19 +150,20 @@ def test_a_stop_drains_for_as_long_as_the_daemon_was_told(short_dir: Path, gate:
     failpoints = f"store.in_flight@{FIRST}={gate}"
     timeout = patience(short_dir)
     settings = (f"TimeoutStopSec={timeout}s", f"WatchdogSec={timeout}s", f"BindReadOnlyPaths={gate.path}")
-    flags = (*SMALL, "--drain-timeout", str(SECONDS))
+    patience_with_copies = 3.0 * timeout + SECONDS
+    flags = (*SMALL, "--drain-timeout", str(patience_with_copies), "--stuck-after", str(patience_with_copies))
     with Systemd(short_dir, *settings, flags=flags, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
         systemd.systemctl("start", "kvsidecar")
         rank = attach(systemd)
         rank.fill(0, "a")
-        job = rank.client.store([Blocks(0, hashes("a"), [0])])
-        while "failpoint" not in systemd.log.read_text():
-            pass
+        job = rank.client.store([Blocks(0, hashes("a"), [0])], timeout=patience_with_copies)
+        eventually(lambda: "failpoint" in systemd.log.read_text())
         systemd.systemctl("stop", "--no-block", "kvsidecar")
         assert systemd.wait("StatusText", "stopping").startswith("stopping: running copies")
         stopping = time.monotonic()
         while time.monotonic() < stopping + 1.2 * timeout:
             assert systemd.show("ActiveState") == "deactivating", "the copies' time is not covered"
+            time.sleep(0.02)
         gate.let_pass()
         assert systemd.wait("ActiveState", "inactive") == "inactive"
         done(rank.finish(job))
@@ -180,7 +182,7 @@ def test_a_hung_event_loop_is_restarted_and_leaves_its_stack(short_dir: Path) ->
         hung = systemd.show("MainPID")
         rank = attach(systemd)
         rank.client.store([Blocks(0, hashes("a"), [0])])
-        systemd.wait("NRestarts", "1")
+        systemd.wait_restarts(1)
         systemd.wait("StatusText", "ready")
         assert systemd.show("MainPID") != hung
         assert systemd.show("NRestarts") == "1", "the new one is fed"
@@ -219,7 +221,7 @@ def test_a_pin_that_fails_is_shown_and_started_again_at_once(short_dir: Path) ->
     failpoints = "pool.pin_chunk@0=raise(no more pages)"
     with Systemd(short_dir, flags=SMALL, KVSIDECAR_FAILPOINTS=failpoints) as systemd:
         systemd.systemctl("start", "--no-block", "kvsidecar")
-        systemd.wait("NRestarts", "1")
+        systemd.wait_restarts(1)
         assert "no more pages" in systemd.wait("StatusText", "failed: ")
         assert systemd.show("ExecMainStatus") in ("0", "1"), "0: the next one runs"
         assert '"signal": "SIGTERM"' not in systemd.log.read_text(), "the start has timed out"
