@@ -43,6 +43,7 @@ OPEN = {
     "backend": "`cuda` or `host`",
     "device": "a GPU's UUID, or `host`",
     "model": "the model of a namespace, cut at 128 characters; `other`: all but 32",
+    "served_name": "the name that requests give the model, cut at 128 characters; until an engine says it, as `model`",
     "share": "a share's name; `unassigned`: all namespaces that no share covers; `other`: all but the 32 largest",
 }
 """Labels whose values depend on the machine."""
@@ -83,6 +84,19 @@ MODELS = """\
 Namespaces are counted by their model. At most 32 models have labels of their own at a time: the first ones or, after a
 restart, those with the most bytes. A model without activity for an hour makes room for another one. With a policy,
 models are not named, because anyone who reaches the HTTP port would learn their names; shares are named.
+
+The model of an engine's namespace is the name of its weights, such as `LlamaForCausalLM-6576b1cd210c`: it stays with
+the blocks while names of models come and go. `kvsidecar_model_info` says under which name engines serve each of them
+now, the latest engine's if there are several, and an engine says it when it attaches. Join it to have that name in
+place of the weights' or beside it, as the dashboard does:
+
+```promql
+sum by (served_name) (
+  kvsidecar_model_used_bytes * on (job, instance, model) group_left (served_name) kvsidecar_model_info
+)
+```
+
+vLLM's own metrics have the same name in their label `model_name`.
 """
 
 REASONS = """\

@@ -84,10 +84,11 @@ class ModelCounts:
             del self._counts[quiet]
         return self._counts.setdefault(label, Counts(counted_at=self._clock()))
 
-    def metrics(self, used: Mapping[str, int]) -> Iterable[Metric]:
+    def metrics(self, used: Mapping[str, int], served_name: Callable[[str], str]) -> Iterable[Metric]:
         """
         Args:
             used: bytes of the pool by model.
+            served_name: the name that requests give a model; empty if nobody has said it.
         """
         by_label = dict(used)
         for model in [each for each in used if len(each) > LABEL_CHARACTERS]:  # few of very many
@@ -97,6 +98,11 @@ class ModelCounts:
             if label not in self._counts:  # such as a model whose blocks were kept over a restart
                 self._admit(label)
         labelled = {**self._counts, REST: self._rest}
+        # No label of the counters: it comes with an engine and may change with the next, which would begin them anew.
+        # Without a gap, so that a query that joins it loses nothing.
+        names = {(label, served_name(label)[:LABEL_CHARACTERS] or label): 1 for label in labelled}
+        text = "Always 1. To be joined with the other metrics of models, for the name that requests give the model."
+        yield metric_families.gauge("model_info", text, ["model", "served_name"], names)
         used_bytes = {label: by_label.get(label, 0) for label in self._counts}
         used_bytes[REST] = sum(by_label.values()) - sum(used_bytes.values())
         text = "Bytes of the pool that the model's blocks occupy."

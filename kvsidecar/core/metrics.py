@@ -83,6 +83,8 @@ class Gauges:
     """The last one is the share of the namespaces that no other covers."""
     used_by_model: Mapping[str, int] | None = None
     """Bytes of the pool; None if readers of the metrics may not learn which models there are."""
+    served_name: Callable[[str], str] = lambda model: ""
+    """By model, the name that requests give it; empty if nobody has said it."""
 
 
 class Metrics:
@@ -383,7 +385,7 @@ class Metrics:
         yield from share_metrics(now.shares)
         yield from self.devices.metrics()
         if now.used_by_model is not None:
-            yield from self.models.metrics(now.used_by_model)
+            yield from self.models.metrics(now.used_by_model, now.served_name)
 
 
 class _OneFamily(Collector):

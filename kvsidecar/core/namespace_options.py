@@ -50,6 +50,8 @@ class NamespaceOptions:
 
     def __init__(self) -> None:
         self._said: dict[Namespace, _Said] = {}
+        self._latest: dict[str, Namespace] = {}
+        """By model, the one that was said of last."""
         self._bytes_of: dict[int, int] = {}
         """Bytes that each user's reports take."""
 
@@ -71,8 +73,9 @@ class NamespaceOptions:
         known = self._forget(namespace)
         served_name = served_name or (known.served_name if known else "")
         nbytes = _bytes_of(namespace, options, served_name)
-        other = next((each for each in reversed(self._said) if each.model == namespace.model), None)
+        other = self._latest.get(namespace.model)
         self._said[namespace] = _Said(served_name, options, uid, nbytes)
+        self._latest[namespace.model] = namespace
         self._bytes_of[uid] = self._bytes_of.get(uid, 0) + nbytes
         while self._bytes_of[uid] > MAX_BYTES_OF_USER:
             self._forget(next(each for each, said in self._said.items() if said.uid == uid))
@@ -85,12 +88,19 @@ class NamespaceOptions:
         said = self._said.get(namespace)
         return "" if said is None else said.served_name
 
+    def served_name_of_model(self, model: str) -> str:
+        """`served_name` of the model's namespace that was said of last."""
+        latest = self._latest.get(model)
+        return "" if latest is None else self.served_name(latest)
+
     def _forget(self, namespace: Namespace) -> _Said | None:
         said = self._said.pop(namespace, None)
         if said is not None:
             self._bytes_of[said.uid] -= said.nbytes
             if not self._bytes_of[said.uid]:
                 del self._bytes_of[said.uid]
+            if self._latest.get(namespace.model) == namespace:
+                del self._latest[namespace.model]
         return said
 
     def differences(self, one: Namespace, other: Namespace) -> list[str]:

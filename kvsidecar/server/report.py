@@ -97,6 +97,7 @@ class Report:
             tiers=[] if self.tiering is None else self.tiering.gauges(),
             shares=self.cache.shares,
             used_by_model=self._used_by_model if self._shows_names else None,
+            served_name=self.instances.options.served_name_of_model,
         )
 
     def count_models(self) -> Generator[None, None, None]:

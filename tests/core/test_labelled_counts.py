@@ -1,17 +1,24 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvsidecar.core.labelled_counts import LABEL_CHARACTERS, MODELS_SHOWN, QUIET_SECONDS, DeviceCounts, ModelCounts
 from kvsidecar.types import Direction
 from tests.clock import Clock
 
 
-def values(counts: ModelCounts, used: Mapping[str, int] | None = None) -> dict[tuple[str, ...], float]:
+def unsaid(model: str) -> str:
+    """No engine has said a name for any model."""
+    return ""
+
+
+def values(
+    counts: ModelCounts, used: Mapping[str, int] | None = None, served_name: Callable[[str], str] = unsaid
+) -> dict[tuple[str, ...], float]:
     """Series by the name behind ``kvsidecar_model_`` and the labels' values."""
     return {
         (sample.name.removeprefix("kvsidecar_model_"), *sample.labels.values()): sample.value
-        for family in counts.metrics(used or {})
+        for family in counts.metrics(used or {}, served_name)
         for sample in family.samples
     }
 
@@ -99,6 +106,22 @@ def test_long_names_are_cut_and_the_name_of_the_rest_is_the_rest() -> None:
     assert seen["copied_bytes_total", "x" * LABEL_CHARACTERS, "store"] == 2
     assert seen["copied_bytes_total", "other", "store"] == 4
     assert (seen["used_bytes", "x" * LABEL_CHARACTERS], seen["used_bytes", "other"]) == (8, 16)
+
+
+def test_every_model_with_a_label_has_one_name_to_join_and_none_else() -> None:
+    counts = ModelCounts()
+    long = "x" * LABEL_CHARACTERS
+    for model in ("weights", "unsaid", long + "1"):
+        counts.copied(model, Direction.STORE, 1)
+    said = {"weights": "org/" + long, "without a label": "chat"}
+    seen = values(counts, {"kept": 5}, lambda model: said.get(model, ""))
+    named = {labels[1:]: value for labels, value in seen.items() if labels[0] == "info"}
+    names = {
+        "weights": ("org/" + long)[:LABEL_CHARACTERS],
+        **{each: each for each in ("unsaid", long, "kept", "other")},
+    }
+    assert named == dict.fromkeys(names.items(), 1)
+    assert {labels[1] for labels in seen} == set(names), "a join loses nothing"
 
 
 def test_devices_have_all_series_from_the_start() -> None:

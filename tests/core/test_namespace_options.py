@@ -96,6 +96,26 @@ def test_the_latest_engine_names_the_model_and_one_that_says_no_name_takes_none_
     assert "unknown" in unknown, "of one whose engines said no options"
 
 
+def test_a_model_has_the_name_of_its_latest_engine_in_whichever_namespace_that_is() -> None:
+    options = NamespaceOptions()
+    assert options.served_name_of_model("m") == ""
+    options.add(ONE, {}, 0, "one")
+    options.add(TWO, {}, 0, "two")
+    options.add(OTHER_MODEL, {}, 0, "other")
+    assert options.served_name_of_model("m") == "two"
+    options.add(ONE, {"a": "1"}, 0)
+    assert (options.served_name_of_model("m"), options.served_name_of_model("n")) == ("one", "other")
+
+
+def test_a_model_that_is_forgotten_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespace_options, "MAX_BYTES_OF_USER", 4 * namespace_options.SAID_BYTES)
+    options = NamespaceOptions()
+    for number in range(100):
+        options.add(replace(ONE, model=str(number)), {}, 1, "n")
+    assert (options.served_name_of_model("0"), options.served_name_of_model("99")) == ("", "n")
+    assert set(options._latest) == {each.model for each in options._said}
+
+
 def test_names_count_among_what_is_kept_for_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 64 * MAX_TEXT_BYTES
     monkeypatch.setattr(namespace_options, "MAX_BYTES_OF_USER", most)

@@ -64,6 +64,20 @@ def test_what_is_refused_is_counted_and_said_without_a_trace(daemon: DaemonProce
     assert not [line for line in said if line.get("level") == "error" or line["event"] == "stderr"]
 
 
+def test_metrics_give_a_model_the_name_of_its_latest_engine(daemon: DaemonProcess) -> None:
+    first = Rank(daemon, served_name="chat")
+    done(first.store("a", 0))
+    model = first.namespace.model
+
+    def named(name: str) -> bool:
+        return f'kvsidecar_model_info{{model="{model}",served_name="{name}"}} 1.0\n' in daemon.get("/metrics")[1]
+
+    assert named("chat")
+    Rank(daemon, instance="second", served_name="chat-2")
+    assert named("chat-2")
+    assert not named("chat")
+
+
 def test_who_asks_alone_sees_what_has_just_happened(daemon: DaemonProcess) -> None:
     """However often: nobody else asks at the same time."""
     rank = Rank(daemon)
