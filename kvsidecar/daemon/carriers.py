@@ -32,7 +32,7 @@ async def open_carrier(settings: Settings, manager: NotifySocket, stop: asyncio.
         if name in FILES:  # of a start without --pool-dir: nobody would ever take them back
             manager.send("FDSTOREREMOVE=1", f"FDNAME={name}")
     while True:
-        directory = PoolDirectory(Path(settings.pool_dir), settings.table_path)
+        directory = PoolDirectory(Path(settings.pool_dir), settings.table_path, settings.called)
         if not await _lock(directory, settings, stop):
             return None
         if directory.is_there:
@@ -56,7 +56,8 @@ async def _lock(directory: PoolDirectory, settings: Settings, stop: asyncio.Even
                 return False
         except TimeoutError:
             raise SocketInUse(
-                f"another kvsidecar has its pool in {settings.pool_dir}: stop it, or set pool_dir to another directory"
+                f"another kvsidecar has its pool in {settings.pool_dir}: stop it, or set "
+                f"{settings.called('pool_dir')} to another directory"
             ) from None
         # A daemon that was stopped has taken all owners out.
         directory.left_by_stranger = bool(contended and not watched and _owners_in(directory))

@@ -35,7 +35,7 @@ def check(flags: Mapping[str, str | None]) -> str:
     failpoints.configure_from_environment()
     kernel_calls.check()
     geometry = pool_geometry(settings)
-    group_id("socket_group", settings.socket_group)
+    group_id(settings.called("socket_group"), settings.socket_group)
     http = at(settings.http_host, settings.http_port)
     _check_address("HTTP", settings.http_host, http, "--http-host and --http-port")
     _check_what_is_imported_late(settings, geometry)
@@ -70,16 +70,16 @@ def _check_what_is_imported_late(settings: Settings, geometry: PoolGeometry) -> 
     from kvsidecar.pool.kept_files import check_directories
 
     if settings.pool_dir is not None:
-        check_directories(Path(settings.pool_dir), settings.table_path)
+        check_directories(Path(settings.pool_dir), settings.table_path, settings.called)
     if (open_tracing := tracing_of(settings)) is not None:
         open_tracing(Metrics("host"))
     resolve(settings.share, settings.policy, geometry.pool_bytes)
     resolve_disk(settings.share, settings.policy, settings.disk_size or 0)
-    group_id("admin_group", settings.admin_group)
+    group_id(settings.called("admin_group"), settings.admin_group)
     if settings.tcp_listen is not None:
         from kvsidecar.server.tls import Certificates, TlsFiles
 
-        Certificates(TlsFiles(*settings.tls_files))
+        Certificates(TlsFiles(*settings.tls_files), settings.called)
 
 
 def _check_address(service: str, host: str, address: str, option: str) -> None:

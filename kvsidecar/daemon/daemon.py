@@ -246,7 +246,7 @@ class Daemon:
         return Access(
             policy=settings.policy,
             owner=os.geteuid(),
-            admin_gid=group_id("admin_group", settings.admin_group),
+            admin_gid=group_id(settings.called("admin_group"), settings.admin_group),
             private=settings.socket_mode_bits & 0o077 == 0,
         )
 

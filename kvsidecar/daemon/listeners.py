@@ -69,7 +69,7 @@ class Listeners:
         from kvsidecar.server.tcp import RemoteServer
         from kvsidecar.server.tls import Certificates, TlsFiles
 
-        certificates = Certificates(TlsFiles(*settings.tls_files))
+        certificates = Certificates(TlsFiles(*settings.tls_files), settings.called)
         return RemoteServer(settings.tcp_listen, certificates, handler, self._rpc.health, life.endpoint, life.turns)
 
     async def start(self) -> int | None:

@@ -50,7 +50,7 @@ def pool_geometry(settings: Settings, root: Path = memory_limits.ROOT) -> PoolGe
         if chunk % slab:
             chunk = slab  # the pool is one slab of an odd size, smaller than the chunk
     if pool < max(slab, PAGE_BYTES):
-        here = f"pool_size={settings.pool_size} comes to {format_size(pool)} on this machine"
+        here = f"{settings.called('pool_size')}={settings.pool_size} comes to {format_size(pool)} on this machine"
         raise ConfigError(f"{here}, less than one slab ({format_size(max(slab, PAGE_BYTES))})")
     return PoolGeometry(pool, slab, chunk)
 

@@ -197,7 +197,7 @@ def _load(
                 hello = await link.hello(options.device, options.devices, options.given)
                 break
             except DeviceNotFound as error:
-                raise ConfigError(f"--devices={','.join(settings.devices)!r}: {error}") from error
+                raise ConfigError(f"{settings.called('devices')}={','.join(settings.devices)!r}: {error}") from error
             except DeviceLost as error:
                 if attempt == START_ATTEMPTS:
                     raise DriverUnusable(f"no copier starts: {error}") from error
@@ -266,7 +266,7 @@ def tracing_of(settings: Settings) -> Callable[[Metrics], Tracing] | None:
     try:
         from kvsidecar.daemon.tracing import Tracing
     except ModuleNotFoundError as error:
-        needs = f"tracing={settings.tracing} needs what the extra tracing brings"
+        needs = f"{settings.called('tracing')}={settings.tracing} needs what the extra tracing brings"
         raise ConfigError(f"{needs}: {extras.install('tracing')} ({error})") from error
     return Tracing
 

@@ -97,8 +97,11 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
         raise ConfigError(unknown)
 
     from_variables = {option: variables[name] for option in options if (name := variable_of(option)) in variables}
+    names = _names(options, from_file, from_variables, given)
     try:
-        return Settings.model_validate({**from_file, **from_variables, **given})
+        settings = Settings.model_validate({**from_file, **from_variables, **given})
+        settings.name(names)
+        return settings
     except ValidationError as error:
         first = error.errors()[0]
     option = str(first["loc"][0] if first["loc"] else first["ctx"]["option"])
@@ -115,7 +118,17 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
     else:
         value = options[option].get_default(call_default_factory=True, validated_data={})
         shown = f"the default {option}={value!r}"
-    raise ConfigError(f"{shown} {_problem(first['type'], first['msg'], value)}")
+    message = first["msg"] if first["loc"] else first["msg"].format_map(names)
+    raise ConfigError(f"{shown} {_problem(first['type'], message, value)}")
+
+
+def _names(
+    options: Iterable[str], from_file: Container[str], from_variables: Container[str], given: Container[str]
+) -> dict[str, str]:
+    """Option -> its name where it was given; for one that was not, where others were."""
+    usual = flag_of if given else variable_of if from_variables else str
+    ways = ((given, flag_of), (from_variables, variable_of), (from_file, str))
+    return {each: next((name for where, name in ways if each in where), usual)(each) for each in options}
 
 
 def unknown_variable(environ: Mapping[str, str]) -> str:

@@ -8,10 +8,11 @@ Imports nothing heavy: ``kvsidecar serve --help`` needs this module.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvsidecar.daemon.setting_types import (
@@ -343,6 +344,16 @@ class Settings(BaseModel):
         "info", description="Minimum severity of log records that are written."
     )
 
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def called(self, option: str) -> str:
+        """What the user calls an option, for the texts of errors: a flag, a variable, or a key of the file."""
+        return self._names.get(option, option)
+
+    def name(self, names: Mapping[str, str]) -> None:
+        """Say what the user calls each option."""
+        self._names.update(names)
+
     @property
     def socket_mode_bits(self) -> int:
         return int(self.socket_mode, 8)
@@ -365,24 +376,25 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        """Check options against each other. Blames the option that was given, where only one of the two was."""
+        """Check options against each other. Blames the option that was given, where only one of the two was; others
+        are in braces."""
         if self.slab_size != "auto":
             pool = self.pool_size.nbytes
             if pool is not None and self.slab_size > pool:
-                self._blame("slab_size", f"is more than pool_size ({format_size(pool)})")
-                self._blame("pool_size", f"is less than slab_size ({format_size(self.slab_size)})")
+                self._blame("slab_size", f"is more than {{pool_size}} ({format_size(pool)})")
+                self._blame("pool_size", f"is less than {{slab_size}} ({format_size(self.slab_size)})")
             if self.chunk_size % self.slab_size:
-                self._blame("slab_size", f"does not divide chunk_size ({format_size(self.chunk_size)})")
-                self._blame("chunk_size", f"is not a multiple of slab_size ({format_size(self.slab_size)})")
+                self._blame("slab_size", f"does not divide {{chunk_size}} ({format_size(self.chunk_size)})")
+                self._blame("chunk_size", f"is not a multiple of {{slab_size}} ({format_size(self.slab_size)})")
         files = ("tls_certificate", "tls_key", "tls_client_ca")
         if self.tcp_listen:
             if missing := [option for option in files if not getattr(self, option)]:
-                self._blame("tcp_listen", f"needs {missing[0]}: TCP is served with mTLS only")
+                self._blame("tcp_listen", f"needs {{{missing[0]}}}: TCP is served with mTLS only")
             if self.policy is None or not self.policy.names_certificates:
                 self._blame("tcp_listen", "needs a rule of the policy with certificates: without one all are refused")
         for tier in ("disk", "shared"):
             if getattr(self, f"{tier}_dir") and not getattr(self, f"{tier}_size"):
-                self._blame(f"{tier}_dir", f"needs {tier}_size: how many bytes of it to use")
+                self._blame(f"{tier}_dir", f"needs {{{tier}_size}}: how many bytes of it to use")
         needs = {option: "tcp_listen" for option in files if getattr(self, option)}
         for tier, main in ("disk", "disk_dir"), ("cluster", "cluster_master"), ("shared", "shared_dir"):
             given = self.model_fields_set - {main}
@@ -390,9 +402,9 @@ class Settings(BaseModel):
         needs |= {"table_dir": "pool_dir"} if self.table_dir else {}
         for option, main in needs.items():
             if not getattr(self, main):
-                self._blame(option, f"has no effect without {main}")
+                self._blame(option, f"has no effect without {{{main}}}")
         if self.socket_group and self.socket_mode == "0600":
-            self._blame("socket_group", "has no effect with socket_mode 0600: use 0660")
+            self._blame("socket_group", "has no effect with {socket_mode} 0600: use 0660")
         return self
 
     def _blame(self, option: str, problem: str) -> None:

@@ -93,6 +93,7 @@ class PoolDirectory:
         path: is made, with mode 0700, if only its last part is missing.
         table_path: a directory on tmpfs for the table, made like ``path``; None: the same one. Most of the table's
             pages are never written and take no memory, which explicit huge pages would.
+        called: what the user calls an option, for the texts of errors.
 
     Raises:
         ConfigError: one cannot be used; the text is one sentence.
@@ -100,17 +101,17 @@ class PoolDirectory:
 
     name = "directory"
 
-    def __init__(self, path: Path, table_path: Path | None = None) -> None:
+    def __init__(self, path: Path, table_path: Path | None = None, called: Callable[[str], str] = str) -> None:
         self.left_by_stranger = False
         """Set by the code that takes the lock."""
         self._running_mark = file_lock.RunningMark()
         self.path = path
-        self.huge_page_bytes = check_directories(path, table_path)
+        self.huge_page_bytes = check_directories(path, table_path, called)
         self._made: list[Path] = []
         """The directories that were not there before."""
         self._made_files = False
-        self._fd = self._open("pool_dir", path)
-        self._table_fd = self._fd if table_path is None else self._open("table_dir", table_path)
+        self._fd = self._open(called("pool_dir"), path)
+        self._table_fd = self._fd if table_path is None else self._open(called("table_dir"), table_path)
 
     def _open(self, option: str, path: Path) -> int:
         try:
@@ -209,19 +210,20 @@ class PoolDirectory:
             os.close(fd)
 
 
-def check_directories(path: Path, table_path: Path | None) -> int:
+def check_directories(path: Path, table_path: Path | None, called: Callable[[str], str] = str) -> int:
     """Refuse directories that `PoolDirectory` cannot use, and make none. Returns the size of the explicit huge pages of
     the first, 0 if it has none.
 
     Raises:
         ConfigError: one cannot be used; the text is one sentence.
     """
-    huge_page_bytes = _huge_page_bytes("pool_dir", path)
+    pool_named, table_named = called("pool_dir"), called("table_dir")
+    huge_page_bytes = _huge_page_bytes(pool_named, path)
     if table_path is not None:
-        if _huge_page_bytes("table_dir", table_path):
-            raise ConfigError(f"table_dir='{table_path}' is on hugetlbfs: use a directory on tmpfs")
+        if _huge_page_bytes(table_named, table_path):
+            raise ConfigError(f"{table_named}='{table_path}' is on hugetlbfs: use a directory on tmpfs")
     elif huge_page_bytes:
-        raise ConfigError(f"pool_dir='{path}' is on hugetlbfs: set table_dir to a directory on tmpfs, too")
+        raise ConfigError(f"{pool_named}='{path}' is on hugetlbfs: set {table_named} to a directory on tmpfs, too")
     return huge_page_bytes
 
 

@@ -40,10 +40,10 @@ class SocketFiles:
     Args:
         path: path of the gRPC socket; the attach socket is in the same directory.
         mode: file mode of both sockets.
-        group: owner group of both sockets; None: that of the process.
+        gid: owner group of both sockets; None: that of the process.
     """
 
-    def __init__(self, path: Path, *, mode: int, group: str | None) -> None:
+    def __init__(self, path: Path, *, mode: int, gid: int | None) -> None:
         self.grpc_path = path
         self.attach_path = path.with_name(path.name + ".attach")
         self._lock_path = path.with_name(path.name + ".lock")
@@ -53,7 +53,7 @@ class SocketFiles:
         }
         self._inner = path.with_name(path.name + _INNER)
         self.mode = mode
-        self.gid = group_id("socket_group", group)
+        self.gid = gid
         self._lock: int | None = None
         self._running_mark = file_lock.RunningMark()
         self._made_lock = False

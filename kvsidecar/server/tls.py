@@ -33,10 +33,13 @@ class Certificates:
 
     Raises:
         ConfigError: a file is missing, unreadable or invalid, or other users can read the key.
+
+    Args:
+        called: what the user calls an option, for the texts of errors.
     """
 
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
+    def __init__(self, files: TlsFiles, called: Callable[[str], str] = str) -> None:
+        self._files, self._called = files, called
         self._seen = self._stamp()
         self._context = self._read()
 
@@ -62,21 +65,24 @@ class Certificates:
 
     def _read(self) -> ssl.SSLContext:
         files = self._files
-        certificate = _content("tls_certificate", files.certificate)
-        key = _content("tls_key", files.key, check=_check_key)
-        authority = _content("tls_client_ca", files.client_ca)
+        certificate_named, key_named, authority_named = map(
+            self._called, ("tls_certificate", "tls_key", "tls_client_ca")
+        )
+        certificate = _content(certificate_named, files.certificate)
+        key = _content(key_named, files.key, check=_check_key)
+        authority = _content(authority_named, files.client_ca)
         context = _context()
         try:
             with _as_file(certificate) as certificate_file, _as_file(key) as key_file:
                 context.load_cert_chain(certificate_file, key_file, password=_no_password)
         except (OSError, ValueError) as error:
-            pair = f"tls_certificate={str(files.certificate)!r} and tls_key={str(files.key)!r}"
+            pair = f"{certificate_named}={str(files.certificate)!r} and {key_named}={str(files.key)!r}"
             raise ConfigError(f"{pair} are not a matching certificate and key in PEM format ({_why(error)})") from error
         try:
             context.load_verify_locations(cadata=authority.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
-                f"tls_client_ca={str(files.client_ca)!r} contains no PEM certificates ({_why(error)})"
+                f"{authority_named}={str(files.client_ca)!r} contains no PEM certificates ({_why(error)})"
             ) from error
         return context
 

@@ -128,13 +128,13 @@ TLS: dict[str, str | None] = {
 def test_tcp_is_refused_without_all_of_mtls(missing: str) -> None:
     assert load(TLS).tcp_listen == "0.0.0.0:9465"
     said = refusal({**TLS, missing: None})
-    assert said == f"--tcp-listen='0.0.0.0:9465' needs {missing}: TCP is served with mTLS only"
+    assert said == f"--tcp-listen='0.0.0.0:9465' needs {flag_of(missing)}: TCP is served with mTLS only"
 
 
 def test_tcp_needs_a_rule_for_certificates_and_its_files_need_tcp() -> None:
     for policy in (None, "[{uids=[1], namespaces=['*']}]"):
         assert "needs a rule of the policy with certificates" in refusal({**TLS, "policy": policy})
-    assert refusal({"tls_key": "k"}) == "--tls-key='k' has no effect without tcp_listen"
+    assert refusal({"tls_key": "k"}) == "--tls-key='k' has no effect without --tcp-listen"
 
 
 @pytest.mark.parametrize("address", ["9465", ":9465", "host", "host:", "host:x", "host:70000", "::1:9465"])
@@ -258,13 +258,13 @@ def test_the_value_that_counts_is_the_one_blamed() -> None:
         ("socket", "kv.sock", "is not an absolute path"),
         ("socket_mode", "0777", "must be '0600' or '0660'"),
         ("socket_mode", "660", "must be '0600' or '0660'"),
-        ("socket_group", "vllm", "has no effect with socket_mode 0600: use 0660"),
-        ("disk_dir", "/var/cache/kv", "needs disk_size: how many bytes of it to use"),
-        ("disk_size", "1TiB", "has no effect without disk_dir"),
+        ("socket_group", "vllm", "has no effect with {socket_mode} 0600: use 0660"),
+        ("disk_dir", "/var/cache/kv", "needs {disk_size}: how many bytes of it to use"),
+        ("disk_size", "1TiB", "has no effect without {disk_dir}"),
         ("cluster_master", "kv-master", "is not HOST:PORT, such as 0.0.0.0:9465 or [::]:9465"),
-        ("cluster_replicas", "2", "has no effect without cluster_master"),
-        ("shared_dir", "/mnt/kv", "needs shared_size: how many bytes of it to use"),
-        ("shared_size", "1TiB", "has no effect without shared_dir"),
+        ("cluster_replicas", "2", "has no effect without {cluster_master}"),
+        ("shared_dir", "/mnt/kv", "needs {shared_size}: how many bytes of it to use"),
+        ("shared_size", "1TiB", "has no effect without {shared_dir}"),
         ("http_host", "", "must have at least 1 character"),
         ("http_port", "65536", "must be less than or equal to 65535"),
         ("http_port", "-1", "must be greater than or equal to 0"),
@@ -282,8 +282,8 @@ def test_the_value_that_counts_is_the_one_blamed() -> None:
             "is not a multiple of the page size (4 KiB): without a unit it is bytes; write 1000GiB or 1000MiB",
         ),
         ("slab_size", "0", "is not a multiple of the page size (4 KiB)"),
-        ("slab_size", "3MiB", "does not divide chunk_size (1 GiB)"),
-        ("slab_size", "16GiB", "is more than pool_size (8 GiB)"),
+        ("slab_size", "3MiB", "does not divide {chunk_size} (1 GiB)"),
+        ("slab_size", "16GiB", "is more than {pool_size} (8 GiB)"),
         ("store_chunk", "fast", "is not a size: use a number with KiB, MiB, GiB or TiB"),
         ("store_chunk", "0", "is not a multiple of the page size (4 KiB)"),
         ("chunk_size", "1GB", "is not a multiple of the page size (4 KiB)"),
@@ -300,16 +300,37 @@ def test_the_value_that_counts_is_the_one_blamed() -> None:
     ],
 )
 def test_every_bad_value_is_one_sentence(option: str, text: str, problem: str) -> None:
-    assert refusal({option: text}) == f"{flag_of(option)}={text!r} {problem}"
-    assert refusal({}, {variable_of(option): text}) == f"{variable_of(option)}={text!r} {problem}"
+    for name, refused in (
+        (flag_of, refusal({option: text})),
+        (variable_of, refusal({}, {variable_of(option): text})),
+    ):
+        named = problem.format_map({each: name(each) for each in Settings.model_fields})
+        assert refused == f"{name(option)}={text!r} {named}"
 
 
 def test_of_two_that_do_not_fit_together_the_one_that_was_given_is_blamed() -> None:
-    assert refusal({"pool_size": "2MiB", "slab_size": "4MiB"}).startswith("--slab-size='4MiB' is more than pool_size")
+    assert refusal({"pool_size": "2MiB", "slab_size": "4MiB"}).startswith("--slab-size='4MiB' is more than --pool-size")
     assert refusal({"chunk_size": "32MiB"}, {"KVSIDECAR_SLAB_SIZE": "24MiB"}) == (
-        "KVSIDECAR_SLAB_SIZE='24MiB' does not divide chunk_size (32 MiB)"
+        "KVSIDECAR_SLAB_SIZE='24MiB' does not divide --chunk-size (32 MiB)"
     )
     assert load({"pool_size": "10%", "slab_size": "1GiB"}).slab_size == GiB
+
+
+def test_of_two_in_the_file_both_are_keys(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'disk_dir = "/var/cache/kv"\n')
+    with pytest.raises(ConfigError) as raised:
+        load_settings({}, {}, file)
+    assert str(raised.value) == f"disk_dir='/var/cache/kv' in {file} needs disk_size: how many bytes of it to use"
+
+
+def test_later_errors_can_name_an_option_as_it_was_given(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'pool_dir = "/dev/shm/a"\nsocket_mode = "0660"\n')
+    variables = {"KVSIDECAR_POOL_DIR": "/dev/shm/b", "KVSIDECAR_DEVICES": "0"}
+    mixed = load_settings({"devices": "1"}, variables, file)
+    called = [mixed.called(each) for each in ("devices", "pool_dir", "socket_mode", "table_dir")]
+    assert called == ["--devices", "KVSIDECAR_POOL_DIR", "socket_mode", "--table-dir"]
+    assert load_settings({}, variables, file).called("table_dir") == "KVSIDECAR_TABLE_DIR"
+    assert load_settings({}, {}, file).called("table_dir") == "table_dir"
 
 
 def test_a_socket_path_leaves_room_for_the_attach_socket() -> None:
@@ -501,7 +522,7 @@ def test_an_explicit_slab_is_taken_and_a_percentage_must_hold_one(tmp_path: Path
     settings = load({"pool_size": "50%", "slab_size": "256MiB"})
     geometry = pool_geometry(settings, tmp_path)
     assert (geometry.pool_bytes, geometry.slab_bytes, geometry.chunk_bytes) == (512 * MiB, 256 * MiB, GiB)
-    with pytest.raises(ConfigError, match=r"pool_size=10% comes to 102 MiB on this machine, less than one slab"):
+    with pytest.raises(ConfigError, match=r"--pool-size=10% comes to 102 MiB on this machine, less than one slab"):
         pool_geometry(load({"pool_size": "10%", "slab_size": "256MiB"}), tmp_path)
     with pytest.raises(ConfigError, match=r"comes to 0 B on this machine"):
         pool_geometry(load({"pool_size": "10%"}), tmp_path / "nothing")

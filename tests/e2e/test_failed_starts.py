@@ -34,12 +34,16 @@ def refused(directory: Path, *flags: str, **variables: str) -> tuple[int, str, l
 @pytest.mark.parametrize(
     ("flags", "code", "reason"),
     [
-        (("--pool-dir", "/proc"), 78, "pool_dir='/proc' is not in memory"),
+        (("--pool-dir", "/proc"), 78, "--pool-dir='/proc' is not in memory"),
         (("--pool-size", "lots"), 78, "--pool-size='lots'"),
         (("--pool-sise", "1MiB"), 2, "--pool-sise"),
         (("--devices", "host,none"), 78, "device none is not visible"),
-        (("--socket-group", "no-such-group", "--socket-mode", "0660"), 78, "'no-such-group' does not exist"),
-        (("--admin-group", "no such group"), 78, "admin_group='no such group' does not exist on this machine"),
+        (
+            ("--socket-group", "no-such-group", "--socket-mode", "0660"),
+            78,
+            "--socket-group='no-such-group' does not exist",
+        ),
+        (("--admin-group", "no such group"), 78, "--admin-group='no such group' does not exist on this machine"),
         (("--pool-size", "900GiB"), 78, "the pool needs 900 GiB"),
     ],
 )
@@ -154,7 +158,7 @@ def test_a_refused_directory_of_the_pool_is_not_made(short_dir: Path) -> None:
     on_disk = short_dir / "pool"
     with DaemonProcess(short_dir / "made", "--pool-dir", str(on_disk), until="stderr") as daemon:
         assert daemon.process.wait(SECONDS) == 78
-        reason = f"pool_dir='{on_disk}' is not in memory: use a directory on tmpfs"
+        reason = f"--pool-dir='{on_disk}' is not in memory: use a directory on tmpfs"
         if reason not in daemon.log[-1]["text"]:
             pytest.skip("temporary files are in memory here")
     assert list(short_dir.iterdir()) == []

@@ -248,7 +248,7 @@ def test_a_daemon_that_stays_shows_why_it_is_not_ready_also_when_the_start_has_t
     [
         (SMALL, {"KVSIDECAR_POOL_SIZ": "1GiB"}, "78", "did you mean KVSIDECAR_POOL_SIZE"),
         (("--pool-size", "900GiB"), {}, "78", "the pool needs 900 GiB"),
-        ((*SMALL, "--pool-dir", "/proc"), {}, "78", "pool_dir='/proc' is not in memory"),
+        ((*SMALL, "--pool-dir", "/proc"), {}, "78", "--pool-dir='/proc' is not in memory"),
         ((*SMALL, "--pool-sise", "1MiB"), {}, "2", "--pool-sise"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_second_daemon_on_the_directory_is_refused_soon_in_one_sentence(
             assert second.process.wait(SECONDS) == 73
             last = second.log[-1]["text"]
         assert last.endswith(
-            f"another kvsidecar has its pool in {pool_dir}: stop it, or set pool_dir to another directory\n"
+            f"another kvsidecar has its pool in {pool_dir}: stop it, or set --pool-dir to another directory\n"
         )
         all_there(first, "a")
 

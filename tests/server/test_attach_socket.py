@@ -61,7 +61,7 @@ class Bench:
         self.refused: Counter[Refusal] = Counter()
         self.tasks = TaskSet(lambda name, error: None)
         self.socket = AttachSocket(
-            SocketFiles(directory / "kvs.sock", mode=0o600, group=None),
+            SocketFiles(directory / "kvs.sock", mode=0o600, gid=None),
             epoch=1,
             instances=cast(Instances, Peers()),
             on_gone=lambda _: self.count(),

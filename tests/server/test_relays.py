@@ -35,7 +35,7 @@ async def served(directory: Path, refused: Callable[[Refusal], None] = lambda _:
     """Relays on ``kvs.sock`` in front of a server that accepts connections and reads nothing."""
     tasks, turns = TaskSet(lambda name, error: None), Turns()
     front = GrpcFront(grpc_front.LIMITS, refused, tasks, turns)
-    unix = unix_listener(SocketFiles(directory / "kvs.sock", mode=0o600, group=None), front, tasks, turns)
+    unix = unix_listener(SocketFiles(directory / "kvs.sock", mode=0o600, gid=None), front, tasks, turns)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{directory}/server")
         server.listen(CLIENTS)

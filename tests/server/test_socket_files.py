@@ -20,7 +20,7 @@ from tests.marks import processes
 
 
 def files_at(directory: Path, mode: int = 0o600) -> SocketFiles:
-    return SocketFiles(directory / "kvs.sock", mode=mode, group=None)
+    return SocketFiles(directory / "kvs.sock", mode=mode, gid=None)
 
 
 def acquire(files: SocketFiles) -> SocketFiles:

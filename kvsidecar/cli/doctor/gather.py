@@ -201,11 +201,11 @@ def _kept_pool(settings: Settings | None) -> KeptPool:
     directory = Path(settings.pool_dir)
     place = existing(directory)
     try:
-        opened = PoolDirectory(place, settings.table_path and existing(settings.table_path))
+        opened = PoolDirectory(place, settings.table_path and existing(settings.table_path), settings.called)
         opened.close()
         status, limit = place.stat(), os.statvfs(place)
     except (ConfigError, OSError) as error:
-        return KeptPool(str(directory), str(error).replace(f"pool_dir='{place}'", f"pool_dir='{directory}'"))
+        return KeptPool(str(directory), str(error).replace(f"='{place}'", f"='{directory}'"))
     pool: os.stat_result | None = None
     with contextlib.suppress(OSError):
         pool = os.lstat(directory / FILES[0])

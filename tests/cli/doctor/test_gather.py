@@ -79,7 +79,7 @@ def test_the_directory_that_keeps_the_pool_is_looked_at_and_not_made(short_dir: 
 @pytest.mark.parametrize("place", ["/proc", "/proc/new", "/nowhere/at/all"])
 def test_a_directory_that_cannot_keep_the_pool_is_a_problem_in_the_daemons_words(short_dir: Path, place: str) -> None:
     facts = gather({**FLAGS, "socket": str(short_dir / "kvs.sock"), "pool_dir": place}, None)
-    assert facts.kept_pool.problem.startswith(f"pool_dir='{place}' ")
+    assert facts.kept_pool.problem.startswith(f"--pool-dir='{place}' ")
     (finding,) = [each for each in examine(facts) if each.check == "kept pool"]
     assert finding.verdict is Verdict.PROBLEM
 
