@@ -1,12 +1,12 @@
 """``kvsidecar serve --check``: refuses the settings that a start would refuse, without one.
 
 It touches nothing: no socket, lock, directory, pool or device. So it can be run beside the daemon that it is for, and
-the unit runs it before a reload. What depends on the moment (ports, memory, GPUs, another daemon) is the doctor's.
+the unit runs it before a reload. What depends on the moment (ports, memory, GPUs, another daemon) is the doctor's. What
+a start goes on without is named, and is no failure here either.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +15,10 @@ from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
 from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
-from kvsidecar.server.socket_files import group_id
+from kvsidecar.server.socket_files import check_path, group_id
 from kvsidecar.support import failpoints, kernel_calls
 from kvsidecar.support.addresses import at, cannot_listen
+from kvsidecar.support.private_files import takes_none
 from kvsidecar.support.units import format_size
 from kvsidecar.tiers.private_directory import problem_of
 
@@ -29,38 +30,39 @@ def check(flags: Mapping[str, str | None]) -> str:
         flags: see `kvsidecar.daemon.serve.serve`.
 
     Raises:
-        ConfigError, KernelRefuses: a start with these settings would raise it.
+        ConfigError, KernelRefuses, SocketInUse: a start with these settings would raise it.
     """
     settings = load_settings(flags)
     failpoints.configure_from_environment()
     kernel_calls.check()
     geometry = pool_geometry(settings)
     group_id(settings.called("socket_group"), settings.socket_group)
+    check_path(Path(settings.socket))
     http = at(settings.http_host, settings.http_port)
     _check_address("HTTP", settings.http_host, http, "--http-host and --http-port")
     _check_what_is_imported_late(settings, geometry)
     if settings.tcp_listen is not None:
         host = settings.tcp_listen.rpartition(":")[0].strip("[]")
         _check_address("gRPC", host, settings.tcp_listen, "--tcp-listen")
-    remarks = [f"; without {option}: {problem}" for option, problem in _tiers_that_stay_off(settings)]
+    remarks = [f"; without {settings.called(option)}: {problem}" for option, problem in _what_stays_off(settings)]
     return f"ok: a pool of {format_size(geometry.pool_bytes)}, served at {settings.socket}{''.join(remarks)}"
 
 
-def _tiers_that_stay_off(settings: Settings) -> Iterator[tuple[str, str]]:
-    """The tiers without which a daemon starts, until they can be opened."""
-    for option, named in (("--disk-dir", settings.disk_dir), ("--shared-dir", settings.shared_dir)):
+def _what_stays_off(settings: Settings) -> Iterator[tuple[str, str]]:
+    """The tiers and directories without which a daemon starts, until they can be made or written to."""
+    for option, named in (("disk_dir", settings.disk_dir), ("shared_dir", settings.shared_dir)):
         if named is None:
             continue
-        above = Path(named).parent
-        if Path(named).is_dir():
-            if problem := problem_of(os.stat(named)):
+        directory = Path(named)
+        if directory.exists():
+            owned = problem_of(directory.stat()) if directory.is_dir() else ""
+            if problem := owned or takes_none(directory):
                 yield option, f"{named} {problem}"
-        elif Path(named).exists():
-            yield option, f"{named} is not a directory"
-        elif not above.is_dir():
-            yield option, f"{above} is not a directory, so {named} cannot be made"
-        elif not os.access(above, os.W_OK | os.X_OK, effective_ids=True):
-            yield option, f"{named} cannot be made: {above} may not be written to"
+        elif problem := takes_none(directory.parent):
+            yield option, f"{named} cannot be made: {directory.parent} {problem}"
+    for option, named in (("pool_dir", settings.pool_dir), ("table_dir", settings.table_dir)):
+        if named is not None and Path(named).exists() and (problem := takes_none(Path(named))):
+            yield option, f"{named} {problem}"
 
 
 def _check_what_is_imported_late(settings: Settings, geometry: PoolGeometry) -> None:

@@ -20,9 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvsidecar.errors import ConfigError, SocketInUse
+from kvsidecar.protocol.paths import attach_path
 from kvsidecar.support import file_lock, log
 from kvsidecar.support.file_lock import lock_within, try_lock
-from kvsidecar.support.private_files import remove_directories
+from kvsidecar.support.private_files import remove_directories, takes_none
 from kvsidecar.support.process_ids import is_ending
 
 _BOUND = (".bound1", ".bound2")
@@ -45,7 +46,7 @@ class SocketFiles:
 
     def __init__(self, path: Path, *, mode: int, gid: int | None) -> None:
         self.grpc_path = path
-        self.attach_path = path.with_name(path.name + ".attach")
+        self.attach_path = Path(attach_path(str(path)))
         self._lock_path = path.with_name(path.name + ".lock")
         self._bound_at = {
             each: path.with_name(path.name + suffix)
@@ -129,10 +130,7 @@ class SocketFiles:
                 self._made_lock = False
         except OSError as error:
             remove_directories(self._made)
-            raise SocketInUse(
-                f"uid {os.geteuid()} cannot use {directory} for the socket ({error.strerror}): "
-                "let it write there, or set --socket to another path"
-            ) from error
+            raise _unusable(directory, error.strerror) from error
         if not stat.S_ISREG(os.fstat(lock).st_mode):
             os.close(lock)
             raise SocketInUse(f"{self._lock_path} is not a file: remove it, or set --socket to another path")
@@ -323,17 +321,42 @@ class SocketFiles:
         return path in self._published and _is_at(path, self._published[path])
 
     def _remove_stale(self, path: Path) -> None:
-        if self._is_mine(path):
-            return
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            return
-        if not stat.S_ISSOCK(found.st_mode):
-            raise SocketInUse(f"{path} exists and is not a socket: remove it, or set --socket to another path")
-        if found.st_uid != os.geteuid():
-            raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set --socket to another path")
-        path.unlink()
+        if not self._is_mine(path) and _is_stale(path):
+            path.unlink()
+
+
+def check_path(path: Path) -> None:
+    """Refuse a path at which no socket can be made, as a start does, and make nothing.
+
+    Raises:
+        SocketInUse: the text is one sentence.
+    """
+    directory = path.parent
+    place = next(each for each in path.parents if os.path.lexists(each))
+    if problem := takes_none(place):
+        raise _unusable(directory, f"{place} {problem}")
+    for each in (path, Path(attach_path(str(path)))):
+        _is_stale(each)
+
+
+def _unusable(directory: Path, why: str | None) -> SocketInUse:
+    return SocketInUse(
+        f"uid {os.geteuid()} cannot use {directory} for the socket ({why}): let it write there, or set --socket to "
+        "another path"
+    )
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether a socket of this user is there, which nobody serves. Raises SocketInUse: it is something else."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(found.st_mode):
+        raise SocketInUse(f"{path} exists and is not a socket: remove it, or set --socket to another path")
+    if found.st_uid != os.geteuid():
+        raise SocketInUse(f"{path} belongs to uid {found.st_uid}: remove it, or set --socket to another path")
+    return True
 
 
 def _is_at(path: Path, is_: os.stat_result) -> bool:

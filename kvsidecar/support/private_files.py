@@ -1,4 +1,7 @@
-"""Files in a directory that others may be able to write to: nobody else can have put them there, or open them."""
+"""Files in a directory that others may be able to write to: nobody else can have put them there, or open them.
+
+And whether a directory takes files at all.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,38 @@ def make_file(name: str, directory: int, nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def takes_none(directory: Path) -> str:
+    """Why this process can make nothing in a directory, as the end of a sentence; empty if it can, as far as this is to
+    be known without doing it."""
+    try:
+        fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return "does not exist"
+    except NotADirectoryError:
+        return "is not a directory"
+    except OSError as error:
+        return f"cannot be opened: {error.strerror}"
+    try:
+        has = os.fstatvfs(fd)
+        # Such as /proc, to which root may write if the kernel is asked.
+        if not has.f_blocks and not _is_in_memory(fd):
+            return "is on a file system that holds no files"
+    finally:
+        os.close(fd)
+    if has.f_flag & os.ST_RDONLY:
+        return "is on a file system that is mounted read-only"
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        return "may not be written to"
+    return ""
+
+
+def _is_in_memory(fd: int) -> bool:
+    """Whether it is on a file system in memory: one without a limit has no blocks either."""
+    from kvsidecar.support import host_memory  # NumPy, which a start waits for later
+
+    return host_memory.huge_page_bytes(fd) is not None
 
 
 def remove_directories(made: list[Path]) -> None:

@@ -105,14 +105,43 @@ def test_it_can_be_asked_beside_the_daemon_that_it_is_for(short_dir: Path, pool_
         assert daemon.terminate() == 0
 
 
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("/proc/none/kvs.sock", "cannot use /proc/none for the socket (/proc is on a file system that holds no files)"),
+        ("{}/file/kvs.sock", "cannot use {0}/file for the socket ({0}/file is not a directory)"),
+        ("{}/directory", "{}/directory exists and is not a socket"),
+        ("{}/kvs.sock", "{}/kvs.sock.attach exists and is not a socket"),
+    ],
+)
+def test_a_socket_that_a_start_cannot_make_is_refused_with_the_same_code(short_dir: Path, place: str, why: str) -> None:
+    for name in ("directory", "kvs.sock.attach"):
+        (short_dir / name).mkdir()
+    (short_dir / "file").touch()
+    before = everything_in(short_dir)
+    flags = ("--device", "host", "--pool-size", "1MiB", "--http-port", "0", "--socket", place.format(short_dir))
+    checked, started = run("serve", "--check", *flags), run("serve", *flags)
+    assert (checked.returncode, started.returncode) == (73, 73)
+    assert why.format(short_dir) in checked.stderr
+    assert "set --socket to another path" in checked.stderr
+    assert everything_in(short_dir) == before
+
+
+def test_what_holds_no_files_is_named_by_the_option_as_it_was_given(short_dir: Path) -> None:
+    why = "/proc/none cannot be made: /proc is on a file system that holds no files"
+    told = check(short_dir, "--disk-dir", "/proc/none", "--disk-size", "1MiB")
+    assert (told.returncode, f"; without --disk-dir: {why}" in told.stdout) == (0, True), told
+    told = check(short_dir, KVSIDECAR_SHARED_DIR="/proc/none", KVSIDECAR_SHARED_SIZE="1MiB")
+    assert (told.returncode, f"; without KVSIDECAR_SHARED_DIR: {why}" in told.stdout) == (0, True), told
+    told = check(short_dir, "--disk-dir", "/proc", "--disk-size", "1MiB")
+    assert "without --disk-dir: /proc " in told.stdout
+
+
 def test_a_tier_that_a_start_goes_on_without_is_named_and_nothing_is_made(short_dir: Path) -> None:
     wanted = ("--disk-dir", str(short_dir / "none" / "disk"), "--disk-size", "1MiB")
     told = check(short_dir, *wanted)
     assert told.returncode == 0
-    assert (
-        f"without --disk-dir: {short_dir}/none is not a directory, so {short_dir}/none/disk cannot be made"
-        in told.stdout
-    )
+    assert f"without --disk-dir: {short_dir}/none/disk cannot be made: {short_dir}/none does not exist" in told.stdout
     assert everything_in(short_dir) == []
     (short_dir / "none").mkdir()
     assert "without" not in check(short_dir, *wanted).stdout
