@@ -14,7 +14,7 @@ from typing import ClassVar
 from kvsidecar.errors import NotExportable
 from kvsidecar.support import cuda_driver
 from kvsidecar.support.kernel_calls import needed
-from kvsidecar.support.memory_limits import meminfo
+from kvsidecar.support.memory_limits import meminfo, memory_cgroups
 
 Descriptor = int | Callable[[], int]
 """A descriptor to send. A number stays the caller's; a function opens one, which is closed once it is sent."""
@@ -87,6 +87,9 @@ class HostBuffer:
         available = meminfo().get("MemAvailable")
         if available is not None and nbytes > available:  # the kernel would kill other processes to have it
             raise NotExportable(f"{nbytes} bytes of memory: {available} are available on this machine")
+        for limit in memory_cgroups():  # at which the kernel would kill this one
+            if nbytes > limit.room:
+                raise NotExportable(f"{nbytes} bytes of memory: {limit}")
         self.nbytes = nbytes
         with needed("memfd_create", NotExportable):
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
