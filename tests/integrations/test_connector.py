@@ -17,6 +17,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -167,6 +168,21 @@ def until(
         if report is not None:
             whole = whole.merged(report.report)
     return whole
+
+
+@pytest.mark.parametrize("by", [KVSidecarConnector, MultiConnector])
+def test_a_wrong_option_is_refused_before_vllm_starts_its_processes(by: type[base.KVConnectorBase_V1]) -> None:
+    """A configuration with CUDA graphs asks for this, and says a ValueError in one traceback."""
+    register()
+
+    def ask(extra: dict[str, Any]) -> bool:
+        child = {"kv_connector": "KVSidecarConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        asked: bool = by.requires_piecewise_for_cudagraph({"connectors": [child]} if by is MultiConnector else extra)
+        return asked
+
+    assert not ask({"store_mode": "lazy"})
+    with pytest.raises(ValueError, match="store_moed is unknown: did you mean store_mode"):
+        ask({"store_moed": "lazy"})
 
 
 @pytest.mark.parametrize(

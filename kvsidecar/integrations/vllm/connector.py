@@ -406,6 +406,13 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return SidecarStats.of_scheduler(observed, {**counted, **gauges})
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any] | None) -> bool:
+        """False. An engine with CUDA graphs asks while it reads its settings, and a wrong option of ours is refused
+        then, in one traceback: before its processes start, load the model, and wrap the error in two others."""
+        Options.parse(extra_config or {})
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SidecarStats:
         return SidecarStats(data or {})
 
