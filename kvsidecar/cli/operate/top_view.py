@@ -145,7 +145,7 @@ def _flow(screen: Screen, reply: pb.StatusReply, width: int, height: int) -> lis
             line.append("  " + _sparkline([each[index] for each in screen.history], columns), style="cyan")
         line.append(f"  {format_size(total)} in {done:,} {'job' if done == 1 else 'jobs'}", style="dim")
         lines.append(line)
-    lines.append(_hits(reply, rates))
+    lines.append(_hits(reply, rates, width))
     if height >= SAVED_HEIGHT:
         lines.append(_saved(screen, jobs))
     lines.append(_jobs(jobs))
@@ -162,7 +162,7 @@ def _sparkline(values: Sequence[float], columns: int) -> str:
     return f"{line:>{columns}}"
 
 
-def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
+def _hits(reply: pb.StatusReply, rates: Rates | None, width: int) -> Text:
     now = None if rates is None else rates.hit_rate
     line = _label("Hits", "-" if now is None else f"{now:.0%}")
     if rates is not None and now is not None:
@@ -171,8 +171,10 @@ def _hits(reply: pb.StatusReply, rates: Rates | None) -> Text:
         line.append(f"  evicting {format_rate(rates.evicted_bytes)}", style="yellow")
     needed = reply.lookups.needed_tokens
     all_in_all = hit_rate(reply.lookups.loaded_tokens, needed)
-    so_far = "no prompt so far" if all_in_all is None else f"{all_in_all:.0%} of {needed:,} tokens so far"
-    return line.append(f"  {so_far}", style="dim")
+    if all_in_all is None:
+        return line.append("  no prompt so far", style="dim")
+    longest, shortest = f"  {all_in_all:.0%} of {needed:,} tokens so far", f"  {all_in_all:.0%} so far"
+    return line.append(longest if line.cell_len + len(longest) <= width else shortest, style="dim")
 
 
 def _saved(screen: Screen, jobs: pb.JobsStatus) -> Text:
