@@ -15,7 +15,7 @@ import yaml
 
 from kvsidecar.integrations import offload_condition
 from kvsidecar.integrations.vllm import counters as vllm
-from tests.deploy.support import DEPLOY, ROOT, Exported, alerts, exported, problems
+from tests.deploy.support import ADDED_LABELS, DEPLOY, ROOT, Exported, alerts, exported, problems
 from tests.harness import DaemonProcess, Rank, eventually
 
 DASHBOARD = DEPLOY / "grafana" / "kvsidecar.json"
@@ -137,11 +137,28 @@ def test_every_alert_asks_for_what_is_exported(known: Exported) -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_the_texts_of_an_alert_name_labels_that_its_series_have(known: Exported, rule: dict[str, Any]) -> None:
+    """Prometheus writes nothing in the place of one that there is not."""
+    named = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    exports = [known.get(metric, {}) for metric in re.findall(r"\bkvsidecar_\w+", rule["expr"])]
+    assert named <= ADDED_LABELS.union(*exports)
+    for how, labels in re.findall(r"\b(by|without) \(([^)]*)\)", rule["expr"]):
+        of_those = named & set(re.findall(r"\w+", labels))
+        assert of_those == (named if how == "by" else set()), "the sum does not have it any more"
+
+
 def test_every_recording_rule_asks_for_what_is_exported(known: Exported) -> None:
     (group,) = yaml.safe_load((DEPLOY / "prometheus" / "savings.yaml").read_text())["groups"]
     recorded = {rule["record"]: dict[str, set[str]]() for rule in group["rules"]}
     for rule in group["rules"]:
         assert problems(rule["expr"], {**known, **recorded}) == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_every_query_that_a_page_shows_asks_for_what_is_exported(known: Exported, page: Path) -> None:
+    queries = re.findall(r"^```promql\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [(query, found) for query in queries if (found := problems(query, known))] == []
 
 
 @pytest.mark.parametrize("page", ["docs/runbook.md", "deploy/kubernetes/README.md"])
