@@ -40,7 +40,7 @@ class Counts:
 
 
 class ModelCounts:
-    """Counts by model. `MODELS_SHOWN` models have labels of their own: those that came first, by a copy or by blocks
+    """Counts by model. `MODELS_SHOWN` models have labels of their own: those that came first, by an engine or by blocks
     that were kept. The others are counted as one. A lookup gives no label: anybody may name any model in it.
 
     A label stays with its model, so that its counters only grow, until another model comes and this one was not counted
@@ -54,6 +54,12 @@ class ModelCounts:
         self._clock = clock
         self._counts: dict[str, Counts] = {}
         self._rest = Counts()
+
+    def attached(self, model: str) -> None:
+        """Before its first prompts, which would be counted with the others: its hit rate would begin at 100 %."""
+        label = model[:LABEL_CHARACTERS]
+        if label not in self._counts:
+            self._admit(label)
 
     def copied(self, model: str, direction: Direction, nbytes: int) -> None:
         label = model[:LABEL_CHARACTERS]

@@ -223,6 +223,7 @@ class Handler:
             raise Unavailable("the daemon is draining and accepts no new ranks", refusal=Refusal.DRAINING)
         registration = await self.steps.loop_time.run(convert.registration_from(message))
         session = await self.instances.register(registration)
+        self.metrics.models.attached(registration.namespace.model)
         _log.info(
             "rank attached",
             instance=registration.instance,

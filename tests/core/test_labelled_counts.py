@@ -48,6 +48,16 @@ def test_what_engines_report_of_prompts_is_counted_under_the_models_name() -> No
     assert (seen["prompt_tokens_needed_total", "other"], seen["prompt_tokens_loaded_total", "other"]) == (16, 0)
 
 
+def test_the_first_prompts_of_an_engine_are_counted_under_its_models_name() -> None:
+    counts = ModelCounts()
+    counts.attached("a")
+    counts.reported("a", needed_tokens=64, loaded_tokens=0)
+    counts.attached("a")
+    counts.copied("a", Direction.STORE, 10)
+    seen = values(counts)
+    assert (seen["prompt_tokens_needed_total", "a"], seen["prompt_tokens_needed_total", "other"]) == (64, 0)
+
+
 def test_a_lookup_takes_no_label_because_anybody_may_name_any_model_in_it() -> None:
     counts = ModelCounts()
     for number in range(1000):

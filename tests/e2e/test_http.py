@@ -66,16 +66,23 @@ def test_what_is_refused_is_counted_and_said_without_a_trace(daemon: DaemonProce
 
 def test_metrics_give_a_model_the_name_of_its_latest_engine(daemon: DaemonProcess) -> None:
     first = Rank(daemon, served_name="chat")
-    done(first.store("a", 0))
     model = first.namespace.model
 
     def named(name: str) -> bool:
         return f'kvsidecar_model_info{{model="{model}",served_name="{name}"}} 1.0\n' in daemon.get("/metrics")[1]
 
-    assert named("chat")
+    assert named("chat"), "before its first copy"
     Rank(daemon, instance="second", served_name="chat-2")
     assert named("chat-2")
     assert not named("chat")
+
+
+def test_the_first_prompts_of_an_engine_are_counted_under_its_model(daemon: DaemonProcess) -> None:
+    rank = Rank(daemon)
+    rank.client.report_prompts_nowait(rank.namespace, needed_tokens=64, loaded_tokens=16)
+    eventually(lambda: daemon.metric("kvsidecar_prompt_tokens_needed_total") == 64)
+    of_model = f'kvsidecar_model_prompt_tokens_needed_total{{model="{rank.namespace.model}"}}'
+    assert daemon.metric(of_model) == 64
 
 
 def test_who_asks_alone_sees_what_has_just_happened(daemon: DaemonProcess) -> None:
