@@ -27,20 +27,20 @@ from kvsidecar.support.accepting import accept
 from kvsidecar.support.addresses import at
 
 _caused = log.limited("publish")
-"""For lines that routers cause."""
+"""Rate-limited logger for what routers cause."""
 
 MAX_CONNECTIONS = 256
-"""Of one endpoint. Beyond it, whoever has most loses one."""
+"""Most connections to one endpoint. Beyond it, the address or user with the most loses one."""
 MAX_CONNECTIONS_EACH = 64
-"""Of one address or user."""
+"""Most connections from one address or user."""
 MAX_SUBSCRIPTIONS = 64
-"""Of one connection."""
+"""Most topics that one connection subscribes to."""
 MAX_SUBSCRIPTION_BYTES = 4096
-"""Topics of one connection's subscriptions."""
+"""Most bytes of the topics that one connection subscribes to."""
 GREETING_SECONDS = 10.0
-"""For the handshake."""
+"""Time limit of the handshake."""
 SILENCE_SECONDS = 30.0
-"""A router that says nothing, or takes nothing, for so long is disconnected."""
+"""A router that sends nothing, or reads nothing, for this long is disconnected."""
 READ_BYTES = 4096
 
 _EACH = Reason.CONNECTIONS, f"one address or user has more than {MAX_CONNECTIONS_EACH} connections"
@@ -48,7 +48,7 @@ _FULL = Reason.FULL, f"there are more than {MAX_CONNECTIONS} connections: whoeve
 
 
 class Connection:
-    """One router's, after it was accepted."""
+    """The accepted connection of one router."""
 
     def __init__(self, sock: socket.socket, who: object) -> None:
         self.sock, self.who = sock, who
@@ -86,7 +86,7 @@ class Connection:
         """
         Raises:
             RouterRefused: the router does not read.
-            OSError: it has gone.
+            OSError: the router has disconnected.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -106,12 +106,12 @@ class Endpoint:
     """Bound in the constructor; `run` serves, until it is cancelled; then `close`.
 
     Args:
-        option: of the command line, for texts.
-        socket_type: the ZeroMQ socket that it is to routers.
+        option: the command-line option that sets it, for messages.
+        socket_type: the type of ZeroMQ socket that routers see.
 
     Raises:
         AddressUnavailable: the address is in use or does not exist here.
-        ConfigError: it is invalid.
+        ConfigError: the address is invalid.
     """
 
     def __init__(self, option: str, endpoint: str, socket_type: bytes, handler: Handler, metrics: Metrics) -> None:
@@ -159,7 +159,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Where it is bound."""
+        """The address at which it is bound."""
         if self._sock.family == socket.AF_UNIX:
             return f"ipc://{self._path}" if self._path else f"ipc://@{self._sock.getsockname()[1:].decode()}"
         host, port = self._sock.getsockname()[:2]
@@ -236,10 +236,10 @@ class Endpoint:
 
 
 async def frames(connection: Connection, on_frame: Callable[[zmtp.Frame], None]) -> None:
-    """Read until the router has gone, answer its heartbeats, and send some where its version has them.
+    """Read frames until the router disconnects. Answers its heartbeats, and sends some if its version supports them.
 
     Raises:
-        RouterRefused: see `zmtp.Reader`; or it is silent.
+        RouterRefused: see `zmtp.Reader`; or the router is silent.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
@@ -253,7 +253,7 @@ async def frames(connection: Connection, on_frame: Callable[[zmtp.Frame], None])
             if not is_ready or quiet == 2:
                 text = "answers no heartbeat" if is_ready else "does not complete its handshake"
                 raise RouterRefused(Reason.SILENT, f"it {text}") from None
-            # Else it has no heartbeats, or takes something.
+            # Otherwise its version has no heartbeats, or a message is still being sent to it.
             if connection.reader.minor and not connection.lock.locked():
                 quiet += 1
                 await connection.send([zmtp.command(b"PING", b"\0\0")], SILENCE_SECONDS)
@@ -275,7 +275,7 @@ async def frames(connection: Connection, on_frame: Callable[[zmtp.Frame], None])
 
 
 async def both(reading: Coroutine[Any, Any, None], writing: Coroutine[Any, Any, None]) -> None:
-    """Until one is over; what it raises is raised."""
+    """Run both until one ends, and cancel the other. Raises what the first one raised."""
     tasks = [asyncio.ensure_future(reading), asyncio.ensure_future(writing)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -9,7 +9,7 @@ from typing import Any
 from kvsidecar.integrations.residency.note_format import NAME_BYTES
 
 Event = dict[str, Any]
-"""As on the wire: a map with its ``type``."""
+"""One event in its wire form: a map with its ``type``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Dialect:
     disk: str | None
     """None: the engine fetches nothing from the node's disk."""
     number: Callable[[bytes], int]
-    """What routers call the block with this hash."""
+    """The number under which routers know the block with this hash."""
     stored: Event = field(default_factory=dict)
     """Further fields of ``BlockStored``."""
 
@@ -34,11 +34,11 @@ def _first_bytes(block_hash: bytes) -> int:
 
 
 VLLM = Dialect("CPU", "STORAGE", _last_bytes, {"kv_cache_spec_kind": "full_attention"})
-"""``maybe_convert_block_hash`` and ``KVCacheSpecKind`` of vLLM."""
+"""Follows ``maybe_convert_block_hash`` and ``KVCacheSpecKind`` of vLLM."""
 SGLANG = Dialect("CPU_PINNED", None, _first_bytes)
-"""``hash_str_to_int64`` of SGLang."""
+"""Follows ``hash_str_to_int64`` of SGLang."""
 
 
 def dialect_of(hash_bytes: int) -> Dialect:
-    """Of the engine whose notes have hashes of so many bytes."""
+    """The dialect of the engine whose notes have hashes of this many bytes."""
     return SGLANG if hash_bytes == NAME_BYTES else VLLM

@@ -1,4 +1,4 @@
-"""The events of one topic: their fields, blocks under the names that routers know, and which of them were said."""
+"""The events of one topic: their fields, blocks under the names that routers know, and which blocks are announced."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ _CLEARED: Event = {"type": "AllBlocksCleared"}
 MAX_CHAIN = 64
 """Most blocks in one event."""
 MAX_CHAIN_TOKENS = 8192
-"""The same in tokens, unless one block has more."""
+"""Most tokens in one event, unless a single block has more."""
 COUNTED_TOKENS = 64
-"""A block with more than twice as many counts as several."""
+"""`Topic.take` counts a block once for each this many of its tokens, and at least once."""
 
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One group of a namespace: what it has announced in this topic."""
+    """The blocks that one group of a namespace has announced in a topic."""
 
     dialect: Dialect
     group: int
     blocks: dict[str, dict[bytes, BlockInfo]] = field(default_factory=dict)
-    """By medium and hash. A set: whoever announces a block twice has it once."""
+    """Announced blocks by medium and hash. A block that is announced twice is here once."""
 
 
 @dataclass(slots=True)
 class _Name:
-    """What a router knows a block by. Hashes may share one, by chance or on purpose: it stays until none is left."""
+    """The name by which routers know a block. Hashes may share one, by chance or on purpose: the last one ends it."""
 
     claims: int = 0
     """Entries of `Holder.blocks` with this name: only `Topic.stored` and `Topic.removed` change both."""
     round: int = -1
-    """In which it was last said."""
+    """The round in which it was last announced."""
 
 
 _Key = tuple[str, int, int]
 """Medium, group and number of a block."""
 _Entry = tuple[Holder, str, bytes]
-"""A block of a holder: with its medium and hash."""
+"""A holder, with the medium and hash of one of its blocks."""
 
 
 class Topic:
-    """Namespaces with one topic may hold the same block: it is said once, and taken back when none holds it.
+    """What is announced under one topic. A block that several namespaces hold is announced once, and retracted when
+    none holds it any more.
 
-    Clients choose hashes and parents, so nothing here follows parents: a block is said when its parent has been, and
-    waits in one place until then. Each costs the same, whatever its chain looks like; of a circle, all wait.
+    Clients choose hashes and parents, so nothing here follows parents: a block is announced when its parent has been,
+    and waits in one place until then. Each costs the same, whatever its chain looks like; in a circle, all wait.
 
     Args:
-        ownership: of every event; None: it is left out.
+        ownership: this field of every event; None: it is left out.
     """
 
     def __init__(self, name: str, ownership: str | None = None) -> None:
@@ -63,21 +64,21 @@ class Topic:
         self._holders: dict[Holder, None] = {}
         self._names: dict[_Key, _Name] = {}
         self._round = 0
-        """Goes up when everything is to be said again."""
+        """Incremented whenever everything has to be announced again."""
         self._walk: Iterator[_Entry] = iter(())
-        """What is still to be said again."""
+        """Blocks still to be announced again."""
         self.repeats = False
-        """The walk is not over."""
+        """Whether blocks are still to be announced again."""
         self._queue: deque[_Entry] = deque()
-        """What is to be said before that."""
+        """Blocks to be announced before those of the walk."""
         self._released: deque[dict[_Entry, None]] = deque()
-        """And before that: those whose parent was said. Clients choose how many have one parent."""
+        """Blocks to be announced first: their parent was. Clients choose how many share a parent."""
         self._waiting: dict[tuple[int, int], dict[_Entry, None]] = {}
-        """By group and number of a block that is not said: those that have it as their parent."""
+        """Blocks whose parent is not announced, by the parent's group and number."""
         self._events = EventBuilder[Event](
             partial(dict, type="BlockStored"), partial(dict, type="BlockRemoved"), MAX_CHAIN, MAX_CHAIN_TOKENS
         )
-        # An earlier publisher may have said what has gone since.
+        # An earlier publisher may have announced blocks that are gone.
         self._events.restart(_CLEARED.copy())
 
     def __len__(self) -> int:
@@ -86,7 +87,7 @@ class Topic:
 
     @property
     def backlog(self) -> int:
-        """How many blocks are to be said at least, besides those that are said again."""
+        """How many blocks at least are to be announced, not counting repetitions."""
         return len(self._queue) + len(self._released)
 
     @property
@@ -103,7 +104,7 @@ class Topic:
         return holder
 
     def release(self, holder: Holder) -> None:
-        """What it holds goes with it."""
+        """Drop a holder, and retract all that it has announced."""
         for medium, blocks in holder.blocks.items():
             self.removed(holder, medium, list(blocks))
         self._holders.pop(holder, None)
@@ -119,7 +120,7 @@ class Topic:
             self._queue.append((holder, medium, block_hash))
 
     def removed(self, holder: Holder, medium: str, hashes: Iterable[bytes]) -> None:
-        """Those that it holds."""
+        """Retract those of the blocks that the holder has announced."""
         blocks, gone = holder.blocks.get(medium, {}), []
         for each in hashes:
             if (info := blocks.pop(each, None)) is None:
@@ -136,7 +137,7 @@ class Topic:
             self._events.remove(gone, medium=medium, group_idx=holder.group, **self._common)
 
     def say_again(self) -> None:
-        """Announce every block again, over the next calls of `take`. Routers forget this topic before: whoever has
+        """Announce every block again, over the next calls of `take`. Routers forget this topic first: one that has
         missed an event may believe in a block that is gone."""
         self._events.restart(_CLEARED.copy())
         self._round += 1
@@ -146,7 +147,7 @@ class Topic:
         self._walk, self.repeats = self._everything(), True
 
     def _everything(self) -> Iterator[_Entry]:
-        """What is stored meanwhile is in the queue."""
+        """All blocks of all holders. Those stored during the walk are in the queue."""
         for holder in list(self._holders):
             for medium, blocks in list(holder.blocks.items()):
                 for each in list(blocks):
@@ -156,7 +157,7 @@ class Topic:
         """The events since the last call.
 
         Args:
-            most: blocks that are looked at, about: fewer if they have more than `COUNTED_TOKENS`.
+            most: about how many blocks are looked at; fewer if they are long, see `COUNTED_TOKENS`.
         """
         left = most
         while left > 0 and (self._released or self._queue or self.repeats):
@@ -171,15 +172,15 @@ class Topic:
         return self._events.take()
 
     def _say_released(self) -> int:
-        """As `_say_if_known`, of one of them."""
-        entries = self._released[-1]  # a chain is said as one
+        """Call `_say_if_known` on one released block."""
+        entries = self._released[-1]  # a chain becomes one event
         entry, _ = entries.popitem()
         if not entries:
             self._released.pop()
         return self._say_if_known(entry)
 
     def _say_if_known(self, entry: _Entry) -> int:
-        """Say a block if routers know its parent: they ignore others. Returns what this counts of `take`'s ``most``."""
+        """Announce a block if routers know its parent: they ignore others. Returns its share of `take`'s ``most``."""
         holder, medium, block_hash = entry
         if (info := holder.blocks.get(medium, {}).get(block_hash)) is None:
             return 1
@@ -209,7 +210,7 @@ class Topic:
         return max(1, len(tokens) // COUNTED_TOKENS)
 
     def _is_said(self, holder: Holder, number: int) -> bool:
-        """In one medium or the other."""
+        """Whether the block is announced, in either medium."""
         media = (holder.dialect.pool, holder.dialect.disk or "")
         names = (self._names.get((medium, holder.group, number)) for medium in media)
         return any(name is not None and name.round == self._round for name in names)

@@ -1,4 +1,4 @@
-"""What the daemon tells of one namespace, as events of its topic. Decides; sends nothing."""
+"""Turns the daemon's reports on one namespace into events of its topic. Decides; sends nothing."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from kvsidecar.publisher.events import Topic
 from kvsidecar.types import OF_TIER
 
 STEP_BYTES = 256 * 1024
-"""Of what the daemon has told, so much is taken at once."""
+"""About how many bytes of the daemon's reports one step takes."""
 MAX_GROUPS = 64
-"""Of one namespace that are followed: models have a few."""
+"""Most KV cache groups that are followed in one namespace. Models have far fewer."""
 _HELD = (Residency.STORED, Residency.TIER_STORED)
 _OF_DISK = tuple(OF_TIER.values())
 
 
 def keep_below(followers: Sequence[Follower], most_bytes: int) -> None:
-    """Let the namespace that has most forget its oldest blocks, until all have no more than so many bytes."""
+    """Make the largest namespace forget its oldest blocks, until all together take at most ``most_bytes``."""
     while (over := sum(each.known_bytes for each in followers) - most_bytes) > 0:
         max(followers, key=lambda each: each.known_bytes).shrink(over + most_bytes // 64)
 
 
 class Follower:
-    """Publishes the blocks of groups whose engines note tokens, and of which a hit needs the whole prefix.
+    """Publishes the blocks of one namespace, in groups whose engines note tokens and whose hits need the whole prefix.
 
     Args:
-        hash_bytes: of the namespace.
+        hash_bytes: the size of the namespace's hashes.
     """
 
     def __init__(self, hash_bytes: int, watch: Watch, topic: Topic) -> None:
         self._hash_bytes, self._watch, self.topic = hash_bytes, watch, topic
         self._parts: dict[int, _Part] = {}
         self._missed: set[int] = set()
-        """Groups of which something was told that nobody followed."""
+        """Groups with stored blocks that were reported before the group was followed."""
         self._live = False
         self.needs_snapshot = False
-        """What the daemon tells is not enough: the publisher has to watch it again, see `watch_again`."""
+        """Reports were missed: the publisher has to watch the namespace again, see `watch_again`."""
 
     @property
     def pending(self) -> bool:
         return self._watch.has_residency or any(part.pending for part in self._parts.values())
 
     def step(self) -> None:
-        """Make some of what was told events of the topic. Nothing more is taken from the daemon until its parts have
-        looked at all that they were told, so that no step is longer for it."""
+        """Turn some reports into events of the topic. Takes none from the daemon until the groups have handled all
+        earlier ones, so that a backlog makes no step longer."""
         if not any(part.has_residency for part in self._parts.values()):
             for change in self._watch.take_residency(STEP_BYTES):
                 self._take(change)
@@ -60,26 +60,26 @@ class Follower:
             part.step()
 
     def watch_again(self, watch: Watch) -> None:
-        """The daemon's next words are a snapshot."""
+        """Continue with a new watch, whose first reports are a snapshot."""
         self._watch, self.needs_snapshot = watch, False
         self._missed.clear()
 
     def end(self) -> None:
-        """Take everything back, over the next steps."""
+        """Retract everything, over the next steps."""
         self._take(ResidencyChange(Residency.LOST))
 
     def release(self) -> None:
-        """It has ended, and taken everything back: the topic forgets it."""
+        """Let the topic forget this namespace, which has ended and retracted everything."""
         for part in self._parts.values():
             part.release()
 
     @property
     def known_bytes(self) -> int:
-        """Of blocks whose tokens are remembered."""
+        """Bytes taken by the blocks whose tokens are remembered."""
         return sum(part.known.nbytes for part in self._parts.values())
 
     def shrink(self, nbytes: int) -> None:
-        """Remember the oldest blocks of its largest group no more, and take back what was said of them."""
+        """Forget the oldest blocks of the largest group, and retract their announcements."""
         if self._parts:
             max(self._parts.values(), key=lambda part: part.known.nbytes).known.shrink(nbytes)
 
@@ -130,7 +130,7 @@ class _Part(Watch):
         self.known = KnownBlocks(groups, form.hash_bytes, self._forgotten)
         self._residents = Residents(groups, self, self.known, self._announcements, lambda hashes: hashes)
 
-    # -- what is told
+    # -- reports of the daemon
 
     def tell(self, change: ResidencyChange) -> None:
         if change.kind in _OF_DISK and self._dialect.disk is None:
@@ -150,7 +150,7 @@ class _Part(Watch):
             most_bytes -= len(taken[-1].hashes) + len(taken[-1].notes)
         return taken
 
-    # -- what is announced
+    # -- announcements
 
     def release(self) -> None:
         self._topic.release(self._holder)
@@ -172,7 +172,7 @@ class _Part(Watch):
         self._topic.removed(self._holder, self._medium(index), hashes)
 
     def _forgotten(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
-        """What is announced is remembered, so that one limit bounds both."""
+        """Retract a forgotten block: only remembered ones stay announced, so that one limit bounds both."""
         for each in (index, index | DISK):
             self._announcements.retract_early(each, block_hash)
             self._residents.wait_no_more(each, block_hash, info)

@@ -26,7 +26,7 @@ GAUGES: Final = {
     "kept_bytes": "Bytes of the messages that are kept for replays.",
     "known_bytes": "Bytes taken by the blocks whose tokens are remembered.",
 }
-"""Read at a scrape; after ``kvsidecar_publisher_``."""
+"""Help texts of the gauges that are read at a scrape, by name without ``kvsidecar_publisher_``."""
 
 
 class Reason(StrEnum):

@@ -11,9 +11,9 @@ from kvsidecar.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class Options:
     bind: str
-    """ZeroMQ endpoint, as are all."""
+    """ZeroMQ endpoint for subscribers."""
     replay: str | None
-    """None: what a router misses is lost to it."""
+    """ZeroMQ endpoint for replays. None: a router cannot recover messages that it has missed."""
     node: str
     topic: str
     models: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Follows the daemon's namespaces and publishes their events over ZeroMQ, in vLLM's wire format.
 
 When a router subscribes, all of them forget what they know of this publisher and hear everything again: it may come
-back with blocks in mind that are gone. A router that has missed messages can ask for them where ``replay`` is served;
-if they are not kept any more, everything is said again, too.
+back believing in blocks that are gone. A router that has missed messages can ask for them where ``replay`` is served;
+if they are not kept any more, everything is announced again, too.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 
 _log = log.get("publish")
 _caused = log.limited("publish")
-"""For lines that routers and tenants cause."""
+"""Rate-limited logger for what routers and tenants cause."""
 
 LOOK_SECONDS = 1.0
-"""Between looks at which namespaces there are."""
+"""Interval at which the daemon is asked for its namespaces."""
 MAX_FOLLOWED = 64
-"""Namespaces, the largest first: each takes two threads."""
+"""Most namespaces that are followed, the largest first: each takes two threads."""
 AGAIN_SECONDS = 5.0
-"""Everything is said again at most so often."""
+"""Least time between two announcements of everything."""
 REPEAT_SECONDS = 0.05
-"""Between looks at whether that is done."""
+"""Interval of the checks whether everything has been announced again."""
 MESSAGE_BLOCKS = 512
-"""Blocks in one message, about: 50 KB with 16 tokens each."""
+"""About how many blocks fill a message: 50 KB with 16 tokens each."""
 MESSAGE_TOKENS = 16 * 1024
-"""The same in tokens: 80 KB at most, with an event more."""
+"""About how many tokens fill a message: 80 KB at most, with one event more."""
 MAX_KNOWN_BYTES = 128 * 1024 * 1024
-"""Of blocks that are announced, or may be with the next daemon, in all namespaces: see `KnownBlocks.nbytes`."""
+"""Memory for blocks that are announced, or may be with the next daemon, in all namespaces: see `KnownBlocks.nbytes`."""
 REPLAY_SECONDS = 10.0
-"""A router that does not take a message of a replay within it is disconnected."""
+"""A router that does not read a message of a replay within this time is disconnected."""
 MAX_REPLAYS = 4
-"""That one router has asked for and not got yet."""
+"""Most replays that one router has requested and not received yet."""
 
 
 class Publisher:
@@ -68,9 +68,9 @@ class Publisher:
         self._news = asyncio.Event()
         self._again = asyncio.Event()
         self._problem = ""
-        """Why the namespaces are not known, as last said."""
+        """Why the namespaces are not known, as last logged."""
         self._left_out = 0
-        """Namespaces, at the last look."""
+        """How many namespaces were too many to follow at the last look."""
         self._more = asyncio.Event()
         """Set, and replaced, when a message is added to the sequence."""
         self.metrics = Metrics()
@@ -94,7 +94,7 @@ class Publisher:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where it is bound."""
+        """The addresses at which it is bound."""
         return [each.address for each in self._endpoints]
 
     async def run(self) -> None:
@@ -159,7 +159,7 @@ class Publisher:
         found = [each for each in names if self._wants(each, names[each])]
         is_all = reply.totals.namespaces <= len(reply.namespaces)
         gone = [each for each in self._followed if is_all and each not in found]
-        # What was said under the name of before is taken back, and said again under this one.
+        # What was announced under the old name is retracted, and announced again under the new one.
         renamed = [each for each in found if each in self._followed and self._followed[each].name != names[each]]
         for namespace in gone + renamed:
             ended = self._followed.pop(namespace)
@@ -227,7 +227,7 @@ class Publisher:
             each.follower.release()
             await asyncio.to_thread(each.client.close)
             _caused.info("namespace gone", model=each.namespace.model)
-        # A topic that nobody holds anything of any more is forgotten when all has been said: clients name models.
+        # A topic that is no longer used is forgotten when all its events are sent: clients name models.
         for topic in [each for each in self._topics.values() if not each.pending]:
             used = any(each.follower.topic is topic for each in [*self._followed.values(), *self._ending])
             if not used:
@@ -270,7 +270,7 @@ class Publisher:
         await both(frames(connection, hear), self._send_all(connection))
 
     async def _send_all(self, connection: Connection) -> None:
-        """What is said from now on. A router that falls behind what is kept misses some."""
+        """Send every message from now on. A router that falls behind what is kept misses some."""
         first = self._sequence.next
         while True:
             more = self._more
@@ -324,8 +324,8 @@ class _Followed:
 
 
 def names_of(reply: pb.StatusReply, known: Mapping[Namespace, str]) -> dict[Namespace, str]:
-    """The name that requests give the model of each namespace. Where no engine has said it, as after a restart of the
-    daemon, it is the one that is known, or else that of the weights."""
+    """The name under which requests address each namespace's model. Where no engine has reported it, as after a restart
+    of the daemon, it is the last known one, or else that of the weights."""
     served: dict[Namespace, str] = {}
     said = [(each.namespace, each.served_name) for each in reply.namespaces]
     for message, name in said + [(each.namespace, each.served_name) for each in reply.ranks]:
@@ -335,7 +335,7 @@ def names_of(reply: pb.StatusReply, known: Mapping[Namespace, str]) -> dict[Name
 
 
 def in_messages(events: list[Event]) -> Iterator[list[Event]]:
-    """The same, in pieces of `MESSAGE_BLOCKS` and `MESSAGE_TOKENS`, about."""
+    """Split events into messages of about `MESSAGE_BLOCKS` and `MESSAGE_TOKENS`."""
     piece: list[Event] = []
     blocks = tokens = 0
     for event in events:

@@ -14,8 +14,8 @@ from kvsidecar.publisher.publisher import Publisher
 from kvsidecar.support import log
 
 NICE: Final = 10
-"""What is published comes a moment later on nobody's path: the node's daemon and engines go first, whose cores these
-are, and whatever a router or a tenant makes this process do."""
+"""Lets the node's daemon and engines go first, whose cores these are, whatever a router or a tenant makes this process
+do. Nobody waits for what is published."""
 
 _log = log.get("publish")
 
@@ -29,7 +29,7 @@ def run(options: Options, log_format: str) -> None:
     Raises:
         AddressUnavailable, ConfigError: it cannot start; the text is one sentence.
     """
-    # Of this thread, which does all the work, and those that it starts.
+    # Applies to this thread, which does all the work, and to those that it starts.
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     log.configure(log_format=log_format, level="info")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -10,7 +10,7 @@ import msgspec
 from kvsidecar.publisher.engine_dialects import Event
 
 MAX_KEPT = 10_000
-"""Messages, as vLLM's ``buffer_steps``."""
+"""Most messages that are kept, the same as vLLM's ``buffer_steps``."""
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
@@ -20,14 +20,14 @@ Message = tuple[bytes, bytes, bytes]
 
 
 class Sequence:
-    """Of one endpoint, from 0."""
+    """The published messages, numbered from 0, of which the latest are kept."""
 
     def __init__(self, max_kept: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._max_kept, self._max_bytes = max_kept, max_bytes
         self._kept: deque[Message] = deque()
         self.nbytes = 0
-        """Of the payloads that are kept."""
+        """Total size of the kept payloads."""
         self.next = 0
 
     def add(self, topic: str, events: list[Event], now: float) -> Message:
@@ -50,7 +50,7 @@ class Sequence:
         return self.next - len(self._kept) <= first <= self.next
 
     def since(self, first: int) -> Iterator[Message]:
-        """Those from this number on that are still kept when they are asked for."""
+        """The messages from this number on that are still kept when the iterator reaches them."""
         number = max(first, self.next - len(self._kept))
         end = self.next
         while number < end:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvsidecar.publisher.metrics import Reason, RouterRefused
 
 MAX_FRAME_BYTES = 1024
-"""Of what a router sends: a command, a topic, or the first number of a replay."""
+"""Longest frame that a router may send: a command, a topic, or the first number of a replay."""
 GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE = b"\xff" + (1).to_bytes(8, "big") + b"\x7f"
@@ -27,12 +27,12 @@ class Frame:
 
 
 class Reader:
-    """Cuts what a connection has sent. Keeps no more than one frame and one read of bytes."""
+    """Cuts a connection's bytes into frames. Keeps no more than one frame and one read of bytes."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self.minor: int | None = None
-        """Of the peer's version; None: its greeting has not come."""
+        """The peer's minor version; None: its greeting has not arrived."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Raises RouterRefused: it is not ZMTP 3 without encryption, or a frame is longer than `MAX_FRAME_BYTES`."""
@@ -77,7 +77,7 @@ class Reader:
 
 
 def message(parts: Sequence[bytes]) -> list[bytes]:
-    """What is sent for a message of these parts. No part is copied."""
+    """The bytes to send for a message of these parts. Long parts are not copied."""
     pieces = []
     for i, each in enumerate(parts):
         flags = _MORE if i + 1 < len(parts) else 0
@@ -89,7 +89,7 @@ def message(parts: Sequence[bytes]) -> list[bytes]:
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """What is sent for a command."""
+    """The bytes to send for a command."""
     body = bytes([len(name)]) + name + body
     return bytes([_COMMAND, len(body)]) + body
 
@@ -100,6 +100,6 @@ def ready(socket_type: bytes) -> bytes:
 
 
 def split_command(body: bytes) -> tuple[bytes, bytes]:
-    """Name and rest."""
+    """A command's name, and the rest of its body."""
     length = body[0] if body else 0
     return body[1 : 1 + length], body[1 + length :]
