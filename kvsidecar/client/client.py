@@ -393,7 +393,7 @@ class Client(OperatorCalls):
         tails: Mapping[int, int] | None = None,
         timeout: float | None = None,
     ) -> LookupResult:
-        """Which of these blocks the daemon can load, by KV cache group; none if it does not answer.
+        """Look up which of these blocks the daemon can load, by KV cache group; none if it does not answer.
 
         There may be any number of hashes; more than 8,192 are sent in several messages.
 
@@ -454,7 +454,7 @@ class Client(OperatorCalls):
     ) -> PendingLookup | None:
         """Send a lookup, and take the answer later: several lookups then share one wait.
 
-        Never waits. Arguments and errors as those of `lookup`.
+        Never waits. Arguments and errors are those of `lookup`.
 
         Returns:
             None: it cannot be sent, because the daemon is lost or hangs.
@@ -493,8 +493,8 @@ class Client(OperatorCalls):
             False: it was not sent, because the daemon is lost or hangs, or this client is closed.
 
         Raises:
-            ClientError: as `lookup`.
-            ValueError: the pause is not positive; or as `lookup`.
+            ClientError: see `lookup`.
+            ValueError: the pause is not positive; or see `lookup`.
         """
         seconds = NO_NEXT_USE if pause == inf else whole_seconds("pause", pause, NO_NEXT_USE - 1)
         query = LookupQuery(namespace, groups, LookupMode.BITMAP, touch=True, pause_seconds=seconds)

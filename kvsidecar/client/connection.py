@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _MAX_WELCOME_BYTES = 64 * 1024
 _QUEUE_FULL_SECONDS = 0.005
-"""Between attempts to connect while the listen queue of the daemon's socket is full, and to send descriptors while too
-many are under way."""
+"""Delay between attempts to connect while the listen queue of the daemon's socket is full, and between attempts to send
+descriptors while too many are under way."""
 
 
 class DaemonProcess:
@@ -50,7 +50,7 @@ class DaemonProcess:
 
         A pidfd becomes readable after the last thread's exit_files() in the kernel's do_exit(): by then the driver has
         taken down its channels, and no DMA can run. The daemon's own death proves nothing about a copier: the kernel
-        kills it then, and its end takes its time.
+        kills it then, and that takes time.
 
         Args:
             seconds: how long to wait for it.
@@ -72,7 +72,7 @@ class LostDaemon:
 
     Args:
         process: closed by this object.
-        session: the one that ended.
+        session: the session that ended.
     """
 
     def __init__(self, process: DaemonProcess, session: Session | None = None) -> None:
@@ -192,7 +192,7 @@ def _connect(sock: socket.socket, path: str, deadline: float, cancel: int | None
 
 
 def _send(sock: socket.socket, data: bytes, fds: Sequence[Descriptor], deadline: float, cancel: int | None) -> None:
-    """Send a message in one piece; with more than `MAX_FDS` descriptors, so many with each of its first bytes."""
+    """Send a message in one piece; with more than `MAX_FDS` descriptors, that many with each of its first bytes."""
     for first in range(0, max(1, len(fds)), MAX_FDS):
         with contextlib.ExitStack() as opened:
             batch = []

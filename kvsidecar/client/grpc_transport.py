@@ -52,7 +52,7 @@ class GrpcTransport(Transport):
 
     @property
     def _stub(self) -> pb_grpc.SidecarStub:
-        """Its calls raise ValueError once the channel is closed."""
+        """The stub of the channel. Its calls raise ValueError once the channel is closed."""
         with self._lock:
             if self._made is None:  # made once: it takes longer than to send a lookup
                 self._channel = open_channel(self._socket)

@@ -1,4 +1,4 @@
-"""What a watcher was told and has not taken yet."""
+"""Changes that a watcher has received and not taken yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvsidecar.types import Residency
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 MAX_BYTES = 4 * 1024 * 1024
-"""Hashes and notes that wait to be taken. With more, nothing more is read, and the daemon sends a snapshot later."""
+"""Most bytes of hashes and notes that wait to be taken. Then nothing more is read, and the daemon sends a snapshot
+later."""
 
 
 class Inbox:
@@ -28,7 +29,7 @@ class Inbox:
         self._bytes = 0
         self._room = threading.Condition()
         self._told = False
-        """Something was told since the last `lost`."""
+        """Whether a change was received since the last `lost`."""
 
     def __bool__(self) -> bool:
         return bool(self._changes)
@@ -47,7 +48,7 @@ class Inbox:
         self._add(changes)
 
     def lost(self) -> None:
-        """The stream has ended."""
+        """Note that the stream has ended."""
         if self._told:
             self._told = False
             self._add([ResidencyChange(Residency.LOST)])
@@ -70,7 +71,7 @@ class Inbox:
             self._room.notify_all()
 
     def take(self, most_bytes: int) -> list[ResidencyChange]:
-        """Remove and return the first changes: of so many bytes, and at least one if there is any."""
+        """Remove and return the first changes: about ``most_bytes`` of them, and at least one if there is any."""
         taken: list[ResidencyChange] = []
         with self._room:
             while self._changes and (not taken or most_bytes > 0):

@@ -32,12 +32,12 @@ class Jobs:
         self._host_order = HostOrder(ledger)
         self._closed = False
         self.events: EventRing | None = None
-        """For jobs that come after ``Order.DEVICE``."""
+        """The events for jobs that come after ``Order.DEVICE``."""
 
     def new(
         self, direction: Direction, blocks: Sequence[Blocks], timeout: float | Default | None, traceparent: str | None
     ) -> Job:
-        """A job to `submit`. ``timeout`` seconds from now it may no longer start; None: it always may."""
+        """Make a job to `submit`. It may not start later than ``timeout`` seconds from now; None: no limit."""
         seconds = self._job_timeout if isinstance(timeout, Default) else timeout
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
@@ -48,7 +48,7 @@ class Jobs:
         return job
 
     def submit(self, job: Job, after: Completion | Order | None) -> int:
-        """Returns the job's number. Raises ClientError if it comes after ``Order.DEVICE`` without a ring of events."""
+        """Send a job. Returns its number. Raises ClientError if it is after ``Order.DEVICE`` and there is no ring."""
         if isinstance(after, Order) and self.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
         with self._monitor.lock:
@@ -149,13 +149,13 @@ class Jobs:
         self._host_order.close(timeout)
 
     def _reader(self) -> Session | None:
-        """The reader of the answers that a thread waits for. With the lock held."""
+        """The session that reads the answers a thread waits for. With the lock held."""
         return self._supervisor.session if self._ledger.count else None
 
 
 @dataclass(slots=True, eq=False)
 class _Ordered:
-    """A job that waits for its event, until it is taken: by who sends it."""
+    """A job that waits for its event, until the thread that sends it takes it."""
 
     session: Session
     job: Job
@@ -164,8 +164,8 @@ class _Ordered:
 
 
 class HostOrder:
-    """Sends each job when its event is complete: in a thread, which lives from the first such job to `close`, or in one
-    that polls for results.
+    """Sends each job when its event is complete: in a thread of its own, from the first such job to `close`, or in the
+    one that polls for results.
 
     A thread that has waited for an event must win the interpreter before it can send. An engine that spins through
     empty steps until its load has ended gives it up for instants only, and each of them begins a wait of 5 ms anew: its
@@ -177,7 +177,7 @@ class HostOrder:
         self._waiting: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._untaken: deque[_Ordered] = deque()
-        """In the order in which they were added."""
+        """Jobs in the order in which they were added."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -215,7 +215,7 @@ class HostOrder:
             self._thread.join(max(0.0, timeout))
 
     def _take(self, each: _Ordered) -> bool:
-        """False: another thread has."""
+        """Take a job. False: another thread has taken it."""
         with self._lock:
             if each.taken:
                 return False

@@ -1,4 +1,4 @@
-"""Which jobs are outstanding, and how the others ended. Every job ends once.
+"""The client's jobs: which are outstanding, and how the others ended. Every job ends once.
 
 Pure: no I/O, threads or clock. All methods are called with the client's lock held unless they say otherwise; the caller
 notifies the condition.
@@ -26,9 +26,9 @@ class Phase(IntEnum):
     """The state of an outstanding job. Before SENT the daemon does not know it, so no DMA of it can run."""
 
     WAITING = 0
-    """For the event that it comes after."""
+    """The job waits for the event that it comes after."""
     QUEUED = 1
-    """In the send queue."""
+    """The job is in the send queue."""
     SENT = 2
 
 
@@ -62,7 +62,7 @@ class Ledger:
     when every job of the last session has ended.
 
     Args:
-        limit: of outstanding jobs.
+        limit: most outstanding jobs.
     """
 
     def __init__(self, limit: int) -> None:
@@ -74,7 +74,7 @@ class Ledger:
         self._new = 0
         """Jobs that are under way since the last `worth_polling`."""
         self.finished: dict[int, JobDone] = {}
-        """Results that were not taken yet. Needs no lock to test whether there are any."""
+        """Results that were not taken yet. Testing whether there are any needs no lock."""
         self._warned = False
 
     def next_number(self) -> int:
@@ -97,7 +97,7 @@ class Ledger:
             self._begun()
 
     def advance(self, job: Job, phase: Phase) -> bool:
-        """Move a job on. False: it has ended, and is not to be sent. Raises ClientError unless the phase comes next."""
+        """Move a job on. False: it has ended, and must not be sent. Raises ClientError unless the phase comes next."""
         if not self.is_outstanding(job.number):
             return False
         if _NEXT.get(job.phase) is not phase:
@@ -112,21 +112,21 @@ class Ledger:
         self._new += 1
 
     def is_outstanding(self, number: int) -> bool:
-        """Whether this job has not ended. Needs no lock: the next call sees what is missed."""
+        """Whether this job has not ended. Needs no lock: the next call sees what this one misses."""
         return number in self._outstanding
 
     def outstanding(self) -> list[Job]:
         return list(self._outstanding.values())
 
     def is_overdue(self, now: float) -> bool:
-        """Whether a job is outstanding, other than one that waits for its event, whose deadline is past: a daemon has
-        started it by then, or has said that it never will."""
+        """Whether an outstanding job is past its deadline, apart from those that wait for their events: by then a
+        daemon has started it, or has reported that it never will."""
         jobs = self._outstanding.values()
         return any(job.phase is not Phase.WAITING and (job.deadline or now) < now for job in jobs)
 
     def worth_polling(self) -> bool:
         """Whether a job may have ended that was under way before the last call. One that was only just queued has not:
-        to look would cost its step a system call. Needs no lock: the next call sees what is missed."""
+        looking would cost its step a system call. Needs no lock: the next call sees what this one misses."""
         worth, self._new = self._under_way > self._new, 0
         return worth
 
@@ -200,7 +200,7 @@ class Flush:
     """One wait until jobs no longer access the device's blocks.
 
     Args:
-        numbers: of the jobs; if there are none, all stores.
+        numbers: the jobs' numbers; none: all stores.
         cancel: decline the jobs that were not sent.
     """
 
@@ -237,6 +237,6 @@ class Flush:
         return jobs
 
     def on_answer(self, requested: Iterable[int], pending: Iterable[int]) -> None:
-        """The daemon has answered a request: which of its jobs still run."""
+        """Take the daemon's answer to a request: which of its jobs still run."""
         for number in set(requested) - set(pending):
             self._pending.pop(number, None)

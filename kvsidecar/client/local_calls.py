@@ -32,7 +32,7 @@ SEND_BUFFER_BYTES = 1 << 20
 
 
 class LocalCalls:
-    """One call at a time on a connection of their own, made by the first call. The caller reads its own answer, and the
+    """Makes one call at a time, on a connection that the first call opens. The caller reads its own answer, and the
     answers to posted calls that arrive before it.
 
     Args:
@@ -49,7 +49,7 @@ class LocalCalls:
         self._answers: deque[tuple[OnAnswer, Any]] = deque()
         """Answers to posted calls, not delivered yet. Delivered without the lock: the receiver may post again."""
         self._delivery = threading.RLock()
-        """Held while they are delivered, so that whoever waits for one sees that it was."""
+        """Held while answers are delivered: a thread that waits for one and gets the lock knows that it was."""
         self._closed = False
 
     @property
@@ -58,7 +58,7 @@ class LocalCalls:
         return self._lock.locked()
 
     def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
-        """As `Transport.call`."""
+        """See `Transport.call`."""
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "another call waits for its answer")
@@ -82,7 +82,7 @@ class LocalCalls:
         return getattr(reply, method_of(request))
 
     def post(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
-        """As `Transport.post`. A call is not sent if the socket has no room for all of it."""
+        """See `Transport.post`. A call is not sent if the socket has no room for all of it."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -103,12 +103,12 @@ class LocalCalls:
             return False
         finally:
             self._lock.release()
-            # Not waiting for another thread that delivers: whoever is given an answer may post here, and two threads
+            # Not waiting for another thread that delivers: the receiver of an answer may post here, and two threads
             # would wait for each other.
             self._deliver_answers(wait=False)
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
-        """As `Transport.collect`."""
+        """See `Transport.collect`."""
         deadline = time.monotonic() + seconds
         while self._posted and self._lock.acquire(timeout=max(0.0, _remaining(deadline))):
             try:

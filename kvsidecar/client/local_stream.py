@@ -71,7 +71,7 @@ class LocalStream(AttachStream):
         self._used_until = 0.0
         """Until then another thread is assumed to send and receive; monotonic seconds."""
         self._helped = 0
-        """How often another thread has received something."""
+        """How many times another thread has received something."""
         # What the socket had no room for; guarded by the client's lock.
         self._rest = b""
         self._has_backlog = threading.Event()
@@ -165,7 +165,7 @@ class LocalStream(AttachStream):
         return frame(request.SerializeToString())
 
     def _write(self, data: bytes) -> bool:
-        """False: a part of it is left in ``_rest``."""
+        """Send a frame. False: a part of it is left in ``_rest``."""
         try:
             sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -176,7 +176,7 @@ class LocalStream(AttachStream):
         return not self._rest
 
     def _flush(self) -> None:
-        """In a thread: send what the socket had no room for, and what is queued meanwhile."""
+        """Send, in a thread, what the socket had no room for and what is queued meanwhile."""
         try:
             self._send_backlog()
         except Exception:  # noqa: BLE001 - nothing is sent without this thread

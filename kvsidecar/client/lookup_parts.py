@@ -1,7 +1,7 @@
 """A lookup of any size as one or more messages of a bounded size. Pure.
 
 A part keeps the daemon's loop for a few milliseconds, so that short lookups of others pass between two of them, and its
-answer is a sign of life: how long a lookup takes as a whole tells nothing about the daemon.
+answer is a sign of life: the time of a whole lookup shows nothing about the daemon.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class LookupParts:
         self._sent: list[_Piece] = []
         self._results: dict[int, list[GroupHits]] = {group: [] for group in query.groups}
         self._whole: LookupResult | None = None
-        """The result, if there is no more to ask for it."""
+        """The result, if no further part is needed for it."""
         self._asking = False
         self._lease_seconds = 0.0
         self._wanted = sum([sum(each) for each in (query.wanted or {}).values()])
         self._missed: set[int] = set()
-        """Groups of which a hash is missing so far."""
+        """Groups with a miss so far."""
         self.lease = query.lease
-        """Of the hits so far; 0 for none. It is to be released if the lookup fails or is given up."""
+        """The lease on the hits so far; 0: none. It must be released if the lookup fails or is given up."""
 
     def next(self) -> LookupQuery | None:
         """The next part; None if there is none left."""
@@ -124,8 +124,8 @@ class LookupParts:
 
 
 def touch_parts(query: LookupQuery) -> Iterator[LookupQuery]:
-    """A touch as messages, cut where a lookup of the same hashes is, the last part first: what is touched later is
-    evicted later, so that the head of a prompt stays longest."""
+    """Split a touch like a lookup of the same hashes, the last part first: what is touched later is evicted later, so
+    that the head of a prompt stays longest."""
     for pieces in reversed(list(_pieces(query))):
         yield replace(query, groups={each.group: _hashes(query, each) for each in pieces})
 
@@ -138,7 +138,7 @@ def _hashes(query: LookupQuery, piece: _Piece) -> bytes | Sequence[bytes]:
 
 
 def _pieces(query: LookupQuery) -> Iterator[list[_Piece]]:
-    """By message: at most one piece of each group, together at most `PART_HASHES` hashes."""
+    """The pieces of each message: at most one of each group, together at most `PART_HASHES` hashes."""
     pieces: list[_Piece] = []
     room = PART_HASHES
     for group in query.groups:

@@ -22,9 +22,9 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 _log = logging.getLogger("kvsidecar.client")
 
 UNAVAILABLE_SECONDS = 1.0
-"""For which no call was taken, before that is said: a daemon that was lost is noticed sooner."""
+"""How long calls must be refused before a warning: the loss of a daemon is noticed sooner."""
 EARLY_TOUCH_BYTES = 1 << 20
-"""Of touches that wait for the first connection; of more, the oldest are dropped."""
+"""Most bytes of touches that wait for the first connection. Beyond it, the oldest are dropped."""
 
 
 class NoAnswer(Exception):
@@ -40,7 +40,7 @@ class Lookups:
         self._budget = dialling.step_budget
         self._socket = dialling.socket
         self._failing: tuple[Transport, float] | None = None
-        """Calls fail although this transport's daemon is connected, since then."""
+        """A transport whose calls fail although its daemon is connected, and since when."""
         self._said = False
         self._early: deque[pb.LocalRequest] = deque()
         """Touches that wait for the first connection."""
@@ -62,7 +62,7 @@ class Lookups:
         return self.finished(parts)
 
     def finished(self, parts: LookupParts) -> LookupResult:
-        """The result. A daemon that has begun to decline lookups has no hits, and need not keep any."""
+        """The result of a lookup. A daemon that began to decline lookups reports no hits, and need not protect any."""
         result = parts.result()
         if not result.ready and parts.lease:
             self._release(parts)
@@ -99,7 +99,7 @@ class Lookups:
             self._early.popleft()
 
     def _send_early(self, transport: Transport) -> None:
-        """This client is connected. What an attempt before this one was to tell is outdated."""
+        """Send the waiting touches over the first connection. After a failed attempt they are outdated."""
         with self._early_lock:
             early, self._early = self._early, deque()
         if early and self._supervisor.attempts == 1:
@@ -143,7 +143,7 @@ class Lookups:
         return self._supervisor.transport if self._breaker.allows else None
 
     def _call(self, request: Callable[[bytes], pb.LocalRequest], deadline: float) -> Any:
-        """Send a request and wait for the reply. The lease of one that comes later is released.
+        """Send a request and wait for the reply. If it arrives too late, its lease is released.
 
         Args:
             request: makes the request from the connection's token.
@@ -189,14 +189,14 @@ class Lookups:
         self._breaker.called()
 
     def heard(self, answer: Any) -> None:
-        """An answer has come, perhaps late: the daemon lives."""
+        """Note that an answer has arrived, perhaps late: the daemon lives."""
         if not isinstance(answer, TransportError):
             self._breaker.succeeded()
             if self._failing is not None:
                 self._note_answer()
 
     def expect_late(self, pending: PendingLookup) -> None:
-        """Nobody waits for its answer any more: it must be read all the same, because of its lease."""
+        """Note that nobody waits for this answer any more. It must be read all the same, because of its lease."""
         self._supervisor.late_answers.add(pending)
         self._supervisor.wake()
 
@@ -204,13 +204,13 @@ class Lookups:
         self._supervisor.late_answers.discard(pending)
 
     def missed(self) -> None:
-        """A wait has ended without an answer."""
+        """Note that a wait has ended without an answer."""
         if self._breaker.failed():
             _log.warning("kvsidecar: the daemon at %s does not answer: lookups miss until it does", self._socket)
             self._supervisor.wake()
 
     def reply(self, answer: Any, transport: Transport) -> Any:
-        """Return the reply, or raise as `_call` if the answer is a TransportError. Updates the circuit breaker."""
+        """Return the reply, or raise like `_call` if the answer is a TransportError. Updates the circuit breaker."""
         if not isinstance(answer, TransportError):
             self.heard(answer)
             return answer
@@ -224,8 +224,8 @@ class Lookups:
         raise ClientError(answer.text) from answer
 
     def _note_unavailable(self, error: TransportError, transport: Transport) -> None:
-        """Say it if a daemon that is connected takes no calls: its socket may be gone. The loss of a daemon, which the
-        supervisor says, looks like that at first."""
+        """Log it when a connected daemon accepts no calls: its socket may be gone. The loss of a daemon, which the
+        supervisor logs, looks the same at first."""
         if self._supervisor.transport is not transport:
             return
         now = time.monotonic()
@@ -248,7 +248,7 @@ class PendingLookup:
         self._lookups, self._transport, self._query = lookups, transport, query
         self._parts = LookupParts(query)
         self._part: LookupQuery | None = None
-        """The one that is under way."""
+        """The part that is under way."""
         self._in_background = query.hashes > PART_HASHES
         """Whether answers arrive in a thread of the transport: it sends the other parts."""
         self._lock = threading.Lock()
@@ -261,7 +261,7 @@ class PendingLookup:
         """Send the first part. False: it cannot be sent.
 
         Raises:
-            ClientError, ValueError: as `Client.lookup`.
+            ClientError, ValueError: see `Client.lookup`.
         """
         self._part = self._parts.next()
         return self._send(self._part) if self._part is not None else False
@@ -301,11 +301,11 @@ class PendingLookup:
         if not self._arrived.is_set():
             if self._in_background:
                 self._arrived.wait(timeout)
-                self._transport.collect()  # what came for others meanwhile is a sign of life as well
+                self._transport.collect()  # answers to other calls are a sign of life as well
             else:
                 self._transport.collect(self._arrived.is_set, timeout)
             if timeout > 0 and not self._arrived.is_set():
-                self._lookups.missed()  # a look says nothing of a daemon that was given no time
+                self._lookups.missed()  # not after a look: a daemon that was given no time may well live
         return self._arrived.is_set()
 
     def result(self, timeout: float) -> LookupResult:
@@ -335,7 +335,7 @@ class PendingLookup:
         self._release_lease()
 
     def _release_lease(self) -> None:
-        """Of what was answered so far."""
+        """Release the lease on the hits so far."""
         with self._lock:
             lease, self._parts.lease = self._parts.lease, 0
         _post_release(self._transport, lease)
@@ -347,13 +347,13 @@ def post(transport: Transport, request: pb.LocalRequest, on_answer: OnAnswer | N
 
 
 def _post_release(transport: Transport, lease: int) -> None:
-    """0: there is none."""
+    """Release a lease without waiting; 0: there is none."""
     if lease:
         post(transport, _release_request(lease), None)
 
 
 def _post_in_turn(transport: Transport, requests: Sequence[pb.LocalRequest]) -> bool:
-    """Send calls without waiting, each when the one before was answered: their order counts."""
+    """Send calls without waiting, each after the answer to the one before: their order matters."""
     first, *others = requests
     if not others:
         return post(transport, first, None)

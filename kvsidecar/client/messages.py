@@ -42,7 +42,7 @@ def to_milliseconds(name: str, seconds: float) -> int:
     """Convert a time, at most `MAX_MILLISECONDS`.
 
     Args:
-        name: of the argument, for the error.
+        name: the argument's name, for the error.
 
     Raises:
         ValueError: the time is negative or not a number.
@@ -177,18 +177,18 @@ class LookupQuery:
     fetch_seconds: float = 0.0
     prefill_rate: float = 0.0
     wanted: Mapping[int, Sequence[bool]] | None = None
-    """By group: which of its misses to fetch. None: the first ones in a row."""
+    """One flag per hash, by group: whether to fetch it if it is missing. None: the first misses in a row."""
     fetch_tokens: int = 0
     lease: int = 0
-    """Of an earlier lookup, that these hits are added to; 0: a new one."""
+    """The lease of an earlier lookup, to which these hits are added; 0: a new one."""
     lease_last: Mapping[int, int] | None = None
     """How many hits of a group to lease, the last ones; all of a group that is missing here."""
     tails: Mapping[int, int] | None = None
-    """Groups of which only the end of a prefix is looked for: so many hashes."""
+    """How many hashes to look for in groups of which only the end of a prefix is needed."""
     touch: bool = False
-    """The blocks were used, and nothing is to be known."""
+    """Whether this only reports that the blocks were used."""
     pause_seconds: int = 0
-    """Of a touch: until the next use; 0: not known; `kvsidecar.types.NO_NEXT_USE`: there is none."""
+    """Touches only: time until the next use; 0: not known; `kvsidecar.types.NO_NEXT_USE`: there is none."""
 
     @property
     def hashes(self) -> int:
@@ -197,7 +197,7 @@ class LookupQuery:
         return sum([looked_for(self.count(group), tails.get(group)) for group in self.groups])
 
     def request(self, token: bytes) -> pb.LocalRequest:
-        """The request is in the message's ``lookup``: to nest a message later is to copy it, with all hashes.
+        """The request, in the message's ``lookup``: nesting it later would copy it, with all hashes.
 
         Raises:
             ClientError: it is longer than the daemon accepts.
@@ -306,7 +306,7 @@ def prompts_report(namespace: Namespace, needed_tokens: int, loaded_tokens: int)
 
 @lru_cache(maxsize=64)
 def _request_without_groups(namespace: Namespace, mode: LookupMode, lease_ms: int, token: bytes) -> bytes:
-    """Serialized: to parse it is one call, to fill it in is one for each field."""
+    """The serialized request: parsing it takes one call, filling it in one for each field."""
     space = namespace_to_wire(namespace)
     request = pb.LookupRequest(namespace=space, mode=MODE_TO_WIRE[mode], lease_ms=lease_ms, token=token)
     return pb.LocalRequest(lookup=request).SerializeToString()

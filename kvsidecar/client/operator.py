@@ -55,7 +55,7 @@ class OperatorCalls(ABC):
 
         Args:
             groups: only blocks with these hashes, by group.
-            unused_seconds: only blocks that nobody has used for so long, or since the daemon started; 0: all.
+            unused_seconds: only blocks that nobody has used for this long, or since the daemon started; 0: all.
         """
         request = pb.ClearRequest(unused_seconds=unused_seconds, share=share or "")
         if namespace is not None:

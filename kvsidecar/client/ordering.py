@@ -1,8 +1,8 @@
 """Orders stores after the kernels that write their blocks, by a wait on the host or on the device.
 
 ``HOST``: a thread of the client waits for the engine's event, then the store is sent (`jobs.HostOrder`). Needs nothing
-shared. ``DEVICE``: the store names an entry of a ring of interprocess events, and the daemon starts it when that is
-over.
+shared. ``DEVICE``: the store names an entry of a ring of interprocess events, and the daemon starts it when that event
+has completed.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class EventRing(Protocol):
 
 
 class RingSlots:
-    """Which entries of a ring are free to be recorded. Used with the client's lock held.
+    """Keeps track of the entries of a ring that are free to be recorded. Used with the client's lock held.
 
-    To record an event discards its last recording. If that happens before the daemon has issued its wait (`WaitIssued`,
+    Recording an event discards its last recording. If that happens before the daemon has issued its wait (`WaitIssued`,
     which precedes the end of the job), the earlier store waits for unrelated work, or not at all.
 
     Args:
-        is_outstanding: whether a job has not ended. One that has leaves its entry free.
+        is_outstanding: whether a job has not ended. A job that has ended leaves its entry free.
     """
 
     def __init__(self, size: int, is_outstanding: Callable[[int], bool]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 QUERY_SECONDS = 1.0
 """Time limit of one query to a daemon that may hang."""
 LOOKS = 50
-"""How often to look at the fence during a query: no event tells that it is quiet."""
+"""How often to look at the fence during a query: no event signals that it is quiet."""
 
 
 def quiesce(transport: Transport, session: Session, end: Supervisor, *, given_up: bool) -> bool:
@@ -31,7 +31,7 @@ def quiesce(transport: Transport, session: Session, end: Supervisor, *, given_up
     - The fence is shut, and no call is under way behind it. The memory stays mapped. It is shut at once for a daemon
       that was given up, and otherwise when a query is not answered.
 
-    The end of the attach connection proves nothing: a daemon that goes down closes it while its process lives, and a
+    The end of the attach connection proves nothing: a daemon that shuts down closes it while its process lives, and a
     process that dies closes its descriptors one by one, the driver's perhaps last.
 
     Args:

@@ -19,7 +19,7 @@ class StridedView:
     """Bytes from the allocation's base to element 0."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes."""
+    """The strides in bytes."""
     itemsize: int
     block_dim: int
 
@@ -34,7 +34,7 @@ def regions_of(views: Sequence[StridedView]) -> tuple[Region, ...]:
     Equal views (layers that share KV) count once.
 
     Args:
-        views: of the group's layers, all with the same number of blocks.
+        views: the group's layers, all with the same number of blocks.
 
     Raises:
         NotExportable: a view has overlapping elements, or they disagree on the number of blocks.

@@ -55,7 +55,8 @@ class RemoteClient(OperatorCalls):
         *,
         mode: LookupMode = LookupMode.PREFIX,
     ) -> LookupResult:
-        """Which of these blocks the daemon has, by KV cache group. Without a lease: they may be evicted at any time.
+        """Look up which of these blocks the daemon has, by KV cache group. Without a lease: they may be evicted at any
+        time.
 
         Raises:
             DaemonUnreachable: no daemon answers.

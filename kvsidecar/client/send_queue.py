@@ -27,7 +27,7 @@ class SendQueue:
         self.waiting: deque[Job | pb.AttachRequest | None] = deque()
         """None marks the end."""
         self.is_finished = False
-        """The end was taken."""
+        """Whether the end was taken."""
         self._open = True
 
     def put(self, *items: Job | pb.AttachRequest) -> None:

@@ -34,7 +34,7 @@ class Session:
         register: the first message.
         ring_size: entries of the event ring in it.
         wake: called when the stream has ended.
-        inbox: a watcher's.
+        inbox: where a watcher's changes go.
         tell: logs a text with its arguments at a level.
         greeting: what to log when the daemon has accepted the registration of a rank.
     """
@@ -54,7 +54,7 @@ class Session:
     ) -> None:
         self._inbox, self._tell, self._greeting = inbox, tell, greeting
         self._ending = False
-        """What arrives is received even if it is not taken."""
+        """Whether to receive even what a watcher has no room for."""
         self._ledger = ledger
         self._monitor = monitor
         self._wake = wake
@@ -68,7 +68,7 @@ class Session:
         self.unsent: tuple[pb.AttachRequest, ...] = ()
         """Sent with the next job, or by `send_unsent`."""
         self._flushes: dict[int, tuple[Flush, list[int]]] = {}
-        """By number: flushes that the daemon has not answered, and the jobs that each request named."""
+        """Flushes that the daemon has not answered, by number, and the jobs that each request named."""
         self._ring = RingSlots(ring_size, ledger.is_outstanding)
         self._receive_lock = threading.Lock()
         """Held while replies are received and handled, which keeps them in order. Taken before the client's lock."""
@@ -146,8 +146,8 @@ class Session:
         self._stream.cancel()
 
     def failed(self, what: str) -> None:
-        """Break the session off because of an unexpected error, that is being handled: what ends it as any other also
-        finds out when its jobs are over, and attaches again."""
+        """Break the session off because of an unexpected error that is being handled. As after any other end, the
+        supervisor finds out when the jobs are over, and attaches again."""
         _log.exception("kvsidecar: %s because of an unexpected error: the session with the daemon ends", what)
         self.cancel()
 
@@ -180,7 +180,7 @@ class Session:
                 self._receive_lock.release()
 
     def wait_readable(self, seconds: float) -> bool:
-        """As `AttachStream.wait_readable`."""
+        """See `AttachStream.wait_readable`."""
         return not self.ended and self._stream.wait_readable(seconds)
 
     def _read(self) -> None:
@@ -192,7 +192,7 @@ class Session:
                 with self._receive_lock:
                     for reply in self._stream.receive():
                         self._handle(reply)
-        except Exception:  # noqa: BLE001 - the thread ends with its session, and the reason is heard
+        except Exception:  # noqa: BLE001 - the thread ends with its session, and the reason is logged
             self.failed("replies were not handled")
         finally:
             self._stream.close()

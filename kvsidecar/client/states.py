@@ -1,4 +1,4 @@
-"""The states of a client's connection to the daemon: all that changes them is in one table.
+"""The states of a client's connection to the daemon, and all their transitions in one table.
 
 ::
 
@@ -13,8 +13,8 @@
             every other state --> CLOSED
 
 The engine's threads may dial, give up and close at any time: where that means nothing, the state stays. An attempt that
-is under way ends in whatever state there is by then: one that has connected for lookups while the client began to
-attach is made again, and a session that began while the client was closed is left in order.
+is under way ends in whatever state the client is in by then: one that has connected for lookups while the client began
+to attach is made again, and a session that began while the client was closed is left in order.
 
 No session begins before every job of the last one has ended: the only ways out of the states that end a session are
 ``ended``, and ``close`` to others of them.
@@ -29,7 +29,7 @@ from kvsidecar.errors import ClientError
 
 class State(Enum):
     IDLE = "idle"
-    """There is no thread."""
+    """The supervisor has no thread."""
     DIALLING = "dialling"
     """Connecting without a registration, again and again."""
     CONNECTED = "connected"
@@ -43,28 +43,28 @@ class State(Enum):
     QUIESCING = "quiescing"
     """The daemon is lost. Each outstanding job ends when nothing can touch its blocks any more, not before."""
     GIVEN_UP = "given up"
-    """The same for a daemon that hangs: the fence gives the proof, and no last words are waited for."""
+    """Like QUIESCING, for a daemon that hangs: the fence gives the proof, and no last replies are awaited."""
     LEAVING = "leaving"
     """This client is being closed: the daemon finishes the jobs."""
     ENDING = "ending"
-    """As QUIESCING; this client is being closed, and the memory should be unmapped, too."""
+    """Like QUIESCING, but this client is being closed, and the memory should be unmapped, too."""
     ABANDONING = "abandoning"
-    """As GIVEN_UP; this client is being closed, and the memory should be unmapped, too."""
+    """Like GIVEN_UP, but this client is being closed, and the memory should be unmapped, too."""
     CLOSED = "closed"
     """Nothing is begun any more. The thread ends, if there is one."""
 
 
 class Event(Enum):
-    # Of the engine's threads.
+    # Caused by the engine's threads.
     DIAL = "dial"
     START = "start"
     TRY = "try"
     """Start, and end with the first attempt if that fails."""
     GIVE_UP = "give up"
     CLOSE = "close"
-    # Of the supervisor's.
+    # Caused by the supervisor's thread.
     CONNECTED = "connected"
-    """Without a registration."""
+    """Connected without a registration."""
     ATTACHED = "attached"
     FAILED = "failed"
     LOST = "lost"

@@ -83,10 +83,10 @@ from kvsidecar.v1 import sidecar_pb2 as pb
 _log = logging.getLogger("kvsidecar.client")
 
 HANG_SECONDS = 10.0
-"""A daemon that has not ended a job so long after its deadline hangs, and is given up."""
+"""A daemon that has not ended a job this long after its deadline hangs, and is given up."""
 HANG_CHECK_SECONDS = 5.0
 LATE_SECONDS = 0.05
-"""How often late answers are looked for that no call reads."""
+"""Interval of the checks for late answers, which no call reads."""
 STREAM_END_SECONDS = 1.0
 """How long to wait for the end of a dead daemon's stream, which takes milliseconds; then it is broken off."""
 
@@ -99,13 +99,13 @@ class Dialling:
     name: str
     local: bool
     timeout: float
-    """Of a connection, and of a registration."""
+    """Time limit of a connection, and of a registration."""
     step_budget: float
-    """Also for the breaker's probes."""
+    """Time limit of a lookup, and of the breaker's probes."""
     breaker: CircuitBreaker
     backoff: Backoff
     quiet: bool = False
-    """Another client of the same engine says in the log how the connection is."""
+    """Whether another client of the same engine logs the state of the connection."""
 
 
 class Supervisor:
@@ -125,7 +125,8 @@ class Supervisor:
         """Stays readable from `close` on."""
         self._thread: threading.Thread | None = None
         self._lost = ""
-        """How the last daemon was lost, until another one answers: why jobs end, and retries are not logged."""
+        """How the last daemon was lost, until another one answers: the reason with which jobs end. Until then retries
+        are not logged."""
         self._refused_before = ""
         self._attached_before = False
         self.transport: Transport | None = None
@@ -280,7 +281,7 @@ class Supervisor:
         return transport, None if registration is None else self._attach(transport, registration)
 
     def _wait_until_unmapped(self, transport: Transport, is_late: Callable[[], bool]) -> None:
-        """Before this run of the daemon maps the memory again. On DaemonUnreachable the transport is closed.
+        """Wait, before this run of the daemon maps the memory again. On DaemonUnreachable the transport is closed.
 
         Args:
             is_late: whether to wait no longer.
@@ -387,7 +388,7 @@ class Supervisor:
             _unexpected("tell of a connection", error)
 
     def _wait_until_lost(self, transport: Transport, session: Session | None) -> str:
-        """Returns how the daemon was lost; empty if this client disconnects first."""
+        """Wait until the daemon is lost. Returns how; empty if this client disconnects first."""
         while self._state in PUBLISHED:
             if lost := _how_lost(transport, session):
                 self._lose(lost)
@@ -406,7 +407,7 @@ class Supervisor:
             return str(self.error or "")
 
     def _lose(self, how: str) -> str:
-        """The daemon is lost, unless this client has disconnected. Returns how."""
+        """Note that the daemon is lost, unless this client has disconnected. Returns how."""
         with self._changed:
             if self._state in PUBLISHED:
                 self.error = DaemonUnreachable(how)
@@ -431,7 +432,7 @@ class Supervisor:
     # -- ending a session, and for `quiescing` -------------------------------------------------------------------------
 
     def _end_session_surely(self, transport: Transport, session: Session) -> bool:
-        """`_end_session`, again after an unexpected error: its jobs must end."""
+        """Call `_end_session`, and again after an unexpected error: its jobs must end."""
         delays = Backoff(0.02, 1.0)
         while True:
             try:
@@ -462,11 +463,11 @@ class Supervisor:
         return unmapped
 
     def going_down(self) -> None:
-        """The daemon announces that it goes down with its pool, which is never served again. Called again and again."""
+        """Note that the daemon shuts down with its pool, which is never served again. Called again and again."""
         self._report(self._ledger.end_stores)
 
     def fenced(self) -> None:
-        """Nothing is copied behind the fence. Called once."""
+        """Note that nothing is copied behind the fence. Called once."""
         self._report(self._ledger.end_all)
 
     @property
@@ -513,7 +514,7 @@ def _unexpected(what: str, error: Exception) -> str:
 
 
 def _how_lost(transport: Transport, session: Session | None) -> str:
-    """Empty while the daemon is connected."""
+    """How the daemon was lost; empty while it is connected."""
     if transport.connection.process.gone():
         return "its process has ended"
     if transport.connection.ended():
@@ -533,7 +534,7 @@ def open_transport(
     local: bool,
     fenced: bool = False,
 ) -> Transport:
-    """Connect, and choose the transport. Arguments and errors as those of `connection.connect`.
+    """Connect, and choose the transport. Other arguments and errors are those of `connection.connect`.
 
     Args:
         socket: path of the daemon's gRPC socket.

@@ -109,7 +109,7 @@ class TorchExporter:
         return self._add(device, base, allocation)
 
     def _physical(self, device: str, ranges: Sequence[tuple[int, int]]) -> int:
-        """Index of an allocation with these ranges, which may continue one that is there.
+        """Index of an allocation with these ranges, which may extend an existing one.
 
         With torch's expandable segments a tensor begins in the range in which the one before it ends: both are in one
         allocation then, and layers at a constant distance stay rows of one region.
@@ -147,7 +147,7 @@ class TorchEventRing:
 
     Args:
         size: number of events: of stores that may wait on the device. More stores wait on the host.
-        device: of the KV cache; by default the current one.
+        device: the KV cache's device; by default the current one.
 
     Raises:
         RuntimeError: the driver cannot create or share them.
@@ -160,7 +160,7 @@ class TorchEventRing:
             self.handles = tuple(bytes(event.ipc_handle()) for event in self._events)
 
     def record(self, index: int) -> None:
-        """On the current stream of the current device, which must be the ring's."""
+        """Record event ``index`` on the current stream of the current device, which must be the ring's."""
         self._events[index].record()
 
     def mark(self) -> torch.cuda.Event:

@@ -21,11 +21,11 @@ class AttachStream(Protocol):
     `close`."""
 
     ended: bool
-    """Nothing more will arrive, and everything that had arrived was received."""
+    """Whether nothing more will arrive, and everything that had arrived was received."""
     error: TransportError | None
     """Why it has ended; None before, and if the daemon ended it in order."""
     quiesced: bool
-    """The daemon has said that the session is over: none of its copies runs, and the memory is unmapped."""
+    """Whether the daemon has reported the end of the session: none of its copies runs, and the memory is unmapped."""
 
     def pump(self) -> None:
         """Send from the send queue as much as the socket takes; the rest follows in the background. Never waits. With
@@ -74,8 +74,8 @@ class Transport(Protocol):
         """Send the ``lookup``, ``release`` or ``renew``, and wait at most ``seconds`` for the reply.
 
         Args:
-            on_late: as ``on_answer`` of `post`, for an answer that has not come in time. Not called if the message was
-                not sent whole.
+            on_late: like ``on_answer`` of `post`, for an answer that did not arrive in time. Not called if the message
+                was not sent whole.
 
         Raises:
             TransportError: DEADLINE_EXCEEDED, UNAVAILABLE, or the daemon's refusal.
@@ -93,7 +93,7 @@ class Transport(Protocol):
         """
 
     def post_in_background(self, request: pb.LocalRequest, on_answer: OnAnswer | None) -> bool:
-        """As `post`, for messages of any size, also before the first `call`: it takes longer, and ``on_answer`` is
+        """Like `post`, for messages of any size, also before the first `call`: it takes longer, and ``on_answer`` is
         called in a thread of the transport."""
 
     def collect(self, is_done: Callable[[], object] | None = None, seconds: float = 0.0) -> None:
@@ -114,7 +114,7 @@ class Transport(Protocol):
         """
 
     def going_down(self) -> bool:
-        """Whether the daemon has announced, apart from the end of the stream, that it goes down with its pool."""
+        """Whether the daemon has announced, apart from the end of the stream, that it shuts down with its pool."""
 
     def close(self) -> None:
         """Close the connection. A call that waits ends."""

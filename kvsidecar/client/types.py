@@ -98,7 +98,7 @@ class LookupResult:
     groups: Mapping[int, GroupHits] = field(default_factory=dict)
     lease: int | None = None
     lease_seconds: float = 0.0
-    """Granted; may be shorter than requested."""
+    """The granted time; may be shorter than requested."""
     asking: bool = False
     """The daemon asks a slower tier: look up again, in a millisecond or so."""
     reason: str = ""
@@ -117,6 +117,6 @@ class ResidencyChange:
     kind: Residency
     group: int = 0
     hashes: bytes = b""
-    """Joined."""
+    """The block hashes, joined."""
     notes: bytes = b""
     """`Residency.NOTES` only: joined, equally many bytes for each hash."""

@@ -28,7 +28,7 @@ def _named(path: str) -> str:
 
 
 def _elsewhere(path: str) -> str:
-    """Where the system's daemon is, if this user has none and looked at the default path."""
+    """A hint where the system's daemon is, if this user has none and looked at the default path."""
     system = attach_path(default_socket_path(uid=0))
     if path == system or path != attach_path(default_socket_path()):
         return ""

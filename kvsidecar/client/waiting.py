@@ -26,7 +26,7 @@ NAP_SECONDS: Final = cpu_sleep.NAP_SECONDS if cpu_sleep.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
 """How long a wait for a job naps: a slower job is not worth a tenth of a core."""
 LIGHT_ANSWER_SECONDS: Final = 0.005
-"""The same for the answer to a call, which comes sooner."""
+"""How long a wait for the answer to a call naps: it arrives sooner than the end of a job."""
 
 
 class Monitor:
@@ -46,7 +46,7 @@ class Monitor:
         Args:
             is_done: called with the lock held, after every change.
             deadline: monotonic seconds.
-            session: returns the one whose answers to read, or None; called with the lock held.
+            session: returns the session whose answers to read, or None; called with the lock held.
         """
         light_until = time.monotonic() + LIGHT_SECONDS
         while True:
@@ -118,7 +118,7 @@ class DaemonPoller:
 
 
 def wait_for_answer(fd: int, seconds: float) -> bool:
-    """`wait_readable`, with naps at first."""
+    """Like `wait_readable`, with naps at first."""
     began = time.monotonic()
     while not wait_readable(fd, min(NAP_SECONDS, seconds)):
         waited = time.monotonic() - began
