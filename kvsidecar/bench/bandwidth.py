@@ -49,7 +49,7 @@ class _Layout:
         self._engine = engine
         self._layout: Layout = engine.layout
         self._stored_bytes = 0
-        """Since the last clear."""
+        """Bytes stored since the last clear."""
 
     def measure(self) -> None:
         self._engine.client.set_idle(True)  # or its stores would be paced
@@ -77,7 +77,7 @@ class _Layout:
         return False
 
     def _cell(self, direction: Direction, mode: str, blocks: int, in_flight: int) -> None:
-        """One figure: rounds of jobs, ``in_flight`` at a time."""
+        """Measure one figure: rounds of jobs, ``in_flight`` at a time."""
         job_bytes = blocks * self._layout.block_bytes
         jobs = 1 if in_flight == 1 else min(4 * in_flight, max(in_flight, self._setting.in_flight_bytes // job_bytes))
         self._clear()
@@ -101,7 +101,7 @@ class _Layout:
         return rounds[1:]
 
     def _make_room(self, nbytes: int) -> None:
-        """Free slots for what comes: these figures are of stores that evict nothing."""
+        """Free slots for the next stores: these figures are for stores that evict nothing."""
         if self._stored_bytes + nbytes > self._setting.in_flight_bytes:
             self._clear()
         self._stored_bytes += nbytes
@@ -149,7 +149,7 @@ class _Layout:
                 return stop.is_set() and (all(done) or any(flow.done() for flow in flows))  # one may have failed
 
             def run(direction: Direction) -> None:
-                """None ends before the other begins."""
+                """Run jobs of one direction. None ends before the other direction begins."""
                 while not enough():
                     submits = self._engine.submits(direction, BOTH_BLOCKS, 2 * BOTH_IN_FLIGHT, held)
                     finished[direction] += self._engine.run(submits, BOTH_IN_FLIGHT)
@@ -177,7 +177,7 @@ class _Layout:
     # -- a full pool ---------------------------------------------------------------------------------------------------
 
     def _evicting(self) -> None:
-        """The life of a pool that has been in use for a while."""
+        """Measure a pool that has been in use for a while."""
         engine, blocks = self._engine, max(BLOCK_COUNTS)
         jobs = 1 + self._setting.pool_bytes // (blocks * self._layout.block_bytes)
         engine.run(engine.stores(blocks, jobs), max(IN_FLIGHT) // 2)

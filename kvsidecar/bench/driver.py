@@ -1,7 +1,7 @@
 """The part of the CUDA driver that the benchmark uses, through ctypes: streams, pinned memory, asynchronous copies.
 
-`kvsidecar.support.cuda_driver` has the calls; this is what it takes to time them. Every call is checked. The context is
-made current in each thread that comes, once.
+`kvsidecar.support.cuda_driver` has the calls; this module adds what is needed to time them. Every call is checked. The
+context is made current once in each thread that uses it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pinned:
         self.address: int = self._pointer.value
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """Its bytes. Not to be used after `close`."""
+        """The memory's bytes. Must not be used after `close`."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.address))
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Cuda(cuda_driver.CudaContext):
 
     @property
     def pci_bus_id(self) -> str:
-        """In lower case, such as ``0000:18:00.0``."""
+        """The GPU's PCI address in lower case, such as ``0000:18:00.0``."""
         return cuda_driver.device_bus_id(0).lower()
 
     @property
@@ -112,7 +112,7 @@ class Cuda(cuda_driver.CudaContext):
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def ipc_handle(self, address: int) -> bytes:
-        """64 bytes by which the daemon opens the allocation."""
+        """The 64 bytes with which the daemon opens the allocation."""
         return cuda_driver.ipc_handle(address)
 
     def stream(self) -> Stream:

@@ -19,7 +19,7 @@ from kvsidecar.client import Blocks, Client, Outcome
 from kvsidecar.types import Direction
 
 TIMEOUT = 60.0
-"""Seconds; no job and no call takes this long unless the daemon hangs."""
+"""Time limit of each job and call, in seconds. None takes this long unless the daemon hangs."""
 HASH_BYTES = 32
 
 
@@ -59,13 +59,13 @@ class Engine:
         self._rng = rng
 
     def fresh(self, count: int) -> list[bytes]:
-        """Hashes that nobody has stored: a known one would be skipped. Not of the seed, which several ranks share."""
+        """Hashes that nobody has stored: a known one would be skipped. Not from the seed, which several ranks share."""
         raw = os.urandom(count * HASH_BYTES)
         return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
 
     def jobs(self, hashes: Sequence[list[bytes]]) -> list[list[Blocks]]:
-        """What `Client.store` and `Client.load` take, for jobs with these hashes, at ids in the layout's order: packed,
-        as a connector keeps them."""
+        """The arguments of `Client.store` and `Client.load` for jobs with these hashes, at ids in the layout's order:
+        packed, as a connector keeps them."""
         ids = self.layout.block_ids(len(hashes[0]), len(hashes), self._rng)
         return [[Blocks(0, b"".join(of_job), np.array(at, np.int64))] for of_job, at in zip(hashes, ids, strict=True)]
 
@@ -154,14 +154,14 @@ def attached(
     name: str = "kvsidecar-bench",
     host: str = "host",
 ) -> Iterator[Engine]:
-    """Allocate, attach, wait until ready; detach and give back at the end.
+    """Allocate, attach, and wait until the daemon is ready; detach and free the memory at the end.
 
     Args:
-        host: which device of the host, without a GPU.
+        host: the device on the host, without a GPU.
 
     Raises:
-        ClientError: the daemon does not take the rank.
-        BenchError: it is not ready in time, or has failed.
+        ClientError: the daemon refuses the rank.
+        BenchError: the daemon is not ready in time, or has failed.
     """
     memory = engine_memory(layout, cuda, host)
     # The budgets of a real engine would turn a stall into a miss; here the stall is what is to be seen.

@@ -16,7 +16,7 @@ from kvsidecar.types import Direction
 
 RANKS = (1, 2, 4, 8)
 IN_FLIGHT = 8
-"""Jobs a rank has outstanding."""
+"""Outstanding jobs of each rank."""
 SECONDS = 1.5
 TWO_CORES = 2
 HOST_POOL = 4 * MiB
@@ -49,7 +49,7 @@ def _rates(
     """A row for each number of ranks and direction.
 
     Args:
-        devices: of the ranks, in turn; empty: all of them are on one.
+        devices: the ranks' devices, in turn; empty: one device for all.
     """
     with ExitStack() as stack:
         children: list[Child] = []
@@ -82,10 +82,10 @@ def rates(
     seconds: float,
     meanwhile: Callable[[float], None] = time.sleep,
 ) -> list[float]:
-    """``jobs`` or ``bytes`` a second of each direction, of all ranks together while all of them are at work.
+    """``jobs`` or ``bytes`` a second by direction, of all ranks together while all of them are at work.
 
     Args:
-        meanwhile: called once while they are; takes ``seconds``.
+        meanwhile: called once during that; takes ``seconds``.
     """
     for child in children:
         child.call("start", directions=[direction.value for direction in directions], idle=True)

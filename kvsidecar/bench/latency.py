@@ -45,7 +45,7 @@ def time_lookups(
     lease: bool = False,
     mode: LookupMode = LookupMode.PREFIX,
 ) -> dict[str, float]:
-    """Latencies of lookups one after another, each of which must find the first ``hits`` hashes."""
+    """Latencies of successive lookups, each of which must find the first ``hits`` hashes."""
     took = []
     client, namespace, clock = engine.client, engine.namespace, time.perf_counter
     for _ in range(samples):

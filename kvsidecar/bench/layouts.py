@@ -13,23 +13,23 @@ from kvsidecar.support.units import KiB, MiB, format_size
 from kvsidecar.types import GroupLayout, Namespace, Region
 
 BLOCK_COUNTS = (1, 8, 64, 512)
-"""Blocks of one job."""
+"""How many blocks a job has."""
 IN_FLIGHT = (1, 4)
-"""Jobs that are outstanding at a time."""
+"""How many jobs are outstanding at a time."""
 MOST_BLOCKS = max(BLOCK_COUNTS) * max(IN_FLIGHT)
 MANY_BLOCKS = 4096
-"""As many small blocks take about as much memory."""
+"""How many blocks layouts with small blocks have, so that they take about as much memory as the others."""
 
 
 class Form(StrEnum):
     CONTIGUOUS = "contiguous"
-    """All bytes of a block beside each other."""
+    """All bytes of a block are adjacent."""
     STACKED = "stacked"
     """One allocation, ``[rows, blocks, row bytes]``: a constant stride from row to row (vLLM since 0.33)."""
     SEPARATE = "separate"
-    """One allocation a row (vLLM up to 0.32)."""
+    """One allocation for each row (vLLM up to 0.32)."""
     PHYSICAL = "physical"
-    """The same in memory of cuMemCreate, as of vLLM's sleep mode: the copier maps it at a constant distance."""
+    """Like SEPARATE, in memory of cuMemCreate, as in vLLM's sleep mode: the copier maps it at a constant distance."""
 
     @property
     def apart(self) -> bool:
@@ -47,7 +47,7 @@ class Layout:
     row_bytes: int
     what: str
     consecutive: bool = False
-    """Block ids of a job follow one another; otherwise they are random."""
+    """Whether the block ids of a job are consecutive; otherwise they are random."""
     num_blocks: int = MOST_BLOCKS
 
     @property
@@ -108,7 +108,7 @@ class Layout:
         return [ids[job * count : (job + 1) * count] for job in range(jobs)]
 
     def to_json(self) -> dict[str, Any]:
-        """For a process that measures with it; `from_json` there."""
+        """The fields for a process that measures with this layout; it calls `from_json`."""
         return asdict(self)
 
     @classmethod
@@ -116,11 +116,11 @@ class Layout:
         return cls(**{**fields, "form": Form(fields["form"])})
 
     def scaled(self, divisor: int) -> Layout:
-        """The same rows, this many times narrower: for a host without room for real ones."""
+        """A layout with as many rows, this many times narrower: for a host without room for real ones."""
         return replace(self, row_bytes=max(1, self.row_bytes // divisor))
 
     def sized(self, free_bytes: int | None = None) -> Layout:
-        """With as many of its blocks as fit.
+        """The layout with as many of its blocks as fit.
 
         Args:
             free_bytes: memory of the device; None on the host, where layouts are scaled to fit.
@@ -172,7 +172,7 @@ SMALL_ROWS: tuple[Layout, ...] = tuple(
     )
     if f"{form}-{row_bytes // KiB}k" not in {layout.name for layout in LAYOUTS}
 )
-"""For a comparison of what the rows lie in, with ``--layouts``."""
+"""Layouts that compare the forms, for ``--layouts``."""
 ALL_LAYOUTS = (*LAYOUTS, *SMALL_ROWS)
 TINY = Layout("tiny", Form.CONTIGUOUS, 1, 4 * KiB, "blocks that cost nothing to copy", num_blocks=1024)
-"""Where the question is the daemon's work, and not the link's."""
+"""The layout for measuring the daemon's work, not the link's."""

@@ -16,7 +16,7 @@ _SYS_PCI = Path("/sys/bus/pci/devices")
 
 
 def facts(cuda: Cuda | None) -> dict[str, Any]:
-    """Facts by name; what cannot be known is None."""
+    """Facts by name; None for what cannot be read."""
     return {
         "cpu": _first("/proc/cpuinfo", r"model name\s*:\s*(.+)"),
         "cores": len(os.sched_getaffinity(0)),
@@ -28,7 +28,7 @@ def facts(cuda: Cuda | None) -> dict[str, Any]:
 
 
 def available_bytes() -> int:
-    """Host memory that can be had without swapping."""
+    """Host memory that is available without swapping."""
     return _memory("MemAvailable") or 0
 
 
@@ -43,7 +43,7 @@ def _gpu(cuda: Cuda) -> dict[str, Any]:
 
 
 def _link(device: Path) -> str | None:
-    """Such as ``32.0 GT/s PCIe x16``. The current speed of an idle link may be lower than what it takes under load."""
+    """The link, such as ``32.0 GT/s PCIe x16``. The current speed of an idle link may be lower than under load."""
     with suppress(OSError):
         speed = (device / "max_link_speed").read_text().strip()
         width = (device / "current_link_width").read_text().strip()
@@ -65,13 +65,13 @@ def _first(file: str, pattern: str) -> str | None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, in all of its threads."""
+    """CPU time that all threads of a process have used so far."""
     fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that its threads have started and that still run: of each thread in the order of their start.
+    """The running processes that a process's threads have started: for each thread in the order of their start.
 
     Raises:
         FileNotFoundError, ProcessLookupError: there is no such process.

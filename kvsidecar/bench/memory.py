@@ -28,13 +28,13 @@ class EngineMemory(Protocol):
         """Fill a block. The content must not change before `settle`."""
 
     def read(self, block: int, into: Bytes) -> None:
-        """Copy a block; it is there after `settle`."""
+        """Copy a block, which has arrived after `settle`."""
 
     def settle(self) -> None:
-        """Wait until everything written and read is."""
+        """Wait until all writes and reads are complete."""
 
     def close(self) -> None:
-        """Give the memory back; the daemon must have unmapped it."""
+        """Free the memory; the daemon must have unmapped it."""
 
 
 class HostMemory:
@@ -68,7 +68,7 @@ class HostMemory:
             place += nbytes
 
     def settle(self) -> None:
-        """Nothing here runs on after its call."""
+        """Do nothing: calls on the host are complete when they return."""
 
     def close(self) -> None:
         self._arrays.clear()
@@ -77,10 +77,10 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Device allocations, plain ones exported as CUDA IPC handles, or of physical memory.
+    """Device allocations: plain ones, exported as CUDA IPC handles, or physical memory.
 
-    In whole pages, as torch allocates: the driver maps others by small pages in the process that imports them, and
-    copies of small rows take twice as long (docs/benchmarks.md).
+    They consist of whole pages, as torch allocates: the driver maps others by small pages in the process that imports
+    them, and copies of small rows take twice as long (docs/benchmarks.md).
     """
 
     def __init__(self, cuda: Cuda, layout: Layout) -> None:

@@ -23,7 +23,7 @@ MEASUREMENTS = {
     "token": "an engine's 4 KiB device-to-host copy while the daemon stores and loads",
     "pin": "an engine's steps while a daemon pins its pool, and how fast it pins",
 }
-"""Name and subject, in the order in which they run."""
+"""Name and subject of each measurement, in the order in which they run."""
 
 USUAL_SECONDS: Mapping[tuple[str, bool], Mapping[str, float]] = {
     ("cuda", False): {  # benchmarks/results: H200 of 2026-11-21; scaling with two of them of 2026-11-22
@@ -39,14 +39,14 @@ USUAL_SECONDS: Mapping[tuple[str, bool], Mapping[str, float]] = {
         "pin": 7,
     },
 }  # fmt: skip
-"""By device and whether it is ``--quick``: what each measurement took, to say before a run how long it may take."""
+"""How long each measurement took, by device and ``--quick``, to announce before a run how long it may take."""
 
 MIN_POOL = 4 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """See ``kvsidecar bench --help``. Sizes in bytes."""
+    """The options of ``kvsidecar bench``; see its ``--help``. Sizes in bytes."""
 
     device: str = "auto"
     socket: str | None = None
@@ -54,7 +54,7 @@ class Options:
     pin_bytes: int | None = None
     only: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
-    """Empty: those of the default run."""
+    """Names of the layouts; empty: those of the default run."""
     quick: bool = False
     repeat: int | None = None
     seed: int = 0
@@ -66,7 +66,7 @@ class Options:
         cls, *, only: str | None, layouts: str | None = None, pool_size: str | None, pin_size: str | None = None,
         serve_flags: Iterable[str], measurements: Collection[str] = tuple(MEASUREMENTS), **rest: Any,
     ) -> Options:  # fmt: skip
-        """From the command line, where ``only`` may name these measurements. Raises BadOption."""
+        """The options from the command line, where ``only`` may name these measurements. Raises BadOption."""
         return cls(
             only=_names("--only", "measurement", only, measurements),
             layouts=_names("--layouts", "layout", layouts, [each.name for each in ALL_LAYOUTS]),
@@ -90,7 +90,7 @@ class Options:
             raise BadOption(f"--json={self.json!r}: there is no such directory")
 
     def to_json(self) -> dict[str, Any]:
-        """What was measured; where the results went says something of the machine and nothing of them."""
+        """The options that affect the results. The output file and the socket say something only about the machine."""
         fields = asdict(self)
         for name in ("json", "socket"):
             del fields[name]

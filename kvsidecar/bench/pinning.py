@@ -13,7 +13,7 @@ from kvsidecar.support.units import GiB, format_size
 
 IDLE_SECONDS = 4.0
 PIN_FIELDS = ("pin_seconds", "prefault_seconds", "register_seconds")
-"""What the daemon's ``ready`` line says beside the total, if it does."""
+"""Fields that the daemon's ``ready`` line may have besides the total."""
 
 
 def measure(setting: Setting, out: Measurement) -> None:

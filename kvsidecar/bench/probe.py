@@ -1,6 +1,6 @@
 """An engine's own GPU work, timed while the daemon copies or pins: ``python -m kvsidecar.bench.probe CONFIG``.
 
-A process of its own: nothing else runs in it, so what it sees is the GPU and the driver.
+A process of its own: nothing else runs in it, so its times show the GPU and the driver alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvsidecar.support.units import KiB, MiB
 
 TOKEN_BYTES = 4 * KiB
 PAUSE_SECONDS = 0.0005
-"""Between token copies: an engine has a step in between, and copies back to back would measure themselves."""
+"""Pause between token copies: an engine runs a step in between, and back-to-back copies would measure themselves."""
 STEP_BYTES = 256 * MiB
 STEP_COPIES = 8
 """Copies of STEP_BYTES from and to GPU memory in a step: about a millisecond on an H200."""
@@ -30,7 +30,7 @@ HOST_STEP_BYTES = 4 * MiB
 
 
 class Step(Protocol):
-    """One step of an engine; returns when its work is over."""
+    """Runs one step of an engine, and returns when its work is over."""
 
     what: str
 
@@ -82,7 +82,7 @@ def why_no_torch() -> str:
 
 
 class Probe:
-    """Answers the parent.
+    """Answers the parent's requests.
 
     Args:
         cuda: None on the host device, where the same loops run on host memory.
@@ -112,7 +112,7 @@ class Probe:
         return copy
 
     def token(self, samples: int) -> dict[str, Any]:
-        """Time a small device-to-host copy, issue and synchronisation, ``samples`` times. Seconds each."""
+        """Time a small device-to-host copy, issue and synchronisation, ``samples`` times. Returns seconds for each."""
         copy, clock, took = self._token, time.perf_counter, []
         for _ in range(20):
             copy()
@@ -135,7 +135,7 @@ class Probe:
         return {"bytes_per_second": copied / took}
 
     def steps(self) -> dict[str, Any]:
-        """Begin to run steps until `steps_over`: those of a decode graph where there is torch."""
+        """Run steps in a thread until `steps_over`: those of a decode graph if torch is installed."""
         step: Step
         if self._cuda is None:
             step = HostStep()
@@ -161,7 +161,7 @@ class Probe:
             before = now
 
     def steps_over(self) -> dict[str, Any]:
-        """Returns start and duration in seconds of every step; the clock is the same in all processes."""
+        """Stop. Returns start and duration in seconds of every step; the clock is the same in all processes."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

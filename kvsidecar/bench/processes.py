@@ -22,10 +22,10 @@ from kvsidecar.support import child_process, peer
 from kvsidecar.support.units import format_size
 
 READY_SECONDS = 300.0
-"""A pool of some hundred GiB takes a minute."""
+"""Time limit of a daemon's start. A pool of some hundred GiB takes a minute."""
 STOP_SECONDS = 20.0
 REPLY_SECONDS = 180.0
-"""The first use of torch on a cold machine takes most of a minute."""
+"""Time limit of a child's answer. The first use of torch on a cold machine takes most of a minute."""
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class RunningDaemon:
         with sockets.socket(sockets.AF_UNIX) as connection:
             connection.connect(client.socket)
             self.pid = peer.credentials(connection).pid or None
-            """None: it cannot be told from here."""
+            """Process id of the daemon; None: unknown here, as in another PID namespace."""
 
 
 class PrivateDaemon:
@@ -85,12 +85,12 @@ class PrivateDaemon:
         self.started = time.perf_counter()
         self.pid: int | None = None
         self.times: dict[str, float] = {}
-        """When its log said ``listening`` and ``ready``, on this process's clock."""
+        """When the lines ``listening`` and ``ready`` appeared in its log, on this process's clock."""
         self.said: dict[str, dict[str, Any]] = {}
-        """The same lines of the log."""
+        """The fields of these lines, by their event."""
 
     def start(self) -> None:
-        """Call it where `stop` is certain to follow. Once it has ended it may be started again, at the same socket."""
+        """Start it; `stop` must follow in any case. Then it may be started again, at the same socket."""
         self.times.clear()
         self.said.clear()
         with self._log.open("wb") as stream:
@@ -102,7 +102,7 @@ class PrivateDaemon:
         self.pid = self._process.pid
 
     def wait_ready(self) -> None:
-        """Raises BenchError with what its log says if it does not become ready."""
+        """Wait until it is ready. Raises BenchError, with lines of its log, if it does not become ready."""
         line = b""
         with self._log.open("rb") as log:
             while "ready" not in self.said:
@@ -146,14 +146,14 @@ class PrivateDaemon:
 
 
 Daemon = RunningDaemon | PrivateDaemon
-"""One that is ready."""
+"""A daemon that is ready."""
 
 
 @contextmanager
 def private_daemon(
     directory: Path, device: str, pool_bytes: int, flags: Sequence[str], **how: Any
 ) -> Iterator[PrivateDaemon]:
-    """A daemon that is ready, until the end of the block. Arguments as of `PrivateDaemon`."""
+    """A ready daemon until the end of the block. The arguments are those of `PrivateDaemon`."""
     daemon = PrivateDaemon(directory, device, pool_bytes, flags, **how)
     try:
         daemon.start()
@@ -189,12 +189,12 @@ class Child:
             )
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Ask and wait for the answer. Raises BenchError with the child's own words if it cannot do it."""
+        """Ask, and wait for the answer. Raises BenchError with the child's message if it fails."""
         self.ask(do, **arguments)
         return self.answer()
 
     def ask(self, do: str, **arguments: Any) -> None:
-        """Ask only; `answer` waits."""
+        """Ask without waiting; `answer` waits."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")

@@ -23,9 +23,9 @@ from kvsidecar.support import cuda_driver
 from kvsidecar.types import Direction
 
 LEASE_SECONDS = 60.0
-"""The daemon's default maximum; renewed at a third of it."""
+"""How long leases last: the daemon's default maximum. They are renewed after a third of it."""
 BATCH = 16
-"""Jobs prepared at a time, so that hashes are made between jobs and not between a job's end and the next one."""
+"""Jobs that are prepared at a time, so that no hashes are made between a job's end and the next job."""
 
 
 class Traffic:
@@ -84,7 +84,7 @@ class Traffic:
 
 
 class Rank:
-    """Answers the parent."""
+    """Answers the parent's requests."""
 
     def __init__(self, engine: Engine, traffics: dict[str, Traffic]) -> None:
         self._engine = engine

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA = 1
-"""Raised whenever a reader of the older form would be wrong."""
+"""Incremented whenever a reader of the older form would be wrong."""
 
 Row = dict[str, Any]
 SYSTEM = "kvsidecar"
@@ -28,7 +28,7 @@ class Measurement:
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """For who reads the table: what was left out, and why."""
+    """Notes for readers of the table: what was left out, and why."""
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
@@ -40,7 +40,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class Report:
-    """A whole run."""
+    """The result of a whole run."""
 
     version: str
     date: str

@@ -27,7 +27,7 @@ from kvsidecar.support.units import format_duration
 
 EXIT_INTERRUPTED = 130
 SAID_EVERY_SECONDS = 5.0
-"""Where progress is not a terminal."""
+"""Interval between lines of progress that do not go to a terminal."""
 
 Measure = Callable[[Setting, Measurement], None]
 MEASURE: Mapping[str, Measure] = {
@@ -47,11 +47,11 @@ def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapp
     """Measure and report. Returns the exit code: 1 if a measurement failed, 130 if it was interrupted.
 
     Args:
-        measure: how, by name, in the order in which they run.
-        tables: how each is shown.
+        measure: the functions that measure, by name, in the order in which they run.
+        tables: the functions that show their results.
 
     Raises:
-        KVSidecarError: it could not begin; the text is one sentence.
+        KVSidecarError: the run could not begin; the text is one sentence.
     """
     # The limit belongs to everything that is compared with it.
     chosen = {name: each for name, each in measure.items() if not options.only or name in (*options.only, "limit")}
@@ -77,7 +77,7 @@ def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapp
 
 
 def plan_text(names: Sequence[str], device: str, *, quick: bool) -> str:
-    """What is measured, and how long that took elsewhere."""
+    """The announcement of what is measured, and of how long that took elsewhere."""
     usual = USUAL_SECONDS.get((device, quick), {})
     known = [usual[name] for name in names if name in usual]
     took = f", about {format_duration(max(60, round(sum(known) / 60) * 60))}" if len(known) == len(names) else ""
@@ -86,7 +86,7 @@ def plan_text(names: Sequence[str], device: str, *, quick: bool) -> str:
 
 
 def _measure_all(setting: Setting, chosen: Mapping[str, Measure], report: Report, progress: Progress) -> bool:
-    """Returns whether it was interrupted."""
+    """Run the chosen measurements. Returns whether the run was interrupted."""
     interrupted = False
     try:
         for number, (name, measure) in enumerate(chosen.items(), 1):
@@ -137,12 +137,12 @@ def _write(report: Report, options: Options) -> None:
 
 
 class Progress:
-    """Progress on standard error: what is to come, a line for each measurement, and its steps: on a terminal in place,
-    elsewhere the one under way every few seconds, also while it goes on: how long it takes depends on the machine.
+    """Progress on standard error: what follows, a line for each measurement, and its steps. A terminal shows the
+    current step in place. Elsewhere it is printed every ``every`` seconds while it lasts, which depends on the machine.
 
     Args:
-        clock: seconds.
-        every: seconds without a line, at most.
+        clock: returns seconds.
+        every: most seconds without a line.
     """
 
     def __init__(
@@ -175,12 +175,12 @@ class Progress:
             self._thread.join()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         with self._lock:
             self._print(text)
 
     def begin(self, name: str, what: str = "") -> None:
-        """Its first step, which is said at once."""
+        """Begin a measurement; prints its first step at once."""
         with self._lock:
             self._name = name
             self._set_step(what)
@@ -188,14 +188,14 @@ class Progress:
                 self._print(self._step)
 
     def detail(self, text: str) -> None:
-        """The next step; `remind` prints it when its time has come."""
+        """Note the next step; `remind` prints it when it is due."""
         with self._lock:
             self._set_step(text)
         self.remind()
 
     def remind(self) -> float:
-        """Say which step is under way if nothing was said for `every` seconds, unless a terminal shows it. Returns in
-        how many seconds that is to be asked again."""
+        """Print the current step if nothing was printed for ``every`` seconds, unless a terminal shows it. Returns in
+        how many seconds to call this again."""
         with self._lock:
             now = self._clock()
             if now < self._told + self._every:

@@ -1,6 +1,7 @@
 """What one more GPU adds: an engine rank on each, stores and loads at once, all through one daemon.
 
-Beside it what plain copies reach, with a process for each GPU and no daemon: the links' and the host memory's limit.
+For comparison it measures plain copies, with a process for each GPU and no daemon: the limit of the links and of host
+memory.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
 
 LAYOUT_NAMES = ("stacked-64k", "tp8-4k")
-"""Unless the user names others."""
+"""The layouts that are measured unless the user names others."""
 BULK = "bulk copies"
 BLOCKS = (256, 32)
-"""Blocks of a job."""
+"""How many blocks a job has."""
 IN_FLIGHT = 2
 """Jobs outstanding in each direction."""
 SECONDS = 2.0
 HASHES = 512
-"""Of the lookups meanwhile."""
+"""How many hashes each of the concurrent lookups has."""
 PAUSE_SECONDS = 0.005
-"""Between two lookups: they are to be seen, not to keep the daemon busy."""
+"""Pause between two lookups: they sample the latency and must not keep the daemon busy."""
 HOST_DEVICES = 2
-"""Without a GPU, memory of the host stands in for so many."""
+"""How many devices host memory stands in for without a GPU."""
 HOST_BYTES = 16 * MiB
 
 
@@ -58,7 +59,7 @@ def measure(setting: Setting, out: Measurement) -> None:
 
 
 def _limit(setting: Setting, out: Measurement, devices: int) -> None:
-    """Large copies both ways at once, by a process for each GPU."""
+    """Measure large copies both ways at once, by a process for each GPU."""
     nbytes = CUDA_BYTES if setting.cuda is not None else HOST_BYTES
     with ExitStack() as stack:
         probes = [stack.enter_context(setting.probe_on(ordinal)) for ordinal in range(devices)]
@@ -105,13 +106,13 @@ def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daem
 
 
 class Asker:
-    """Looks blocks up as a scheduler does, and watches what the daemon's processes use meanwhile."""
+    """Looks blocks up as a scheduler does, and watches the CPU time of the daemon's processes meanwhile."""
 
     def __init__(self, engine: Engine, daemon: Daemon) -> None:
         self._engine, self._pid = engine, daemon.pid
         self.p50_us = 0.0
         self.cores: dict[str, float] = {}
-        """Cores that the daemon's process and all copiers together kept busy; empty if that cannot be told."""
+        """Cores that the daemon's process and all copiers together kept busy; empty if unknown."""
 
     def ask_for(self, seconds: float) -> None:
         # Blocks of its own each time: those of an earlier one may be evicted, and their lease be over.
@@ -131,7 +132,7 @@ class Asker:
         }
 
     def _used(self) -> tuple[float, ...]:
-        """CPU seconds so far of the daemon, and of its copiers."""
+        """CPU seconds that the daemon, and its copiers, have used so far."""
         if self._pid is None:
             return ()
         return machine.cpu_seconds(self._pid), sum(map(machine.cpu_seconds, machine.children_of(self._pid)))

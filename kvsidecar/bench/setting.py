@@ -24,7 +24,8 @@ from kvsidecar.support.units import GiB, MiB, format_size
 from kvsidecar.types import Direction
 
 CUDA_POOL = 12 * GiB
-"""Holds four jobs of 512 blocks of the largest layout, and lets stores run on for a while before they evict."""
+"""Pool of a run on a GPU. Holds four jobs of 512 blocks of the largest layout, and lets stores run for a while before
+they evict."""
 HOST_POOL, HOST_POOL_QUICK = 1 * GiB, 48 * MiB
 PIN_CUDA, PIN_HOST, PIN_HOST_QUICK = 64 * GiB, 1 * GiB, 32 * MiB
 POOL_SHARE = 0.6
@@ -32,14 +33,14 @@ POOL_SHARE = 0.6
 
 
 class Setting:
-    """Opened once per run; closing it ends everything that it started.
+    """The environment of a run. Opened once per run; closing it ends everything that it started.
 
     Args:
         say: shows progress, one short line at a time.
 
     Raises:
-        DriverUnusable: CUDA was asked for and does not work.
-        DaemonUnreachable, BenchError: the daemon at ``--socket`` is not there or not ready.
+        DriverUnusable: CUDA was requested and does not work.
+        DaemonUnreachable, BenchError: there is no daemon at ``--socket``, or it is not ready.
     """
 
     def __init__(self, options: Options, directory: Path, say: Callable[[str], None]) -> None:
@@ -65,35 +66,35 @@ class Setting:
 
     @property
     def repeat(self) -> int:
-        """Rounds of every bandwidth figure at least."""
+        """Least number of rounds of every bandwidth figure."""
         return self.options.repeat or (1 if self.options.quick else 7)
 
     @property
     def cell_seconds(self) -> float:
-        """Rounds go on for so long: short jobs are then measured many times."""
+        """Least duration of the rounds: short jobs are then measured many times."""
         return 0.0 if self.options.quick else 0.2
 
     def samples(self, full: int) -> int:
-        """How many samples of a latency."""
+        """How many samples of a latency to take."""
         return max(20, full // 20) if self.options.quick else full
 
     def seconds(self, full: float) -> float:
-        """How long to watch something that goes on by itself."""
+        """How long to watch something that runs by itself."""
         return full / 8 if self.options.quick else full
 
     @property
     def in_flight_bytes(self) -> int:
-        """The most bytes of jobs in flight: what the pool can hold beside other things."""
+        """The most bytes of jobs in flight: what the pool can hold besides other blocks."""
         return int(self.pool_bytes * POOL_SHARE)
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Those to measure, at this device's scale, without a number of blocks for its memory."""
+        """The layouts to measure, scaled for this device, but not yet limited to blocks that fit its memory."""
         named = self.options.layouts
         chosen = [each for each in ALL_LAYOUTS if each.name in named] if named else LAYOUTS
         return tuple(layout.scaled(self.divisor) for layout in chosen)
 
     def sized(self, layout: Layout) -> Layout:
-        """Raises Skipped if it does not fit the GPU."""
+        """The layout with blocks that fit the GPU. Raises Skipped if none do."""
         return layout.sized(self.cuda.memory_info()[0] if self.cuda else None)
 
     def _pool_bytes(self) -> int:
@@ -115,12 +116,12 @@ class Setting:
         return _whole_mib(min(wanted, machine.available_bytes() // 3, self._lockable()))
 
     def _lockable(self) -> int:
-        """What mlock allows an ordinary user, often 8 MiB, less what else a process locks."""
+        """Memory that mlock allows an ordinary user, often 8 MiB, minus what else a process locks."""
         limit = HostPlatform().pin_limit()
         return 1 << 62 if limit is None else limit * 3 // 4
 
     def _divisor(self) -> int:
-        """How much narrower rows are on the host: a power of two by which four jobs of 512 blocks fit the pool."""
+        """How much narrower rows are on the host: a power of two with which four jobs of 512 blocks fit the pool."""
         largest = max(layout.block_bytes for layout in LAYOUTS)
         divisor = 1
         while largest // divisor * MOST_BLOCKS > self.in_flight_bytes:
@@ -149,7 +150,7 @@ class Setting:
     def private_daemon(
         self, pool_bytes: int, flags: Sequence[str] = (), *, device: str = "", cores: frozenset[int] | None = None
     ) -> AbstractContextManager[PrivateDaemon]:
-        """One more daemon, ready, for the length of the block."""
+        """Another ready daemon, until the end of the block."""
         flags = [*self.options.serve_flags, *flags]
         return private_daemon(self.directory, device or self.device, pool_bytes, flags, cores=cores)
 
@@ -174,7 +175,7 @@ class Setting:
         """A rank in a process of its own, attached; see `kvsidecar.bench.rank` for what it answers.
 
         Args:
-            on: the device by the daemon's name; None for the first GPU, or ``host``.
+            on: the daemon's name of the device; None: the first GPU, or ``host``.
         """
         config: dict[str, Any] = {
             "socket": (daemon or self.daemon()).socket,
@@ -199,12 +200,12 @@ class Setting:
         return self._probe
 
     def probe_on(self, ordinal: int) -> AbstractContextManager[Child]:
-        """Such a process on one of the GPUs."""
+        """A process like `probe`, on this GPU."""
         config = {"cuda": self.cuda is not None, "ordinal": ordinal}
         return closing(Child("kvsidecar.bench.probe", config, self.directory))
 
     def need_private(self, what: str) -> None:
-        """Raises Skipped with --socket."""
+        """Check that the run has a daemon of its own. Raises Skipped with --socket."""
         if not self.is_private:
             raise Skipped(f"{what} can only be measured with a daemon that the benchmark starts: leave out --socket")
 

@@ -29,7 +29,7 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A collection takes milliseconds in a process that has imported gRPC and numpy; an engine freezes its heap too."""
+    """Turn collections off: each takes milliseconds once gRPC and numpy are imported, and engines freeze their heap."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

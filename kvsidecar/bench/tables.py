@@ -14,9 +14,9 @@ from kvsidecar.bench.report import Report, Row
 from kvsidecar.support.units import format_size
 
 Tables = Callable[[Report, list[Row]], Iterable[Table]]
-"""How the rows of a measurement are shown."""
+"""Makes the tables that show the rows of a measurement."""
 WIDTH = 100
-"""Where standard output is no terminal. Every table fits it."""
+"""Columns where standard output is no terminal. Every table fits."""
 _MODES = {
     UNPACED: "the whole link",
     PACED: "paced: the engine is not idle",
@@ -25,13 +25,13 @@ _MODES = {
 
 
 def console_of(width: int, *, stderr: bool = False) -> Console:
-    """Of this width where the output is no terminal."""
+    """A console, with this width if the output is no terminal."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=width)
 
 
 def print_tables(console: Console, tables: Iterable[Table]) -> None:
-    """A title of its own line: rich would fold it at the width of the table."""
+    """Print tables, their titles on lines of their own: rich would fold them at the width of the table."""
     for table in tables:
         console.print(Text(f"\n{table.title}", style="bold"))
         table.title = None
@@ -55,13 +55,13 @@ def share(gbps: float, limit: float | None) -> str:
 
 
 Cell = str | tuple[str, int]
-"""A field of the row as it is, or as a number with so many digits; a dash if it is not there."""
+"""A field of the row as it is, or a field and its number of digits; a dash if the row has no such field."""
 TIMES: Mapping[str, Cell] = {"p50 µs": ("p50_us", 1), "p99 µs": ("p99_us", 1), "max µs": ("max_us", 1)}
 RATES: Mapping[str, Cell] = {"store GB/s": ("store_gbps", 1), "load GB/s": ("load_gbps", 1)}
 
 
 def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, Cell]) -> Table:
-    """A line for each row, and under each title what its cell says."""
+    """A table with a line for each row, and in each column the field that its cell names."""
     table = new_table(title, *columns)
     for row in rows:
         table.add_row(*(_cell(row, cell) for cell in columns.values()))
@@ -136,7 +136,7 @@ def _bandwidth_cell(row: Row | None, limit: float | None) -> Text:
 
 
 def _ms(value: float) -> str:
-    """At most four characters up to ten seconds: the cells of a row stand beside one another."""
+    """Milliseconds, in at most four characters up to ten seconds, so that the cells of a row fit."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
@@ -228,7 +228,7 @@ TABLES: Mapping[str, Tables] = {
 
 
 def print_report(report: Report, console: Console, tables: Mapping[str, Tables] = TABLES) -> None:
-    """Everything that was measured, and what was not and why."""
+    """Print everything that was measured, and what was not and why."""
     console.print(Text(report.title, style="bold"))
     for measurement in report.measurements.values():
         if measurement.rows:

@@ -18,21 +18,21 @@ from kvsidecar.types import Direction
 BLOCKS, IN_FLIGHT = 64, 4
 SAMPLES = 2000
 SETTLE_SECONDS = 0.3
-"""From the first job to the first sample."""
+"""Time from the first job to the first sample."""
 MOVE_SECONDS, POLL_SECONDS = 10.0, 0.01
-"""On a busy machine the work may be over before a job of each direction has ended. That is waited for so long, since a
-rate of 0 would say that nothing moves."""
+"""How long, and how often, to wait for the first job of each direction to end. On a busy machine the samples may be
+taken before that, and a rate of 0 would suggest that nothing moves."""
 STORE, LOAD = Direction.STORE, Direction.LOAD
 Result = TypeVar("Result")
 
 
 def traffic_layout(setting: Setting) -> Layout:
-    """Layer-stacked, as engines have it, with the blocks that are in flight."""
+    """The layout of the traffic: layer-stacked, as in engines, with as many blocks as are in flight."""
     return replace(STACKED.scaled(setting.divisor), num_blocks=2 * BLOCKS * IN_FLIGHT)
 
 
 def measure(setting: Setting, out: Measurement) -> None:
-    """Idle, under stores unpaced and paced, under loads, under both."""
+    """Measure idle, under unpaced and paced stores, under loads, and under both."""
     probe = setting.probe()
     out.add(traffic="none", mode="", **token(setting, probe), store_gbps=0.0, load_gbps=0.0)
     with setting.rank(traffic_layout(setting), BLOCKS, IN_FLIGHT, (STORE, LOAD)) as rank:
@@ -58,7 +58,7 @@ def under_traffic(setting: Setting, probe: Child, rank: Child, directions: Seque
 def meanwhile(
     setting: Setting, rank: Child, directions: Sequence[Direction], work: Callable[[], Result], *, idle: bool
 ) -> tuple[Result, Row]:
-    """What the work returns that is done while a rank keeps the daemon busy, and the rank's GB/s by direction."""
+    """Do work while a rank keeps the daemon busy. Returns its result, and the rank's GB/s by direction."""
     rank.call("start", directions=[direction.value for direction in directions], idle=idle)
     try:
         time.sleep(setting.seconds(SETTLE_SECONDS))

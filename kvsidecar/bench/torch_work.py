@@ -8,11 +8,12 @@ BATCH = 32
 HIDDEN = 8192
 GEMMS = 64
 WEIGHTS = 8
-"""Different ones, 128 MiB each, in turn: more than the cache of any GPU, so each is read from memory as in decoding."""
+"""Number of weights, 128 MiB each, used in turn: more than the cache of any GPU, so each is read from memory as in
+decoding."""
 
 
 class DecodeGraph:
-    """A step of decoding as the GPU sees it: many small GEMMs that read weights, replayed from one CUDA graph."""
+    """The GPU's work in a step of decoding: many small GEMMs that read weights, replayed from one CUDA graph."""
 
     def __init__(self) -> None:
         options = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -36,6 +37,6 @@ class DecodeGraph:
         self._graph.replay()
 
     def step(self) -> None:
-        """Once, and wait."""
+        """Run one step, and wait for it."""
         self.issue()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Every layout once, byte for byte: random content per block, stored, loaded to other block ids, compared."""
+"""Checks every layout once, byte for byte: random content per block, stored, loaded to other block ids, compared."""
 
 from __future__ import annotations
 
