@@ -1,4 +1,4 @@
-"""What the commands have in common: exit codes, and the daemon that they talk to."""
+"""Shared by the commands: exit codes, and options that choose the daemon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_UNAVAILABLE = 69
 EXIT_SOCKET = 73
 """sysexits.h EX_CANTCREAT: another daemon serves the socket."""
 EXIT_OUTPUT = 74
-"""sysexits.h EX_IOERR: what a command says cannot be written."""
+"""sysexits.h EX_IOERR: a command's output cannot be written."""
 EXIT_AGAIN = 75
 """sysexits.h EX_TEMPFAIL: a port is in use; a restart may help."""
 EXIT_DENIED = 77
@@ -91,8 +91,8 @@ def env_option(flag: str, metavar: str | None, text: str, *, of: str = "", unset
     """An option that may also be given by a variable, which the help names.
 
     Args:
-        of: what the variable's name has between KVSIDECAR_ and the flag's.
-        unset: what is taken if neither is given.
+        of: the part of the variable's name between KVSIDECAR_ and the flag's.
+        unset: the value if neither is given, for the help.
     """
     variable = f"KVSIDECAR_{of}{flag.removeprefix('--').replace('-', '_').upper()}"
     default = f"default: {unset}; " if unset else ""

@@ -1,4 +1,4 @@
-"""The command line. Elsewhere than on Linux it has the commands that need no daemon on their own machine."""
+"""The command line. Outside Linux it has only the commands that need no daemon on their own machine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ with gc_disabled():
         from kvsidecar.daemon.setting_sources import unknown_variable
 
 OF_A_NODE = ("serve", "doctor", "publish", "demo", "bench")
-"""What `node_commands` has."""
+"""The commands of `node_commands`."""
 NO_TEXTS = "Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which say here what each command does."
 
 
 class _Commands(click.Group):
-    """click says nothing of a reader that has gone, and shows a traceback where a disk is full, or for an error whose
-    text is for the user."""
+    """Reports errors that click does not: click is silent when the reader has closed the output, and shows a traceback
+    when a disk is full, or for an error whose text is meant for the user."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = super().get_command(ctx, cmd_name)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _warn_of_variable() -> None:
-    """A mistyped variable would be ignored, and the default used."""
+    """Warn of unknown variables: a mistyped one would be ignored, and the default used."""
     if sys.platform == "linux" and (said := unknown_variable(os.environ)):
         with contextlib.suppress(OSError):
             click.echo(f"kvsidecar: warning: {said}", err=True)

@@ -64,7 +64,7 @@ def _serve(check: bool, **flags: str | None) -> None:
 
 
 def _exit_code(error: Exception) -> int:
-    """Of a start that fails."""
+    """The exit code of a start that fails."""
     from kvsidecar import errors
 
     if isinstance(error, errors.PoolRefused):
@@ -85,7 +85,7 @@ CHECK = click.Option(["--check"], is_flag=True, help="Check the settings, and st
 
 class _Serve(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """In the sections of docs/configuration.md."""
+        """Write the options in the sections of docs/configuration.md."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         title = "Options"
         for param in self.get_params(ctx):

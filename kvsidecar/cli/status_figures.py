@@ -29,9 +29,9 @@ class Rates:
     loaded_bytes: float
     loaded_tokens: float
     needed_tokens: float
-    """Of prompts, that engines did not have themselves."""
+    """Tokens of prompts that engines did not have in their own caches."""
     hit_tokens: float
-    """Those of them that they have loaded."""
+    """Those of the needed tokens that engines have loaded."""
     evicted_bytes: float
     refusals: Mapping[str, int]
     """New refusals by reason: counts, not rates. Only reasons that occurred."""
@@ -40,7 +40,7 @@ class Rates:
 
     @property
     def hit_rate(self) -> float | None:
-        """None if engines needed nothing."""
+        """The share of the needed tokens that was loaded; None if engines needed nothing."""
         return hit_rate(self.hit_tokens, self.needed_tokens)
 
 
@@ -51,7 +51,7 @@ def hit_rate(hit_tokens: float, needed_tokens: float) -> float | None:
 
 
 def rates_between(before: Sample, after: Sample) -> Rates | None:
-    """None if no time has passed, or if the daemon was restarted, which resets its counters."""
+    """The rates; None if no time has passed, or if the daemon was restarted, which resets its counters."""
     seconds = after.at - before.at
     old, new = before.reply, after.reply
     if seconds <= 0 or old.epoch != new.epoch:
@@ -77,7 +77,7 @@ def rates_between(before: Sample, after: Sample) -> Rates | None:
 
 
 def busiest(reply: pb.StatusReply, rates: Rates | None, limit: int) -> list[pb.RankStatus]:
-    """At most ``limit`` ranks, those that copy most; by instance and rank."""
+    """The ranks that copy most, at most ``limit``, ordered by instance and rank."""
     by_rank = {} if rates is None else rates.ranks
     ranks = sorted(
         reply.ranks,
@@ -87,8 +87,8 @@ def busiest(reply: pb.StatusReply, rates: Rates | None, limit: int) -> list[pb.R
 
 
 def namespace_names(namespaces: Sequence[pb.NamespaceStatus]) -> list[str]:
-    """What people call each namespace: the name that requests give its model, or else that of the weights; with the
-    namespace's digest where others have this name too."""
+    """A name for each namespace: its model's name in requests, or else that of the weights; with the namespace's digest
+    if others have the same name."""
     names = [each.served_name or each.namespace.model for each in namespaces]
     counted = Counter(names)
     digests = [f" #{each.digest}" if counted[name] > 1 else "" for name, each in zip(names, namespaces, strict=True)]
@@ -96,7 +96,7 @@ def namespace_names(namespaces: Sequence[pb.NamespaceStatus]) -> list[str]:
 
 
 def has_pool(readiness: pb.Readiness) -> bool:
-    """Whether the pool can hold blocks. One that is not pinned holds none, and is not an empty one."""
+    """Whether the pool can hold blocks. A pool that is not pinned yet is not shown as an empty one."""
     if readiness.state == pb.Readiness.STATE_DRAINING:
         return readiness.pinned_bytes >= readiness.pool_bytes
     return readiness.serves_kept or readiness.state == pb.Readiness.STATE_READY
@@ -133,7 +133,7 @@ def tier_details(tier: pb.TierStatus) -> str:
 
 
 def share_details(share: pb.ShareStatus) -> str:
-    """What a share of the pool has and may have."""
+    """How much of the pool a share uses and may use."""
     details = [f"{format_size(share.used_bytes)} used", f"{format_size(share.guaranteed_bytes)} guaranteed"]
     details += [f"at most {format_size(share.max_bytes)}"] if share.HasField("max_bytes") else []
     return ", ".join(details)
@@ -149,10 +149,10 @@ class Price:
 
     @classmethod
     def parse(cls, text: str) -> Price:
-        """Such as ``20``, ``$20`` or ``20 EUR``.
+        """Read a price, such as ``20``, ``$20`` or ``20 EUR``.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is no price.
         """
         found = _PRICE.fullmatch(text.strip())
         if found is None or len(text) > MAX_PRICE or not text.isprintable():
@@ -165,29 +165,29 @@ class Price:
 
 _PRICE = re.compile(r"([^\d+-]*)(\d+(?:[.,]\d+)?)([^\d+-]*)", re.ASCII)
 MAX_PRICE = 16
-"""Characters."""
+"""Longest text of a price, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What a token that need not be computed is worth.
+    """The worth of tokens that need not be computed.
 
     Args:
         prefill_rate: prompt tokens that one engine computes in a second.
-        engine_price: of an hour of one engine, all of its GPUs together; None: it is not shown.
+        engine_price: price of one engine for an hour, with all of its GPUs; None: it is not shown.
     """
 
     prefill_rate: float
     engine_price: Price | None = None
 
     def of(self, tokens: float) -> str:
-        """``1.5 h of prefill, $12.30``"""
+        """The worth of this many tokens: ``1.5 h of prefill, $12.30``"""
         seconds = tokens / self.prefill_rate
         price = f", {self.engine_price.times(seconds / 3600)}" if self.engine_price else ""
         return f"{format_duration(seconds)} of prefill{price}"
 
     def hourly(self, tokens: float) -> str:
-        """What so many tokens a second save: ``the prefill of 2.40 engines, $28.80/h``."""
+        """The savings by this many tokens a second: ``the prefill of 2.40 engines, $28.80/h``."""
         engines = tokens / self.prefill_rate
         price = f", {self.engine_price.times(engines)}/h" if self.engine_price else ""
         return f"the prefill of {engines:.2f} engines{price}"

@@ -27,7 +27,7 @@ BAR_WIDTH = 40
 CELL = 96
 """Maximum length of a client's text in a table cell; --json prints all of it."""
 WIDE = 110
-"""Columns of a terminal that has room for more of each namespace and engine than people look for first."""
+"""Columns of a terminal from which on more details of each namespace and engine are shown."""
 SHOWN = 32
 """Maximum number of namespaces and of engines that `kvsidecar status` lists."""
 
@@ -143,7 +143,7 @@ def no_engine(reply: pb.StatusReply) -> Text:
 
 
 def rank_cells(rank: pb.RankStatus, name_columns: int = CELL) -> dict[str, Text]:
-    """What a table may show of a rank, by column."""
+    """The cells that a table may show for a rank, by column."""
     return {
         "engine": brief(rank.instance + (" (idle)" if rank.idle else ""), name_columns),
         "rank": Text(f"{rank.rank}/{rank.world_size}"),

@@ -33,7 +33,7 @@ class Engine:
 
     Args:
         cuda: whether the KV cache is on the GPU.
-        seed: for the order in which this engine allocates block ids.
+        seed: determines the order in which this engine allocates block ids.
     """
 
     def __init__(self, *, name: str, shape: Shape, socket: str, cuda: bool, seed: int) -> None:
@@ -65,7 +65,7 @@ class Engine:
         ]
 
     def hits(self, *, lease_seconds: float = 0.0) -> tuple[int, int | None]:
-        """How many of the blocks are readable, when all have come that a disk has, and the lease on them."""
+        """How many blocks are readable, once all that a disk has are fetched, and the lease on them."""
         client, deadline = self.clients[0], time.monotonic() + TIMEOUT
         while True:
             result = client.lookup(

@@ -110,7 +110,7 @@ def _end(client: Client, daemon: subprocess.Popen[bytes]) -> int:
 def _daemon(
     console: Console, kind: str, socket: str, options: list[str], log: Path, disk: bool
 ) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
-    """One that is ready, and a client of it. It is killed."""
+    """A ready daemon and a client of it, until the end of the block, when the daemon is killed."""
     command = [sys.executable, "-m", "kvsidecar", "serve", "--device", kind, "--socket", socket, "--http-port", "0"]
     command += [*options, "--log-format", "json"]
     with log.open("wb") as stream:
@@ -197,7 +197,7 @@ def _engine_b(kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
 
 
 def _wait_until(problem: Callable[[], str], seconds: float) -> None:
-    """Wait until there is none."""
+    """Wait until ``problem`` returns an empty text."""
     deadline = time.monotonic() + seconds
     while found := problem():
         if time.monotonic() > deadline:

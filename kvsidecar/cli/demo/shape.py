@@ -50,7 +50,7 @@ class Shape:
         )
 
     def memory(self) -> Layout:
-        """Where the bytes lie."""
+        """The layout of the bytes."""
         return Layout("demo", Form.STACKED, self.layers, self.row_bytes, "layer-stacked", num_blocks=self.num_blocks)
 
     def layout(self, rank: int) -> GroupLayout:

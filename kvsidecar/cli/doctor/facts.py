@@ -56,7 +56,7 @@ class Driver:
     module_version: str = ""
     """Version of the kernel module; empty if it is not loaded."""
     cuda_version: int = 0
-    """As cuDriverGetVersion: 12080 is 12.8."""
+    """The version that cuDriverGetVersion returns: 12080 is 12.8."""
     missing_calls: tuple[str, ...] = ()
     missing_optional_calls: tuple[str, ...] = ()
     calls: int = 0
@@ -114,12 +114,12 @@ class KeptPool:
     file_system: str = ""
     """``tmpfs`` or ``hugetlbfs``."""
     owner: str = ""
-    """Of the directory, or of the one in which it will be made."""
+    """Owner of the directory, or of the one in which it will be made."""
     writable: bool = False
     room: int | None = None
-    """With that of a pool that is there already, which a new one replaces; None: no limit."""
+    """Free bytes, including those of an existing pool, which a new one replaces; None: no limit."""
     pool_bytes: int | None = None
-    """Of the pool that is there; None: there is none."""
+    """Size of the existing pool; None: there is none."""
     pool_owner: str = ""
 
 
@@ -131,28 +131,28 @@ class DiskTier:
     """``--disk-dir``; empty if it is not set."""
     capacity: int = 0
     problem: str = ""
-    """Why it cannot be looked at; the other fields are then unknown."""
+    """Why it cannot be examined; the other fields are then unknown."""
     exists: bool = True
-    """False: the daemon makes it; ``owner``, ``mode`` and ``writable`` are then of the directory above."""
+    """False: the daemon makes it; ``owner``, ``mode`` and ``writable`` are then those of the directory above."""
     owner: str = ""
     owned: bool = True
-    """By this user."""
+    """Whether this user owns it."""
     mode: int = 0o700
     writable: bool = True
     file_system: str = ""
-    """As in mountinfo; empty: unknown."""
+    """Type of its file system, as in mountinfo; empty: unknown."""
     in_use: bool = False
-    """A process has it."""
+    """Whether a process uses it."""
     held: int = 0
-    """Of the files of an earlier run."""
+    """Size of the files of an earlier run."""
     room: int = 0
-    """With what they take."""
+    """Free space, including that of the earlier files."""
     need: int = 0
-    """With the index."""
+    """Space that the daemon needs, including the index."""
     direct: bool | None = None
     """Whether a page can be written past the page cache; None: it was not tried."""
     speed: tuple[float, float] | None = None
-    """Bytes a second that were written and read; None: not measured."""
+    """Measured bytes a second of writing and of reading; None: not measured."""
     speed_problem: str = ""
 
 
@@ -175,7 +175,7 @@ class SocketFacts:
     directory_owner: int | None
     """uid; None: the directory does not exist."""
     directory_usable: bool
-    """This user can create files in it, or can create it."""
+    """Whether this user can create files in it, or make it."""
     exists: bool = False
     mode: int = 0
     owner: str = ""
@@ -199,9 +199,9 @@ class Daemon:
     pid: int = 0
     ranks: int = 0
     carrier: str = ""
-    """Who holds its pool when it ends: ``systemd``, ``directory``, or nobody."""
+    """What holds its pool after it ends: ``systemd``, ``directory``, or nothing."""
     tiers: Mapping[str, str] = field(default_factory=dict)
-    """By name, why a slower tier is off; empty while it is used. Only those that this user may see."""
+    """Why each slower tier is off, by name; empty while it is used. Only those that this user may see."""
     pool_bytes: int = 0
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says of a fact."""
+"""The doctor's finding on a fact."""
 
 from __future__ import annotations
 

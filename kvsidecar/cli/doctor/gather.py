@@ -51,7 +51,7 @@ from kvsidecar.support import kernel_calls, memory_limits, peer
 PROBE_SECONDS = 20.0
 """A driver without persistence mode takes seconds to initialise."""
 GVISOR_BUILD = "#1 SMP Sun Jan 10 15:06:54 PST 2016"
-"""What gVisor says of the kernel that it stands in for."""
+"""The kernel build that gVisor reports."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -59,8 +59,8 @@ def gather(flags: Mapping[str, str | None], pid: int | None, *, disk_speed: bool
     """All facts for a daemon that this user starts with these flags.
 
     Args:
-        flags: as for `load_settings`.
-        pid: of an engine.
+        flags: those of `load_settings`.
+        pid: an engine's process id.
         disk_speed: write and read a file in the directory of the disk tier.
     """
     settings: Settings | None = None
@@ -112,7 +112,7 @@ def _kernel() -> Kernel:
 
 
 def host(root: Path = Path("/")) -> Host:
-    """What kind of machine this is, by the files below ``root``."""
+    """The kind of machine this is, according to the files below ``root``."""
     version = _read(root / "proc/version")
     dev = root / "dev"
     confidential = "Intel TDX" if (dev / "tdx_guest").exists() else "AMD SEV" if (dev / "sev-guest").exists() else ""
@@ -280,7 +280,7 @@ def _daemon(path: str) -> Daemon:
 
 
 def _isolation(process: int | str) -> Isolation | None:
-    """None if this user may not inspect the process."""
+    """The isolation of a process; None if this user may not inspect it."""
     root = Path("/proc") / str(process)
     try:
         ipc, pid = (os.stat(root / "ns" / name).st_ino for name in ("ipc", "pid"))

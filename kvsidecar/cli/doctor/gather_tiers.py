@@ -1,4 +1,4 @@
-"""Reads the facts of slower tiers. What cannot be read is left out, as in `gather`; nothing is made that has a name."""
+"""Reads the facts about slower tiers. Those that cannot be read are left out, as in `gather`. Makes no named file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from kvsidecar.tiers.disk.extents import PAGE
 
 SPEED_BYTES: Final = 256 << 20
 SPEED_SECONDS: Final = 10.0
-"""For each direction; a slower disk is measured with less."""
+"""Time limit of a measurement in each direction; a slower disk is measured with fewer bytes."""
 PIECE_BYTES: Final = 4 << 20
 LOAD_SECONDS: Final = 20.0
-"""For the client's library."""
+"""Time limit for loading the client's library."""
 PACKAGES: Final = [f"mooncake-transfer-engine{variant}" for variant in ("-non-cuda", "", "-cuda13")]
 
 
@@ -51,7 +51,11 @@ def shared_tier(settings: Settings | None) -> DiskTier:
 
 
 def _look_at(directory: Path, capacity: int, need: int, own: Sequence[str], *, speed: bool) -> DiskTier:
-    """Args: own: files that one process at a time has; none: it is shared."""
+    """Examine the directory of a tier.
+
+    Args:
+        own: files that one process at a time uses; none: the directory is shared.
+    """
     place = existing(directory)
     try:
         fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if place == directory else 0))
@@ -85,7 +89,7 @@ def _look_at(directory: Path, capacity: int, need: int, own: Sequence[str], *, s
 
 
 def _blocks(path: Path) -> int:
-    """Bytes of the disk that a file takes."""
+    """Bytes that a file takes on the disk."""
     try:
         return os.lstat(path).st_blocks * 512
     except OSError:
@@ -93,7 +97,7 @@ def _blocks(path: Path) -> int:
 
 
 def _try_file(directory: int, *, speed: bool) -> tuple[bool | None, tuple[float, float] | None, str]:
-    """Whether a file there takes O_DIRECT, the bytes a second that it takes and gives, and why these are not known."""
+    """Whether files there support O_DIRECT, the bytes a second of writing and reading, and why these are unknown."""
     path = f"/proc/self/fd/{directory}"
     for direct in (True, False):
         try:
@@ -116,7 +120,7 @@ def _try_file(directory: int, *, speed: bool) -> tuple[bool | None, tuple[float,
 
 
 def _speed(fd: int) -> tuple[float, float]:
-    """Bytes a second, written and read back. Raises OSError."""
+    """Bytes a second of writing and of reading back. Raises OSError."""
     with mmap.mmap(-1, PIECE_BYTES) as piece:
         piece[:] = os.urandom(PIECE_BYTES)
         began, written = time.monotonic(), 0
@@ -133,7 +137,7 @@ def _speed(fd: int) -> tuple[float, float]:
 
 
 def file_system(path: Path, root: Path = memory_limits.ROOT) -> str:
-    """Type of the file system of a directory; empty if it is not known."""
+    """Type of the file system of a directory; empty if unknown."""
     found, longest = "", -1
     parts = path.resolve().parts
     for fields, kind, _ in memory_limits.mounts(root):
@@ -171,7 +175,7 @@ def _load_problem() -> str:
 
 
 def version_of(*packages: str) -> str:
-    """Of the first of these that is installed; empty if none is."""
+    """The version of the first of these packages that is installed; empty if none is."""
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -179,7 +183,7 @@ def version_of(*packages: str) -> str:
 
 
 def existing(directory: Path) -> Path:
-    """It, or the one in which the daemon would make it: the doctor makes nothing."""
+    """The directory, or its parent if the daemon has yet to make it: the doctor makes nothing."""
     return directory if os.path.lexists(directory) else directory.parent.resolve()
 
 

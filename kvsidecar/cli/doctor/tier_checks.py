@@ -1,4 +1,4 @@
-"""Findings about the slower tiers. Pure, as `checks`. The daemon serves without a tier: none of them is a problem."""
+"""Findings about the slower tiers. Pure, like `checks`. None is a problem: the daemon serves without a tier."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def engines(as_json: bool, **where: str | None) -> None:
 
 
 def _valid(found: _Found | str) -> _Found:
-    """It, unless it is an error message."""
+    """The result. Exits if it is an error message."""
     if isinstance(found, str):
         fail(found, 1)
     return found

@@ -1,4 +1,4 @@
-"""`kvsidecar drain`: stops new work, says which jobs still run, and may wait for them."""
+"""`kvsidecar drain`: stops new work, prints which jobs still run, and may wait for them."""
 
 from __future__ import annotations
 

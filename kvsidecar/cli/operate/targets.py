@@ -1,4 +1,4 @@
-"""Which blocks an operator means: the namespace and the hashes that `kvsidecar clear` and `kvsidecar pin` are given."""
+"""Finds the blocks an operator means: the namespace and hashes in the arguments of `kvsidecar clear` and `pin`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LIVE_ANSWER_SECONDS = 1.0
 """Timeout of a status request while keys are read, and so the longest delay of a key press."""
 _HISTORY = 60
 _KEY_SECONDS = 0.05
-"""How often Windows is asked for a key."""
+"""Interval at which Windows is asked for a key."""
 _QUIT = frozenset("qQ\x03\x04")
 """q, and Ctrl-C and Ctrl-D if the terminal does not turn them into signals."""
 

@@ -41,22 +41,22 @@ class Screen:
     restarts: int = 0
     """Restarts of the daemon since top started."""
     worth: Worth | None = None
-    """Of a token that was loaded; None: not said."""
+    """Worth of a loaded token; None: unknown."""
 
 
 SAVED_HEIGHT = 16
-"""Lines that a terminal must have for what is saved."""
+"""Lines of a terminal from which on the savings are shown."""
 TIERS_HEIGHT = 20
-"""And for the lines of the tiers."""
+"""Lines of a terminal from which on the tiers are shown."""
 SHARES_HEIGHT = 24
-"""And for those of the shares."""
+"""Lines of a terminal from which on the shares are shown."""
 PRINTED_HEIGHT = 10_000
 """The height in lines of a screen that is printed rather than kept in a terminal: everything has room."""
 SHARES_SHOWN = 4
 
 
 def render(screen: Screen, width: int, height: int) -> RenderableType:
-    """Fits ``width`` columns and ``height`` lines, of which it needs at least 40 and 15."""
+    """The screen, fitted to ``width`` columns and ``height`` lines; it needs at least 40 and 15."""
     reply = screen.reply
     lines = [] if screen.lost_for is None else _lost(screen)
     if reply is None:
@@ -88,7 +88,7 @@ def _cut(text: Text) -> Text:
 
 
 def _label(name: str, now: str = "") -> Text:
-    """The beginning of a line, with the rate at present."""
+    """The beginning of a line, with the current rate."""
     return Text(f"{name:<{_LABEL}}{now:>{_RATE_COLUMNS if now else 0}}", style="bold")
 
 
@@ -124,7 +124,7 @@ def _pin_bar(readiness: pb.Readiness, width: int) -> Text:
 
 
 def _shares(shares: Sequence[pb.ShareStatus]) -> list[Text]:
-    """One line for each of the largest."""
+    """One line for each of the largest shares."""
     shown = [Text.assemble((each.name, "cyan"), f"  {share_details(each)}") for each in shares[:SHARES_SHOWN]]
     if more := len(shares) - len(shown):
         shown.append(Text(f"and {more} with less: kvsidecar status", style="dim"))

@@ -1,12 +1,12 @@
-"""Recorded sessions of coding agents, so many at once.
+"""Replays recorded sessions of coding agents, a given number at once.
 
-A file has a session a line, blocks of equally many tokens: ``{"id": ..., "block": 64, "requests": [[t, input tokens,
+Each line of a file is a session with blocks of one size: ``{"id": ..., "block": 64, "requests": [[t, input tokens,
 output tokens, think, api, [first, count, first, count, ...]], ...]}``. The runs spell the prompt's blocks: an id is one
 block of its session, and equal ids are equal KV. ``think`` is the pause before the request and ``api`` how long it
 took, both in seconds; ``t`` is not used. The public traces of github.com/callanjfox/kv-cache-tester (Apache-2.0) can be
 written in this form.
 
-Nothing is shared between sessions. One that ends is followed at once by another one, in an order that the seed decides;
+Nothing is shared between sessions. When one ends, another one begins at once, in an order that the seed determines;
 when all have been replayed they start over, with other blocks.
 """
 
@@ -25,14 +25,14 @@ from kvsidecar.cli.size.json_lines import BadFile, Line, is_count, is_number, re
 from kvsidecar.cli.size.uses import NO_RUNS, Runs, Use, Uses, runs_of
 
 MAX_THINK: Final = 300.0
-"""Seconds: longer pauses count as these, as in InferenceX's AgentX."""
+"""Longest pause in seconds. Longer ones are cut to it, as in InferenceX's AgentX."""
 START_WITHIN: Final = 300.0
 """Seconds in which the first sessions begin."""
 TOOL_WITHIN: Final = 30.0
-"""Seconds: a longer pause counts as one for a person."""
+"""Longest pause in seconds that counts as waiting for a tool. A longer one counts as waiting for a person."""
 TOOL_SECONDS: Final = 8.0
 PERSON_SECONDS: Final = 120.0
-"""What is said of the two, however long the pause is in truth."""
+"""The two pauses that hints announce, however long the pause really is."""
 WARM_SECONDS: Final = 1800.0
 
 
@@ -55,7 +55,7 @@ class Session(NamedTuple):
 
 @dataclass(frozen=True)
 class Sessions:
-    """What is replayed.
+    """The choice of what is replayed.
 
     Args:
         sessions: how many run at once.
@@ -66,18 +66,18 @@ class Sessions:
     hours: float = 4.0
     seed: int = 0
     half: int = 0
-    """1 or 2: only the sessions of that half, which their ids decide; 0: all. What was chosen by one is to be shown by
-    the other."""
+    """1 or 2: only the sessions of that half, which depends on their ids; 0: all. Choices made on one half can be
+    confirmed on the other."""
     hints: bool = False
-    """Whether it is said at the end of each request what its session does then: that it has ended, or that it waits for
-    a person or for a tool."""
+    """Whether each request ends with a hint of what its session does next: that it has ended, or that it waits for a
+    person or for a tool."""
     warm_seconds: float = WARM_SECONDS
-    """What is asked before is not counted."""
+    """Requests before this time are not counted."""
     midway: bool = False
-    """Whether each of the first sessions begins at a request of its own that the seed decides, as those do that a new
-    node takes over."""
+    """Whether each of the first sessions begins at a request that the seed chooses, like sessions that a new node takes
+    over."""
     speed: float = 1.0
-    """All times of the sessions are divided by it."""
+    """Divisor of all times of the sessions."""
 
 
 def schedule(what: Sessions) -> Uses:
@@ -115,7 +115,7 @@ def schedule(what: Sessions) -> Uses:
 
 
 def _pause(coming: list[Request]) -> float:
-    """What is said before these requests."""
+    """The pause that a hint announces before these requests."""
     if not coming:
         return inf
     return PERSON_SECONDS if coming[0].think > TOOL_WITHIN else TOOL_SECONDS
@@ -147,7 +147,7 @@ def read_sessions(path: Path, half: int = 0) -> tuple[int, list[Session]]:
 
 
 def half_of(session: Any) -> int:
-    """1 or 2, by the id of a session."""
+    """The half, 1 or 2, to which the id of a session belongs."""
     return 1 + hashlib.sha256(str(session).encode()).digest()[0] % 2
 
 
@@ -167,10 +167,11 @@ def _prompt(line: Line, row: Any, block_tokens: int) -> Runs:
 
 
 def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> Session:
-    """Answers are found in the first later prompt that continues theirs: the prompt's last block names all before."""
+    """A session with its answers, found in the first later prompt that continues theirs: a prompt's last block names
+    all before it."""
     answers = [NO_RUNS] * len(rows)
     open_ends: list[tuple[int, int, int, int]] = []
-    """Number of a prompt, its blocks, the last of them, and the blocks that it has with its answer."""
+    """Number of a prompt, the number of its blocks, the last one, and the number of blocks with its answer."""
     num_blocks = 0
     lengths = []
     for number, (row, runs) in enumerate(zip(rows, prompts, strict=True)):

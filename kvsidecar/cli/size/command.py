@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvsidecar.cli.size.kv import KV
 
 HOST_SHARE = "80%"
-"""Of this machine's memory, for the daemon."""
+"""Share of this machine's memory that the daemon may take."""
 
 
 def _parsed(parse: Callable[[str], int], least: int = 1) -> Callable[..., int | None]:
@@ -188,7 +188,7 @@ def _memory_of_this_machine() -> int:
 
 
 def _measured(model: str | None, where: dict[str, str | None]) -> KV:
-    """From what the namespace of this model, or the largest one, has stored: the mean of its blocks."""
+    """The KV as measured: the mean of the blocks that the namespace of this model, or the largest one, has stored."""
     from kvsidecar.cli.size.kv import KV, BadModel, Group, Kind
 
     with connected(where, "kvsidecar size") as client:
@@ -204,7 +204,7 @@ def _measured(model: str | None, where: dict[str, str | None]) -> KV:
 
 
 def _pin_rate(file: str | None) -> float | None:
-    """ms/GiB of a result of ``kvsidecar bench``."""
+    """The pin rate, in ms/GiB, from a result of ``kvsidecar bench``."""
     import json
     from pathlib import Path
 
@@ -220,7 +220,7 @@ def _pin_rate(file: str | None) -> float | None:
 
 
 def _hits(path: Any, kv: KV, found: Any, sessions: int) -> dict[str, float]:
-    """Hits with pools of several sizes by each policy of eviction, with the disk, and with room for everything."""
+    """Hit rates with pools of several sizes under each eviction policy, with the disk, and with room for everything."""
     from kvsidecar.cli.size.hits import hit_rate, most_hits, read
     from kvsidecar.cli.size.progress import Progress
     from kvsidecar.types import Eviction

@@ -1,8 +1,8 @@
-"""What a trace of requests hits in a pool of a given size: the daemon's own cache decides, block by block.
+"""Simulates the hits of a trace of requests in a pool of a given size: the daemon's own cache decides, block by block.
 
-A prompt is looked up, its hits are used, and the rest is stored in steps as an engine computes it. Hits are those of an
-engine: of a prompt, the blocks before the first miss. What the engine's own cache on the GPU would have hit is among
-them. `benchmarks.fleet` also simulates the times of copies, the tiers' admission and several nodes.
+A prompt is looked up, its hits are used, and the rest is stored in steps as an engine computes it. As in an engine, the
+hits of a prompt are the blocks before the first miss. They include what the engine's own cache on the GPU would have
+hit. `benchmarks.fleet` also simulates the times of copies, the tiers' admission and several nodes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Namespace
 
 MOONCAKE_TOKENS: Final = 512
-"""Of a block of Mooncake's traces."""
+"""Tokens of a block in Mooncake's traces."""
 STEP_TOKENS: Final = 8192
-"""That an engine computes, and stores, at once."""
+"""Tokens that an engine computes, and stores, at once."""
 LEASE_SECONDS: Final = 60.0
 HASH_BYTES: Final = 16
 SLAB_BLOCKS: Final = 8192
 HOURS: Final = 1.5
-"""Of recorded sessions; the first half hour is not counted."""
+"""Duration of replayed sessions; the first half hour is not counted."""
 
 
 def read(path: Path, sessions: int, progress: Progress | None = None) -> Uses:
@@ -42,7 +42,7 @@ def read(path: Path, sessions: int, progress: Progress | None = None) -> Uses:
         sessions: how many recorded ones run at once. Other formats have the times of their requests.
 
     Raises:
-        BadFile: it is none of them; the text names the line.
+        BadFile: it has none of these formats; the text names the line.
     """
     first = _first_object(path)
     if "requests" in first and "block" in first:
@@ -53,14 +53,14 @@ def read(path: Path, sessions: int, progress: Progress | None = None) -> Uses:
 
 
 def _first_object(path: Path) -> dict[str, object]:
-    """Of a file that begins with one; empty if it does not."""
+    """The object with which a file begins; empty if it begins with something else."""
     first = next(read_text(path))
     return parse_line(path, first).values if first.text.startswith("{") else {}
 
 
 def _read_mooncake(path: Path, progress: Progress | None) -> Uses:
-    """A trace as Mooncake publishes it: on each line an object with timestamp (ms), input_length, and hash_ids, one
-    for each 512 tokens.
+    """A trace in Mooncake's format: on each line an object with timestamp (ms), input_length, and hash_ids, one for
+    each 512 tokens.
 
     Raises:
         BadFile: it is something else.
@@ -86,12 +86,12 @@ class Pool:
         namespace = Namespace("size", "bf16", "layout", block_tokens, 1, 1, "number", HASH_BYTES)
         self._space = self.cache.open_space(namespace, 0, 1, 0, SLOT_ALIGN)
         self.most_bytes = blocks * HASH_BYTES
-        """Of the hashes of all blocks that it can hold."""
+        """Bytes of the hashes of all blocks that it can hold."""
         self.step_bytes = -(-STEP_TOKENS // block_tokens) * HASH_BYTES
-        """The same of what an engine computes at once."""
+        """Bytes of the hashes of the blocks that an engine computes at once."""
 
     def prompt(self, use: Use) -> int:
-        """Blocks that are hit. What is missed is stored."""
+        """Look a prompt up, and store what is missed. Returns the number of hits."""
         hashes = packed(use.runs.numbers())
         hits = self.look_up(use.at, hashes)
         self.store(hashes, hits * HASH_BYTES)
@@ -99,7 +99,7 @@ class Pool:
         return hits
 
     def look_up(self, at: float, hashes: bytes) -> int:
-        """Blocks of a prompt that are hit, and loaded."""
+        """Look up the blocks of a prompt, and load the hits. Returns their number."""
         cache = self.cache
         cache.expire(at)
         lease, (found,) = cache.lookup_and_lease([(self._space, hashes)], LookupMode.PREFIX, at, LEASE_SECONDS, None)
@@ -124,7 +124,7 @@ class Pool:
             self.put(hashes[at : min(end, at + self.step_bytes)])
 
     def put(self, hashes: bytes) -> StoreGrant | None:
-        """Store these at once; None: the cache does not take them."""
+        """Store these blocks at once; None: the cache refuses them."""
         grant = self.cache.begin_store([(self._space, 0, hashes)])
         if isinstance(grant, Refusal):
             return None
@@ -136,7 +136,7 @@ class Pool:
 
 
 def hit_rate(uses: Uses, tokens: int, eviction: Eviction = Eviction.LRU, progress: Progress | None = None) -> float:
-    """Share of the prompts' tokens that a pool of so many tokens hits, from empty."""
+    """Share of the prompts' tokens that a pool of this many tokens hits, empty at first."""
     pool = Pool(max(1, tokens // uses.block_tokens), uses.block_tokens, eviction)
     asked = hits = 0
     for number, use in enumerate(uses.uses):
@@ -153,7 +153,7 @@ def hit_rate(uses: Uses, tokens: int, eviction: Eviction = Eviction.LRU, progres
 
 
 def most_hits(uses: Uses) -> float:
-    """The same with room for everything."""
+    """The hit rate with room for everything."""
     seen = np.zeros(uses.num_blocks, np.bool_)
     asked = hits = 0
     for use in uses.uses:

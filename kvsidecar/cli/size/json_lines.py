@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-"""By the ending of a compressed file."""
+"""Functions that open compressed files, by suffix."""
 
 
 class BadFile(Exception):
-    """Names the file, the line and what is wrong with it."""
+    """A file cannot be read; the text names the file, the line and what is wrong with it."""
 
 
 class Line:
     """One object of a file.
 
     Args:
-        number: from 1.
+        number: the line's number, from 1.
     """
 
     def __init__(self, path: Path, number: int, values: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Line:
         return self.values[name]
 
     def number(self, name: str) -> float:
-        """Not negative."""
+        """A number that is not negative."""
         value = self.value(name)
         if not is_number(value):
             self.refuse(f"{name!r} must be a non-negative number, not {shown(value)}")

@@ -48,19 +48,19 @@ class Group:
     more than there are KV heads."""
     block_tokens: int
     window: int = 0
-    """Tokens; of `Kind.WINDOW`."""
+    """Tokens of the window; `Kind.WINDOW` only."""
 
     @property
     def block_bytes(self) -> int:
-        """All layers and all ranks."""
+        """Bytes of a block, in all layers and on all ranks."""
         return self.layers * self.page_bytes * self.shards
 
     def blocks_of(self, tokens: int, retention: int | None) -> int:
         """Blocks that a prompt leaves.
 
         Args:
-            retention: vLLM's ``--prefix-cache-retention-interval``: 0 keeps of windows and states what is needed at
-                the end of a prompt, more than 0 also after each so many tokens; None, as before vLLM 0.32, all.
+            retention: vLLM's ``--prefix-cache-retention-interval``: 0 keeps what windows and states need at the end of
+                a prompt; a larger number also what they need after each multiple of it; None, as before vLLM 0.32, all.
         """
         whole = tokens // self.block_tokens
         if self.kind is Kind.FULL or retention is None:
@@ -78,34 +78,34 @@ class KV:
 
     @property
     def block_tokens(self) -> int:
-        """Of the groups that keep every block; of a state's group, if there is no other."""
+        """Tokens of a block in the groups that keep every block, or in the first group if there is none."""
         return next((each.block_tokens for each in self.groups if each.kind is Kind.FULL), self.groups[0].block_tokens)
 
     @property
     def token_bytes(self) -> float:
-        """What one more token of context takes."""
+        """Bytes that one more token of context takes."""
         return sum(each.block_bytes / each.block_tokens for each in self.groups if each.kind is Kind.FULL)
 
     @property
     def largest_shard(self) -> int:
-        """Bytes: the daemon keeps each rank's part of a block in one slot."""
+        """Bytes of the largest shard: the daemon keeps each rank's part of a block in one slot."""
         return max(each.layers * each.page_bytes for each in self.groups)
 
     def blocks(self, tokens: int, retention: int | None = 0) -> int:
-        """That a prompt leaves, of all groups."""
+        """Blocks that a prompt leaves, in all groups."""
         return sum(each.blocks_of(tokens, retention) for each in self.groups)
 
     def nbytes(self, tokens: int, retention: int | None = 0) -> int:
-        """That a prompt takes in the pool: its full blocks."""
+        """Bytes that a prompt takes in the pool: those of its full blocks."""
         return sum(each.blocks_of(tokens, retention) * each.block_bytes for each in self.groups)
 
 
 ATTENTION_BLOCK: Final = 16
 """vLLM's default block, tokens; FlashAttention's smallest kernel block, too."""
 MLA_BLOCK: Final = 64
-"""Of FlashMLA, tokens."""
+"""FlashMLA's block, tokens."""
 MLA_STATE_BLOCK: Final = 128
-"""What the block of a model with MLA and states is a multiple of."""
+"""Tokens of which the block of a model with MLA and states is a multiple."""
 SPARSE_FP8_BYTES: Final = 656
 """A token of DeepSeek's sparse MLA in FP8: 512 values, 4 scales, and 64 values in bfloat16."""
 INDEXER_QUANT: Final = 128
@@ -147,7 +147,7 @@ class _Fields:
         return self._values.get(name)
 
     def number(self, *names: str) -> int:
-        """The first of these that is there: a whole number above 0."""
+        """The first of these fields that exists: a whole number above 0."""
         for name in names:
             value = self._values.get(name)
             if value is None:
@@ -163,7 +163,7 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
     """The KV of a model on ``tp`` tensor-parallel ranks.
 
     Args:
-        fp8: ``--kv-cache-dtype fp8``; else it has the model's type.
+        fp8: ``--kv-cache-dtype fp8``; otherwise the KV has the model's type.
         block_tokens: ``--block-size``; None: vLLM's default.
 
     Raises:
@@ -210,7 +210,7 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
 
 
 def _kinds(fields: _Fields) -> list[Kind]:
-    """Of each layer that has KV."""
+    """The kind of each layer that has KV."""
     if (linear := fields.get("linear_attn_config")) is not None and isinstance(linear, dict):
         full, states = linear.get("full_attn_layers"), linear.get("kda_layers")
         if not isinstance(full, list) or not isinstance(states, list):
@@ -318,8 +318,8 @@ def _state_bytes(fields: _Fields, tp: int, dtype_bytes: int) -> int:
 
 
 def _split(counts: Sequence[int]) -> list[list[int]]:
-    """The layers of each kind by group. Groups have as many layers as the kind that has fewest, or, if the kinds are
-    of nearly the same number, as the one that has most."""
+    """The layers of each kind by group. A group has as many layers as the kind with the fewest, or, if all kinds have
+    nearly as many, as the kind with the most."""
     there = [number for number in counts if number]
     least, most = min(there), max(there)
     size = most if most < least * 1.5 else least

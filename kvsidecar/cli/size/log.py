@@ -1,16 +1,16 @@
-"""The requests of a log: of vLLM, or of a gateway.
+"""Reads the requests in a log of vLLM or of a gateway.
 
 - vLLM's, with ``--enable-log-requests`` and ``VLLM_LOGGING_LEVEL=DEBUG``, and no ``--max-log-len``; plain, or with its
-  formatter for JSON. Lines of anything else are passed over.
+  formatter for JSON. Other lines are ignored.
 - A gateway's, a JSON object a line, with the time of the request (one of `TIMES`: seconds, milliseconds from 1e11 on,
   or ISO 8601) and one of
 
   - ``prompt_token_ids``;
   - ``hash_ids`` of prompt blocks, each hashed with all before it, of ``block_tokens`` tokens, and ``input_tokens``;
   - OpenAI's ``messages`` or ``prompt``, in the object itself or in its ``request`` or ``body``: texts are cut into
-    pieces of equally many characters. How many tokens those are follows from the ``prompt_tokens`` or the ``usage``
-    that the log has, else from `CHARACTERS` a token;
-  - ``session_id`` or ``conversation_id`` and the number of tokens: a prompt that is no shorter than the one before of
+    pieces of equally many characters. Their number of tokens follows from ``prompt_tokens`` or ``usage`` in the log,
+    otherwise from `CHARACTERS` a token;
+  - ``session_id`` or ``conversation_id`` and the number of tokens: a prompt that is no shorter than the previous one of
     its session is taken to continue it, a shorter one to have nothing in common with it.
 
 Answers are not known: their blocks are stored with the first prompt that names them.
@@ -34,26 +34,26 @@ from kvsidecar.cli.size.progress import Progress
 from kvsidecar.cli.size.uses import Use, Uses, runs_of
 
 BLOCK_TOKENS: Final = 64
-"""Into which prompts of tokens are cut."""
+"""Size of the blocks into which prompts of tokens are cut."""
 BLOCK_CHARACTERS: Final = 256
-"""Into which texts are cut."""
+"""Size of the pieces into which texts are cut."""
 CHARACTERS: Final = 4.0
-"""Of a token, if the log does not tell."""
+"""Assumed length of a token, if the log has no numbers of tokens."""
 WARM_SHARE: Final = 0.25
-"""Of a log's time that is not counted."""
+"""Share of a log's time, at its beginning, that is not counted."""
 MILLISECONDS: Final = 1e11
-"""Times from here on."""
+"""Numbers from here on are times in milliseconds, not in seconds."""
 YEAR: Final = 366 * 86400.0
 VLLM: Final = re.compile(
     r"(?P<month>0[1-9]|1[0-2])-(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d) "
     r"\[.*prompt_token_ids: \[(?P<tokens>[\d, ]*)\]"
 )
-"""vLLM's times have no year. A prompt's text stands before its tokens, whatever it says."""
+"""A prompt in vLLM's log. Its times have no year. The prompt's text, which may be anything, precedes its tokens."""
 VLLM_MESSAGE: Final = re.compile(r"Request .*prompt_token_ids: \[(?P<tokens>[\d, ]*)\]", re.DOTALL)
-"""The same as the ``message`` of a JSON object, whose ``asctime`` tells the time."""
+"""A prompt in the ``message`` of a JSON object, whose ``asctime`` is the time."""
 TIMES: Final = ("timestamp", "@timestamp", "time", "ts", "startTime", "start_time", "created_at", "created")
 BODIES: Final = ("request", "body", "request_body")
-"""Where a gateway may have OpenAI's request, as an object or as a text of one."""
+"""Fields in which a gateway may log OpenAI's request, as an object or as a text of one."""
 SESSIONS: Final = ("session_id", "conversation_id")
 COUNTS: Final = ("prompt_tokens", "input_tokens")
 
@@ -75,11 +75,11 @@ class _Prompt(NamedTuple):
     unit: Unit
     block_tokens: int = BLOCK_TOKENS
     characters: int = 0
-    """Of a text."""
+    """Length of the prompt, if it is a text."""
 
 
 class _Numbers:
-    """Numbers of blocks: the same content behind the same blocks has the same number."""
+    """Numbers blocks: the same content after the same blocks gets the same number."""
 
     def __init__(self) -> None:
         self._known: dict[object, int] = {}
@@ -101,7 +101,7 @@ class _Numbers:
         return [self._known.setdefault(each, len(self._known)) for each in hashes]
 
     def of_session(self, session: str, tokens: int) -> list[int]:
-        """Those of the session so far, and as many more as it has grown by; all of them if it has shrunk."""
+        """The session's blocks so far, and new ones for what it has grown by. If it has shrunk, all are new."""
         found = self._sessions.setdefault(session, [])
         blocks = tokens // BLOCK_TOKENS
         if blocks < len(found):
@@ -187,7 +187,7 @@ def _ids(text: str) -> list[int]:
 
 
 def _time_of(found: re.Match[str]) -> float:
-    """Seconds, in a leap year: the log does not say which year it was."""
+    """Seconds, in a leap year: the log does not name the year."""
     month, day, hour, minute, second = (int(each) for each in found.group("month", "day", "hour", "minute", "second"))
     return datetime(2000, month, 1, tzinfo=UTC).timestamp() + ((day * 24 + hour) * 60 + minute) * 60 + second
 
@@ -196,7 +196,7 @@ def _time_of(found: re.Match[str]) -> float:
 
 
 def _of_object(line: Line, numbers: _Numbers) -> _Prompt | None:
-    """The prompt of an object; None: it is a message of vLLM's about something else."""
+    """The prompt of an object; None: it is another message of vLLM."""
     if line.has("asctime") and line.has("message"):
         found = VLLM_MESSAGE.match(str(line.value("message")))
         return None if found is None else _of_tokens(_timestamp(line, "asctime"), _ids(found["tokens"]), numbers)
@@ -241,7 +241,7 @@ def _of_request(at: float, line: Line, body: Mapping[str, Any], numbers: _Number
 
 
 def _bodies(line: Line) -> Iterator[Mapping[str, Any]]:
-    """Where OpenAI's request may be."""
+    """The objects that may be OpenAI's request."""
     yield line.values
     for name in BODIES:
         body = line.values.get(name)
@@ -255,7 +255,7 @@ def _bodies(line: Line) -> Iterator[Mapping[str, Any]]:
 
 
 def _text_of(line: Line, body: Mapping[str, Any]) -> str:
-    """What the prompt is made from, in its order: tools, then messages."""
+    """The text of the prompt in its order: tools, then messages."""
     if "messages" not in body:
         if not isinstance(body["prompt"], str):
             line.refuse(f"'prompt' must be a text or a list of token ids, not {shown(body['prompt'])}")
@@ -267,7 +267,7 @@ def _text_of(line: Line, body: Mapping[str, Any]) -> str:
 
 
 def _part(value: Any) -> str:
-    """A text that is the same for the same value. Of a picture or a sound a digest: its bytes are no tokens."""
+    """A text that is equal for equal values. A picture or a sound becomes a digest: its bytes are no tokens."""
     if isinstance(value, str):
         long = value.startswith("data:")
         return blake2b(value.encode("utf-8", "replace"), digest_size=16).hexdigest() if long else value
@@ -279,7 +279,7 @@ def _part(value: Any) -> str:
 
 
 def _tokens(line: Line) -> int:
-    """Of the prompt, if the log tells; else 0."""
+    """Number of tokens in the prompt; 0 if the log does not have it."""
     places = [line.values, line.values.get("usage"), line.values.get("response")]
     if isinstance(places[-1], dict):
         places.append(places[-1].get("usage"))

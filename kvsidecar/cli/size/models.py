@@ -85,7 +85,7 @@ KNOWN: Final[dict[str, Config]] = {
         },
     },
 }
-"""Name -> of the model's ``config.json``, what decides the size of its KV."""
+"""The parts of each known model's ``config.json`` that determine the size of its KV, by name."""
 
 
 def load(model: str) -> Config:
@@ -96,7 +96,7 @@ def load(model: str) -> Config:
             as ``-Instruct``, and spaces in place of hyphens do not matter.
 
     Raises:
-        BadModel: there is none, or it is no configuration.
+        BadModel: there is no such file or name, or the file is no configuration.
     """
     path = Path(model)
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""What a model and its users need, on a machine: pool, disk, limits. Pure."""
+"""Computes the pool, disk and limits that a model and its users need on a machine. Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from kvsidecar.support.memory_limits import bookkeeping_bytes, page_table_bytes
 from kvsidecar.support.units import GiB, MiB, format_size
 
 LOST_SHARE: Final = 0.03
-"""Of the pool, to rounding, at most (docs/operating.md, Memory)."""
+"""Most of the pool that is lost to rounding (docs/operating.md, Memory)."""
 LARGEST_SHARD_SHARE: Final = 8
-"""A block's shard may take so small a part of the pool, at most."""
+"""A pool is at least this many times as large as a block's shard."""
 DAEMON_BYTES: Final = GiB
-"""At least. It has `IDLE_BYTES`, with what its clients may take while they behave, and the tables of the blocks."""
+"""Least memory of the daemon. It has `IDLE_BYTES`, with what its clients may take while they behave, and the tables of
+the blocks."""
 IDLE_BYTES: Final = 256 * MiB
 BLOCK_BYTES: Final = 180
-"""Of the tables, for each block, and once more for each shard of one: with its record of 128 bytes in the table of a
-kept pool. A restart that takes all of them over needs no more (docs/benchmarks.md, Scale of the cache)."""
+"""Size of the tables for each block, and once more for each of its shards, with its record of 128 bytes in the table of
+a kept pool. A restart that takes all of them over needs no more (docs/benchmarks.md, Scale of the cache)."""
 COPIER_BYTES: Final = 100 * MiB
-"""Beside the pool, as the systemd unit says."""
+"""Memory of a copier besides the pool, the same as in the systemd unit."""
 FRESH_MS_PER_GIB: Final = 287.0
-"""Pinning memory that the machine has never used, measured on an H200's host (docs/benchmarks.md, Pinning)."""
+"""Time to pin memory that the machine has never used, measured on an H200's host (docs/benchmarks.md, Pinning)."""
 USED_MS_PER_GIB: Final = 43.0
-"""The same for memory that was used before."""
+"""Time to pin memory that was used before, measured there."""
 HUGE_PAGE: Final = 2 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Whose KV is to be kept."""
+    """The sessions whose KV is to be kept."""
 
     context: int
     """Tokens of a session."""
@@ -46,35 +47,35 @@ class Demand:
 class Machine:
     gpus: int
     host_bytes: int
-    """Memory that the daemon may take: that of the machine, less what the engines and the system need."""
+    """Memory that the daemon may take: that of the machine, minus what the engines and the system need."""
     disk_bytes: int | None = None
-    """Free on a local disk; None: there is none."""
+    """Free space on a local disk; None: there is none."""
     huge_pages: bool = True
-    """Whether the pool gets some, of any kind."""
+    """Whether the pool gets huge pages, of any kind."""
     pin_ms_per_gib: float | None = None
-    """Measured; None: those of docs/benchmarks.md."""
+    """Measured time to pin; None: the times of docs/benchmarks.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes in bytes."""
+    """The recommendation. Sizes in bytes."""
 
     session_bytes: int
     session_blocks: int
     wanted_bytes: int
-    """A pool for all sessions."""
+    """Size of a pool for all sessions."""
     pool_bytes: int
     memory_bytes: int
     """Limit for the daemon and its copiers, the pool included."""
     disk_bytes: int
-    """0: none, because the pool has room for all, or there is no disk."""
+    """Size of the disk tier. 0: none, because the pool has room for all, or there is no disk."""
     disk_wanted_bytes: int
-    """For all sessions."""
+    """Size of a disk tier for all sessions."""
     sessions_in_pool: int
     sessions_kept: int
-    """In the pool or on the disk."""
+    """Sessions in the pool or on the disk."""
     pin_seconds: tuple[float, float]
-    """Of memory that was used before, and never before."""
+    """Time to pin memory that was used before, and memory that was never used."""
 
     @property
     def huge_page_count(self) -> int:
@@ -85,7 +86,7 @@ def beside(pool_bytes: int, gpus: int, *, huge_pages: bool, tables: float = 0.0)
     """Memory that the daemon and its copiers need in addition to the pool.
 
     Args:
-        tables: bytes for each byte of the pool, see `table_share`.
+        tables: bytes of the tables for each byte of the pool, see `table_share`.
     """
     page_tables = 0 if huge_pages else page_table_bytes(pool_bytes) * (gpus + 1)
     daemon = max(DAEMON_BYTES, IDLE_BYTES + int(pool_bytes * tables))
@@ -93,14 +94,14 @@ def beside(pool_bytes: int, gpus: int, *, huge_pages: bool, tables: float = 0.0)
 
 
 def table_share(kv: KV, demand: Demand) -> float:
-    """What the tables of the blocks of such sessions take, as a part of what the blocks do."""
+    """Size of the tables for the blocks of these sessions, as a fraction of the blocks' size."""
     blocks = [(each, each.blocks_of(demand.context, demand.retention)) for each in kv.groups]
     tables = sum(count * BLOCK_BYTES * (1 + each.shards) for each, count in blocks)
     return tables / max(1, sum(count * each.block_bytes for each, count in blocks))
 
 
 def plan(kv: KV, demand: Demand, machine: Machine) -> Plan:
-    """Raises ValueError: not even one session fits the machine's memory; the text names both sizes."""
+    """The plan. Raises ValueError: not even one session fits the machine's memory; the text names both sizes."""
     whole, shared = (kv.nbytes(tokens, demand.retention) for tokens in (demand.context, demand.shared))
     own = max(1, whole - shared)
 
@@ -138,13 +139,13 @@ def plan(kv: KV, demand: Demand, machine: Machine) -> Plan:
 
 
 def _up(nbytes: float) -> int:
-    """To whole GiB, or to whole 64 MiB below one."""
+    """Round up to whole GiB, or below one to whole 64 MiB."""
     step = GiB if nbytes > GiB else 64 * MiB
     return -int(-nbytes // step) * step
 
 
 def _largest_pool(machine: Machine, tables: float) -> int:
-    """That the machine has room for, with what is needed beside it: a whole number of `_up`'s steps."""
+    """The largest pool that fits the machine with what is needed besides it: a whole number of `_up`'s steps."""
     low, high = 0, machine.host_bytes // (64 * MiB)
     while low < high:
         middle = (low + high + 1) // 2
@@ -204,7 +205,7 @@ PASTED: Final[dict[str, tuple[str, Callable[[Plan], str]]]] = {
     "helm": ("values of the Helm chart", helm),
     "sysctl": ("/etc/sysctl.d/kvsidecar.conf, only for huge pages of its own", sysctl),
 }
-"""Name in the JSON -> where the lines belong, and what makes them."""
+"""Where the lines belong, and the function that makes them, by their name in the JSON."""
 
 
 def as_json(kv: KV, found: Plan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How far a long file is, on standard error."""
+"""Progress of reading and replaying a long file, on standard error."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ EVERY_SECONDS: Final = 5.0
 
 
 class Progress:
-    """Says nothing of what is done within `EVERY_SECONDS`.
+    """Prints a line every `EVERY_SECONDS`, so nothing about what takes less.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,12 +22,12 @@ class Progress:
         self._began = self._said = clock()
 
     def read(self, name: str, lines: int) -> None:
-        """So many lines of a file are read."""
+        """Note how many lines of a file are read."""
         if lines % 64 == 0:
             self._say(lambda: f"{name}, {lines} lines read")
 
     def replayed(self, what: str, done: int, total: int) -> None:
-        """So many of all requests are replayed."""
+        """Note how many of all requests are replayed."""
         self._say(lambda: f"{what}, {done / total:.0%} of the requests replayed")
 
     def _say(self, text: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""What a pool is asked for, in order of time: prompts, and the answers that are stored behind them."""
+"""The uses of a pool in order of time: prompts that are looked up, and answers that are stored after them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ class Use:
     at: float
     """Seconds from the start."""
     tokens: int
-    """Of the prompt, which is looked up; 0: its answer, which is only stored."""
+    """Length of the prompt, which is looked up; 0: this is an answer, which is only stored."""
     runs: Runs
-    """The same number is the same prefix."""
+    """The blocks; equal numbers are equal prefixes."""
     prompt: Runs = NO_RUNS
-    """Of an answer: what is before it."""
+    """Answers only: the blocks before it."""
     pause: float = 0.0
-    """Of an answer: seconds until its session's next request, as somebody says; infinity: there is none; 0: nobody
-    says."""
+    """Answers only: announced seconds until the session's next request; infinity: there is none; 0: not announced."""
 
     @property
     def depth(self) -> int:
@@ -55,8 +54,8 @@ class Uses:
     name: str
     block_tokens: int
     num_blocks: int
-    """Numbers of blocks are less than this."""
+    """Upper bound of the blocks' numbers."""
     warm: float
-    """Seconds after which it is counted."""
+    """Seconds after which uses are counted."""
     uses: Sequence[Use]
-    """In order of time."""
+    """All uses in order of time."""
