@@ -1,9 +1,9 @@
-"""Has SGLang tell adapters apart by their content.
+"""Makes SGLang distinguish adapters by their content.
 
 The hash of a page begins with its request's ``extra_key``, at whose end SGLang puts the adapter's id: made from name
-and path, or at random. The daemon's pages outlive both. So the id is replaced by a digest of what is loaded, for which
-the constructor of SGLang's requests is wrapped. SGLang keeps adapters in the memory of each rank until it unloads them,
-which waits for their requests, so that the content of a request's adapter does not change.
+and path, or at random. The daemon's pages outlive both. So we wrap the constructor of SGLang's requests, and replace
+the id by a digest of the loaded content. SGLang keeps adapters in the memory of each rank until it unloads them, which
+waits for their requests, so that the content of a request's adapter does not change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvsidecar.integrations.callers import attribute_of_caller
 _log = logging.getLogger("kvsidecar.sglang")
 
 DIGITS = 32
-"""Of a digest, as many as an id has: SGLang's events take it for one."""
+"""Digits of a digest, the same number as in an id: SGLang's events take it for one."""
 NO_CONTENT = ("base_model_name_or_path", "revision", "auto_mapping")
-"""Of an adapter's configuration: what says only where it is from."""
+"""Fields of an adapter's configuration that only say where it comes from."""
 
 
 def manager_of_caller() -> Any:
     """The ``LoRAManager`` of the scheduler that is being constructed by a caller of this function; None: there is none.
-    SGLang gives a linker no way to it."""
+    SGLang does not hand it to a linker."""
     worker = attribute_of_caller("tp_worker", lambda each: each is not None)
     return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
 
@@ -47,7 +47,7 @@ class Adapters:
     """The adapters of one rank.
 
     Args:
-        manager: SGLang's ``LoRAManager``; None: what it has loaded is not known.
+        manager: SGLang's ``LoRAManager``; None: the loaded content is unknown.
         own: a name of this engine, the same for all of its ranks.
     """
 
@@ -56,8 +56,8 @@ class Adapters:
         self._digests: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
     def extra_key(self, extra_key: str, lora_id: str) -> str:
-        """What SGLang puts before the tokens of a request, with the content of its adapter in place of the id. If that
-        is not known, with this engine's name: nobody else shares the pages then."""
+        """The text that SGLang hashes before a request's tokens, with its adapter's content in place of the id. If the
+        content is unknown, it includes this engine's name, so that no other shares the pages."""
         before = extra_key.removesuffix(lora_id)
         digest = self._digest(lora_id)
         return f"{before}{self._own} {lora_id}" if digest is None else before + digest[:DIGITS]
@@ -76,7 +76,7 @@ class Adapters:
 
 
 def wrap(requests: type, adapters: Adapters) -> wrapping.End:
-    """Have the requests of this class (``Req``) named by the content of their adapters."""
+    """Identify the requests of this class (``Req``) by the content of their adapters."""
 
     def init(original: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)

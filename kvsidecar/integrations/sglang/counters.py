@@ -9,7 +9,7 @@ from kvsidecar.integrations.counting import Totals, counter, help_of
 
 @dataclass(slots=True)
 class Counters(Totals):
-    """Of one rank."""
+    """The counters of one rank."""
 
     lookups: int = counter("Lookups sent to the daemon.")
     unanswered_lookups: int = counter("Lookups not answered in time, or not sent because the daemon is lost or hangs.")
@@ -54,4 +54,4 @@ class Counters(Totals):
 
 
 HELP = help_of(Counters)
-"""By name."""
+"""The counters' help texts, by name."""

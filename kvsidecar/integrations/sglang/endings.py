@@ -1,7 +1,7 @@
-"""Notices that requests and sessions end, which SGLang tells no linker.
+"""Notices the ends of requests and sessions, which SGLang does not report to linkers.
 
-Its prefix tree is told: of every request whose KV it gets or frees, and of sessions that are closed or have expired. So
-two methods of the tree are wrapped.
+It does report them to its prefix tree: every request whose KV the tree gets or frees, and sessions that are closed or
+have expired. So we wrap two methods of the tree.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from kvsidecar.integrations.wrapping import End, wrap
 _log = logging.getLogger("kvsidecar.sglang")
 
 RELEASE: Final = "on_release"
-"""Called when the KV of a request is the tree's or free. Not for the turns of a streaming session, which keeps it."""
+"""The tree's method that is called when it owns a request's KV, or the KV is free. Not called for the turns of a
+streaming session, which keeps its KV."""
 END_SESSION: Final = "release_radix_session"
 
 
 def hashes_of_request(tree: Any, request: Any) -> list[str]:
-    """The hashes of all pages of a request that the tree has, in their order."""
+    """The hashes of a request's pages in the tree, in their order."""
     node = request.last_node
     if not isinstance(node, int):  # nothing, or what a streaming session keeps
         return []
@@ -43,8 +44,8 @@ def watch(
     """Watch the ends in one tree.
 
     Args:
-        tree_class: SGLang's.
-        is_mine: whether a tree of this class is the one.
+        tree_class: SGLang's class of trees.
+        is_mine: whether a tree of this class is the watched one.
         request_ended: called with the tree and a request that has ended.
         session_ended: called with the id of a session that has ended.
     """

@@ -1,8 +1,8 @@
 """SGLang's KV cache events for pages in the host memory of this node, for routers that subscribe to them.
 
-SGLang publishes what its prefix tree hands out, and asks no linker. So `take_events` of its tree is wrapped: what the
-daemon tells is added to SGLang's own events, as blocks in the medium of its own host cache. The tokens and parents of
-pages come from SGLang's events of the GPU; engines tell each other by notes on the pages that they store.
+SGLang publishes the events of its prefix tree, and asks no linker for any. So we wrap `take_events` of its tree, and
+add the daemon's reports to SGLang's own events, as blocks in the medium of its own host cache. The tokens and parents
+of pages come from SGLang's events of the GPU; engines exchange them in notes on the pages that they store.
 
 A page is named by the first 8 bytes of its hash, as in SGLang's events. Those of requests with a salt, an adapter or a
 drafting model are not announced: their events name other hashes, or tokens that are pairs.
@@ -32,7 +32,7 @@ from kvsidecar.integrations.wrapping import End, wrap
 _log = logging.getLogger("kvsidecar.sglang")
 
 MIN_PAGE_TOKENS = 8
-"""Smaller pages are not announced: each page takes 5 to 10 us of the scheduler's thread, whatever its size
+"""Tokens of the smallest announced page: each page takes 5 to 10 us of the scheduler's thread, whatever its size
 (`benchmarks.sglang.call_cost`), and a prompt has thousands of pages of one token."""
 
 _Argument = TypeVar("_Argument")
@@ -49,11 +49,12 @@ class PageGroup:
 
 
 class Events:
-    """
+    """The events of one engine's tree, with those of the daemon's pages.
+
     Args:
         wire: SGLang's module with the classes of events.
         group: daemon's index of the group of full attention.
-        watch: tells what the daemon holds.
+        watch: returns the daemon's reports.
         keys: the daemon's keys of joined page hashes, for the weights of now. They differ from the hashes by the same
             bits everywhere.
     """
@@ -66,7 +67,7 @@ class Events:
         self._announcements = Announcements(media(groups), self._stored, self._removed)
         self._residents = Residents(groups, _OfNames(watch), self._known, self._announcements, self._masked)
         self._early: list[Any] = []
-        """SGLang's own that it has not got yet: some are taken before it asks for them."""
+        """SGLang's own events that it has not received yet: some are taken before it asks for them."""
         # One event for a chain, as SGLang does.
         self._made = EventBuilder[Any](wire.BlockStored, wire.BlockRemoved, most_blocks=1 << 30)
         self._failed = False
@@ -76,7 +77,7 @@ class Events:
     # -- of SGLang ------------------------------------------------------------------------------------------------
 
     def wrap(self, tree_class: type[Any], is_mine: Callable[[Any], bool]) -> End:
-        """Add to what ``take_events`` of this engine's tree returns."""
+        """Add these events to the result of ``take_events`` of this engine's tree."""
 
         def take_events(original: Callable[[Any], list[Any]], tree: Any) -> list[Any]:
             if not is_mine(tree):
@@ -175,7 +176,7 @@ class Events:
         return self._keys(bytes(HASH_BYTES))[:NAME_BYTES]
 
     def _masked(self, names: bytes) -> bytes:
-        """Between names of hashes and of keys, in both directions."""
+        """Convert between names of hashes and names of keys, in both directions."""
         if not any(self._mask):
             return names
         rows = np.frombuffer(names, np.uint8).reshape(-1, NAME_BYTES)
@@ -183,7 +184,7 @@ class Events:
 
 
 class _OfNames(Watch):
-    """What the daemon tells of pages in the pool, by their names. SGLang's lookups do not fetch from slower tiers."""
+    """The daemon's reports on pages in the pool, by their names. SGLang's lookups do not fetch from slower tiers."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

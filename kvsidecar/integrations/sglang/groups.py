@@ -1,7 +1,7 @@
-"""The daemon's KV cache groups of one SGLang engine: a pool each, whose layers are cut into slices. Pure.
+"""The daemon's KV cache groups of one SGLang engine: one for each pool, whose layers are cut into slices. Pure.
 
 A page of a pool is one block. A load is one job per chunk of layers, in their order, so that the forward runs on the
-first ones while the others are still being copied: of each pool, such a job copies the slice that lies in its chunk.
+first ones while the others are still being copied: each job copies the slices of all pools that are in its chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 KV, SWA, MAMBA = "kv", "swa", "mamba"
-"""The values of SGLang's ``PoolName`` that its linker contract moves."""
+"""The values of SGLang's ``PoolName`` whose pages its linker contract moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Group:
     index: int
     pool: str
     slices: Mapping[int, tuple[int, ...]]
-    """By chunk, in their order: its layers there, counted from the first layer of the pipeline stage, as SGLang waits
-    for them. No slice is empty."""
+    """The pool's layers in each chunk, in the chunks' order, counted from the first layer of the pipeline stage, as
+    SGLang waits for them. No slice is empty."""
     replicated: bool = False
-    """The KV is the same on all tensor-parallel ranks: the first rank stores it."""
+    """Whether the KV is equal on all tensor-parallel ranks: then the first rank stores it."""
     ranks_per_head: int = 1
-    """Otherwise: so many consecutive ranks share a KV head, and the first of them stores it."""
+    """If it is not: how many consecutive ranks share a KV head, which the first of them stores."""
 
     def is_stored_by(self, rank: int) -> bool:
         return rank == 0 if self.replicated else rank % self.ranks_per_head == 0
@@ -41,7 +41,7 @@ class Group:
         return tuple(layer for layers in self.slices.values() for layer in layers)
 
     def slice_of(self, chunk: int) -> int | None:
-        """What `kvsidecar.client.Blocks.slice` is for a chunk; None: the pool has no layer there."""
+        """The value of `kvsidecar.client.Blocks.slice` for a chunk; None: the pool has no layer there."""
         if chunk not in self.slices:
             return None
         return 0 if len(self.slices) == 1 else list(self.slices).index(chunk) + 1
@@ -71,10 +71,10 @@ def _chunk_of(layer: int, ends: Sequence[int]) -> int:
 
 
 def _ends(num_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Chunks of at least one layer each. The first one is a quarter of those in the middle, and the second one and the
-    last one are half: the forward begins when the first chunk is there, and ends when it has computed the last one. A
-    layer is computed more slowly than it is loaded, so it does not wait for chunks that are twice as large as the one
-    before."""
+    """The ends of chunks of at least one layer. The first chunk is a quarter as large as those in the middle, the
+    second and the last one are half as large: the forward begins when the first chunk is loaded, and ends when it has
+    computed the last one. A layer is computed more slowly than it is loaded, so the forward does not wait for a chunk
+    that is twice as large as the one before."""
     sizes = [*(min(1 << i, 4) for i in range(num_chunks - 1)), 2]
     ends: list[int] = []
     for chunk, before in enumerate(accumulate(sizes), 1):
@@ -89,10 +89,11 @@ def groups_of(
     num_chunks: int,
     ranks_per_head: Mapping[str, int] = {},
 ) -> Groups:
-    """
+    """The groups of one rank.
+
     Args:
         pools: name, layers, and whether tensor-parallel ranks hold the same KV.
-        num_layers: of this pipeline stage.
+        num_layers: the number of layers in this pipeline stage.
         ranks_per_head: `Group.ranks_per_head` by pool, where it is not 1.
     """
     ends = _ends(num_layers, max(1, min(num_chunks, num_layers)))

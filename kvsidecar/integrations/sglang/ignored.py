@@ -154,8 +154,8 @@ KEPT_BESIDE_KV: Mapping[str, object] = {
     "enable_return_indexer_topk": False,
     "kv_canary": "none",
 }
-"""Arguments with which SGLang keeps something of each token beside its KV, by slot, and the value that turns each off.
-They do not change KV, but what is kept is not in the daemon."""
+"""Arguments with which SGLang keeps data of each token besides its KV, by slot, and the value that turns each off. They
+do not change KV, but the daemon does not have that data."""
 
 VARIABLES = """
     SGLANG_*TIMEOUT* SGLANG_LOG_* SGLANG_*_PORT SGLANG_PORT SGLANG_*_PORT_BASE SGLANG_*_DIR SGLANG_*_IP SGLANG_*_IPC

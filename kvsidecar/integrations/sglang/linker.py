@@ -1,7 +1,7 @@
-"""The linker: SGLang's hooks, and what they need of SGLang itself.
+"""The linker: SGLang's hooks, and the parts of SGLang that they use.
 
-SGLang makes one in the scheduler process of each rank, and calls it from the scheduler's thread alone. It hands the
-rank's KV pools to the daemon, and from then on names pages: no KV passes through this process.
+SGLang makes one in the scheduler process of each rank, and calls it from the scheduler's thread alone. The linker hands
+the rank's KV pools to the daemon, and from then on only names pages: no KV passes through this process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvsidecar.integrations.sglang.weights import Weights, holds_no_kv, watch
 _log = logging.getLogger("kvsidecar.sglang")
 
 SMALL_PAGE_TOKENS = 16
-"""Below it, pieces of KV are so small that the GPU's copy engine is slower than the link."""
+"""Tokens in a page below which pieces of KV are so small that the GPU's copy engine is slower than the link."""
 
 
 class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -51,9 +51,9 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     Args:
         params: SGLang's ``CacheInitParams``.
-        components: of the tree.
+        components: the components of the tree.
         extra_config: see `Options`.
-        forward_stream: that writes the pools; None if the current one does.
+        forward_stream: the stream that writes the pools; None if the current one does.
 
     Raises:
         ValueError: an option is unknown or has a bad value.
@@ -77,7 +77,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._metrics: Metrics | None = None
         self._events: Announcing | None = None
         self._ends = ExitStack()
-        """What `close` calls, the latest first."""
+        """The functions that `close` calls, the latest first."""
         began = time.monotonic()
         mine = ranks.ranks_of(params)
         token = mine.token()
@@ -132,7 +132,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _prepared(
         self, server_args: Any, params: Any, components: set[Any], options: Options, mine: ranks.Ranks, token: str
     ) -> tuple[RankFacts, list[pools.Pool]]:
-        """Everything that may fail.
+        """Prepare everything that may fail.
 
         Raises:
             KVSidecarError, ValueError: this cache cannot be offloaded.
@@ -223,7 +223,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
 
     def _released(self) -> None:
-        """SGLang's pages and its loads refer to this registration, so it is not made again."""
+        """Stop offloading for good: SGLang's pages and its loads refer to this registration, so it is not renewed."""
         if self._side is not None:
             _log.warning(
                 "kvsidecar: SGLang releases the memory of its KV cache: the daemon unmaps it, and this engine runs "
@@ -247,8 +247,8 @@ def _warn_of_small_pages(facts: RankFacts) -> None:
 
 
 class Announcing:
-    """KV events of what the daemon holds, told to a client of its own: nothing that it waits for delays a lookup. With
-    the option ``publisher`` there are only notes: the client is told nothing."""
+    """KV events of the daemon's pages, received by a client of its own, so that they never delay a lookup. With the
+    option ``publisher`` there are only notes, and the client receives nothing."""
 
     def __init__(self, options: Options, facts: RankFacts, group: int, weights: Weights) -> None:
         self._namespace, self._watches = facts.identity.namespace, not options.publisher
@@ -269,7 +269,7 @@ class Announcing:
 
 
 def _announcing(options: Options, facts: RankFacts, params: Any, weights: Weights) -> Announcing | None:
-    """None if nobody is told of the daemon's pages; the log says so where somebody might expect it."""
+    """The announcing of the daemon's pages; None if there is none, which is logged where a user might expect it."""
     if options.publisher and not params.enable_kv_cache_events:
         _log.warning(
             "kvsidecar: this engine's pages will not be announced to routers: the option publisher needs "

@@ -21,15 +21,15 @@ _log = logging.getLogger("kvsidecar.sglang")
 STOP_SECONDS = 2.0
 """How long a load that has missed its deadline may take to end, or to be cancelled. Then its daemon is given up."""
 PAUSE_SECONDS = 1.0
-"""How long nothing is offered after a failed load, which costs requests; twice as long after each further one."""
+"""How long nothing is offered after a failed load, which costs requests; doubled after each further one."""
 MAX_PAUSE_SECONDS = 30.0
 MAX_JOB_BLOCKS = 65536
-"""Most blocks of one job: with their hashes and ids, a message below its limit."""
+"""Most blocks of one job: its message, with their hashes and ids, stays below the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of one pool: the keys of their blocks, joined, and where they are on the GPU."""
+    """Pages of one pool: the keys of their blocks, joined, and their places on the GPU."""
 
     keys: bytes
     ids: PageIds
@@ -41,7 +41,7 @@ class Pages:
 @dataclass(slots=True)
 class _Queued:
     pages: Mapping[str, Pages]
-    """By pool."""
+    """The pages of each pool."""
     lease: LeaseRenewal
 
 
@@ -52,9 +52,9 @@ class _Batch:
     requests: Mapping[str, _Queued]
     deadline: float = 0.0
     jobs: list[list[int]] | None = None
-    """By chunk; None: they have not been sent."""
+    """The jobs of each chunk; None: they have not been sent."""
     staged: StagedLoad | None = None
-    """What has the jobs, if the load goes by way of the staging memory."""
+    """The owner of the jobs, if the load passes through the staging memory."""
     failed: bool = False
     begun: int = -1
     """`StoredFilter.age` when it was sent."""
@@ -73,11 +73,11 @@ class Detour:
 
 
 class Loads:
-    """Also SGLang's layer counter: `set_consumer` and `wait_until` are called by the forward.
+    """The loads of one rank. Also SGLang's layer counter: `set_consumer` and `wait_until` are called by the forward.
 
     Args:
         timeout: seconds from the start of a batch to its deadline.
-        detour: for loads, if pieces of a page are too small to be loaded directly.
+        detour: the way of the loads if pieces of a page are too small to be loaded directly.
     """
 
     def __init__(self, shared: Shared, timeout: float, detour: Detour | None = None) -> None:
@@ -90,9 +90,9 @@ class Loads:
         self._next = 0
         self._pause, self._resume_at = PAUSE_SECONDS, 0.0
         self.consumer_index = -1
-        """SGLang's pools read it: below 0 there is nothing to wait for."""
+        """Number of the batch to wait for, which SGLang's pools read; below 0: none."""
 
-    # -- of the linker ---------------------------------------------------------------------------------------------
+    # -- for the linker --------------------------------------------------------------------------------------------
 
     @property
     def may_fail(self) -> bool:
@@ -120,7 +120,7 @@ class Loads:
         """Start all queued loads. Returns the number of the batch; -1 if there are none.
 
         While a forward runs, the pages that SGLang has chosen are still on their way to the host. The loads are then
-        sent when the batch's own forward asks for them: to wait here would keep SGLang from preparing that.
+        sent when the batch's own forward asks for them: waiting here would keep SGLang from preparing that.
         """
         if not self._queued:
             return -1
@@ -131,7 +131,7 @@ class Loads:
         return number
 
     def _send(self, batch: _Batch, *, wait: bool) -> None:
-        """Unless they have been sent. Loads whose pages are not known yet are sent later, or are waited for."""
+        """Send a batch's loads, unless they have been sent. While pages are unknown, wait for them or send later."""
         if batch.jobs is not None:
             return
         if not wait and not all(
@@ -154,7 +154,7 @@ class Loads:
             batch.jobs = [[self._submit(self._jobs, batch, job) for job in jobs] for jobs in self._blocks(parts)]
 
     def _can_stage(self, detour: Detour) -> bool:
-        """Whether the daemon run that has granted the leases has the staging memory, which no other load uses."""
+        """Whether no other load uses the staging memory, and the daemon run that granted the leases has mapped it."""
         client = detour.jobs.client
         used = any(each.staged is not None and each.staged.uses_slots for each in self._batches.values())
         return client.attached and client.attached_epoch == self._jobs.client.attached_epoch and not used
@@ -171,7 +171,7 @@ class Loads:
         return StagedLoad(detour.staging, detour.staging.on_device(ids), send)
 
     def _parts(self, requests: Mapping[str, _Queued]) -> list[tuple[Group, bytes, Ids]]:
-        """The keys and the pages of each group that has some. Raises ValueError as `PageIds.take` does."""
+        """The keys and the pages of each group that has some. Raises ValueError like `PageIds.take`."""
         parts = []
         for group in self._groups.all:
             mine = [found for each in requests.values() if (found := each.pages.get(group.pool)) is not None]
@@ -181,7 +181,7 @@ class Loads:
         return parts
 
     def _blocks(self, parts: Sequence[tuple[Group, bytes, Ids]]) -> list[list[list[Blocks]]]:
-        """By chunk: the blocks of each of its jobs."""
+        """The blocks of each job, by chunk."""
         chunks = [
             [
                 Blocks(group.index, keys, ids, slice=number)
@@ -249,10 +249,10 @@ class Loads:
         self.consumer_index = -1
 
     def end_staging(self) -> None:
-        """Give the staging memory back, which the daemon has unmapped. SGLang refers to this counter until it ends."""
+        """Free the staging memory, which the daemon has unmapped. SGLang refers to this counter until it ends."""
         self._detour = None
 
-    # -- of SGLang's pools -------------------------------------------------------------------------------------------
+    # -- for SGLang's pools ------------------------------------------------------------------------------------------
 
     def set_consumer(self, index: int) -> None:
         self.consumer_index = index
@@ -260,8 +260,8 @@ class Loads:
             self._send(batch, wait=False)
 
     def wait_until(self, layer: int) -> None:
-        """Return when this layer of the current batch is loaded, or its load has failed. Never raises: the forward runs
-        on, and `finish` tells."""
+        """Return when this layer of the current batch is loaded, or its load has failed. Never raises: the forward
+        continues, and `finish` reports the failure."""
         batch = self._batches.get(self.consumer_index)
         if batch is None:
             return
@@ -273,11 +273,11 @@ class Loads:
             self._wait(batch, batch.jobs[self._groups.chunk_of(layer)])
 
     def _move(self, batch: _Batch, staged: StagedLoad, layer: int | None) -> None:
-        """Return when all tiles up to this layer's are being moved from the staging memory to their pages, and as many
-        of the others as have come meanwhile; or when the load has failed.
+        """Return when all tiles up to this layer's are being moved from the staging memory to their pages, with as many
+        of the others as have arrived meanwhile; or when the load has failed.
 
         Args:
-            layer: None for the last one.
+            layer: the layer; None for the last one.
         """
         jobs = self._jobs_of(batch)
         jobs.poll()

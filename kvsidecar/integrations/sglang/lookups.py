@@ -22,16 +22,16 @@ from kvsidecar.integrations.time_limits import in_proportion
 _log = logging.getLogger("kvsidecar.sglang")
 
 OFFER_SECONDS = 2.0
-"""Lease of a hit. SGLang queues the load in the scheduling step of the lookup, or looks up again."""
+"""How long a hit is leased. SGLang queues the load in the scheduling step of the lookup, or looks up again."""
 MARGIN_SECONDS = 0.5
-"""A lease that ends sooner counts as ended: its renewal may come too late."""
+"""A lease with less than this left counts as ended: its renewal may arrive too late."""
 FRESH_HIT_SECONDS = 1.0
 """How long a hit is reused: SGLang repeats the lookups of all waiting requests in each step. The lease lasts longer."""
 FRESH_MISS_SECONDS = 0.25
 """How long a miss is reused: another engine may store the pages meanwhile."""
 MOST_LENGTHS = 64
-"""Of an offer that several ranks have to agree on: SGLang sets an element of a tensor for each, which takes 3 us, again
-in each scheduling step."""
+"""Most lengths in an offer that several ranks have to agree on: in each scheduling step, SGLang sets an element of a
+tensor for each length, which takes 3 us."""
 
 
 @dataclass(slots=True)
@@ -39,28 +39,29 @@ class Offer:
     """The answer to the last lookup of a request."""
 
     keys: Sequence[str]
-    """That were looked up. They are chained: with the same key at one place, all before it are the same."""
+    """The keys that were looked up. They are chained: if two are equal at one place, so are all before."""
     lengths: Sequence[int]
     """Every prefix length, in pages, that can be loaded, ascending; a `range` if each up to the longest one can."""
     answered: float
     epoch: int
-    """Of the daemon run that has answered."""
+    """The epoch of the daemon run that has answered."""
     lease: int | None = None
     expires: float = 0.0
 
     def answers(self, keys: Sequence[str], now: float) -> bool:
-        """Whether it also answers a lookup of these, and is fresh."""
+        """Whether this offer is fresh, and also answers a lookup of these keys."""
         fresh = FRESH_HIT_SECONDS if self.lengths else FRESH_MISS_SECONDS
         count = len(keys)
         return now - self.answered < fresh and count <= len(self.keys) and self.keys[count - 1] == keys[-1]
 
 
 class Lookups:
-    """
+    """The lookups of one rank.
+
     Args:
         budget: longest time in seconds that a lookup may wait; `in_proportion`, since with pages of one token a prompt
             has tens of thousands.
-        alone: there are no other ranks.
+        alone: whether there are no other ranks.
     """
 
     def __init__(self, shared: Shared, budget: float, *, alone: bool) -> None:
@@ -70,7 +71,7 @@ class Lookups:
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._trailing = any(group.pool != KV for group in shared.groups.all)
         self._offers: dict[str, Offer] = {}
-        """By request; the oldest first."""
+        """The offers by request, the oldest first."""
 
     def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Prefix lengths, in pages, that can be loaded; SGLang takes the longest that all ranks have found. Waits no
@@ -93,7 +94,7 @@ class Lookups:
         keys = self._keys(full.keys)
         epoch = self._client.attached_epoch
         windows = {name: len(each.keys) for name, each in by_pool.items() if name != KV}
-        # The others were needed at the end of an earlier turn, and are not to be kept for this one.
+        # The others were needed at the end of an earlier turn, and must not be kept for this one.
         last = {group.index: windows[group.pool] for group in self._groups.all if group.pool in windows}
         result = self._client.lookup(
             self._namespace,
@@ -120,7 +121,7 @@ class Lookups:
         return self._told(lengths, pages)
 
     def _told(self, lengths: Sequence[int], pages: int) -> list[int]:
-        """Those of at most so many pages that SGLang needs to know."""
+        """The lengths up to this many pages that SGLang needs to know."""
         lengths = lengths[: bisect_right(lengths, pages)]
         if self._alone:
             return list(lengths[-1:])
@@ -146,13 +147,13 @@ class Lookups:
         return restorable(pages, prefix, needed)
 
     def _forget_pages(self, group: Group, keys: bytes) -> None:
-        """Evicted, or never stored: they are stored when SGLang offers them again."""
+        """Forget pages that were evicted or never stored, so that they are stored when SGLang offers them again."""
         if keys:
             self._known.discard(tags_of(group.index, keys, len(keys) // HASH_BYTES))
 
     def take(self, rid: str, lease_seconds: float) -> LeaseRenewal | None:
-        """The lease of a request's hit, extended until its load has ended. None: it has ended, or the daemon that has
-        granted it; the load must not be queued."""
+        """The lease of a request's hit, extended until its load has ended. None: it has ended, or the daemon that
+        granted it has; the load must not be queued."""
         offer = self._offers.pop(rid, None)
         if offer is None or offer.lease is None:
             return None
@@ -172,7 +173,7 @@ class Lookups:
             self.forget(rid)
 
     def _forget_old(self, now: float) -> None:
-        """Requests that are gone leave their answers behind: SGLang does not say so. Their leases have ended."""
+        """Drop the answers to requests that are gone, which SGLang does not report. Their leases have ended."""
         while self._offers:
             rid, oldest = next(iter(self._offers.items()))
             if now - oldest.answered < OFFER_SECONDS:
@@ -186,8 +187,8 @@ class Lookups:
 
 
 def thinned(longest: int) -> list[int]:
-    """Of all lengths up to the longest: this one, and at most `MOST_LENGTHS` others, at multiples of a power of two: so
-    ranks of which one has found a little more than another have a length in common."""
+    """The longest length, and at most `MOST_LENGTHS` shorter ones at multiples of a power of two: so ranks have a
+    length in common even if one has found a little more than another."""
     step = 1 << (longest // MOST_LENGTHS).bit_length()
     return [*range(step, longest, step), longest] if longest else []
 
@@ -195,13 +196,13 @@ def thinned(longest: int) -> list[int]:
 def restorable(
     num_pages: int, prefix: int, windows: Mapping[int, Sequence[Sequence[bool] | npt.NDArray[np.bool_]]]
 ) -> list[int]:
-    """Every prefix length, in pages, at which each pool has what a request needs to go on; ascending.
+    """Every prefix length, in pages, at which each pool has what a request needs to continue; ascending.
 
     Args:
-        num_pages: that were looked up.
-        prefix: pages from the first that the pool of full attention has.
-        windows: by the number of pages at the end of a prefix that a pool needs (1 for a state): which pages it has,
-            for each of its groups. A shorter prefix needs all of its pages.
+        num_pages: number of pages that were looked up.
+        prefix: number of pages that the pool of full attention has from the first on.
+        windows: for each number of pages that a pool needs at the end of a prefix (1 for a state), the pages that it
+            has, for each of its groups. A shorter prefix needs all of its pages.
     """
     lengths = np.arange(1, min(prefix, num_pages) + 1)
     good = np.ones(len(lengths), bool)

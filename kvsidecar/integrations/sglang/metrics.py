@@ -14,11 +14,11 @@ PREFIX = "sglang:kvsidecar_"
 
 
 class Metrics:
-    """Publishes what was counted, and this rank's gauges, at most once a second.
+    """Publishes the counters' increments, and this rank's gauges, at most once a second.
 
     Args:
         instance: name of the engine deployment, the metrics' label.
-        gauges: their values, by name; behind that of `NOT_OFFLOADING` are ``|`` and the reason.
+        gauges: returns the gauges' values by name; that of `NOT_OFFLOADING` is followed by ``|`` and the reason.
     """
 
     def __init__(self, counters: Counters, instance: str, gauges: Callable[[], Mapping[str, int]]) -> None:

@@ -1,6 +1,6 @@
-"""What must be equal for two engines to share blocks, from SGLang's arguments and the files of its weights.
+"""Derives what must be equal for two engines to share blocks from SGLang's arguments and the files of its weights.
 
-SGLang's page hashes cover tokens, ``extra_key`` (with the LoRA adapter) and ``cache_salt``, and nothing of the model or
+SGLang's page hashes cover tokens, ``extra_key`` (with the LoRA adapter) and ``cache_salt``, but neither the model nor
 its KV layout.
 """
 
@@ -32,12 +32,13 @@ def identity_of(
     name: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """
+    """The identity of an engine.
+
     Args:
         is_eagle: whether pages are hashed by pairs of tokens.
         facts: what else determines the bytes of a block: version of SGLang, device, pools, shapes.
-        private: unique to this engine, the same for all of its ranks.
-        name: of the model, for operators and policies; by default derived from the weights.
+        private: a text unique to this engine, the same for all of its ranks.
+        name: the model's name, for operators and policies; by default derived from the weights.
 
     Raises:
         ValueError: the weights cannot be read.
@@ -78,8 +79,8 @@ def identity_of(
 
 
 def kept_beside_kv(server_args: Any) -> str | None:
-    """The command-line option by which SGLang keeps something of each token that it computes beside the token's KV, if
-    this engine has one. A linker does not get it, so the slots that it loads would keep that of the tokens before.
+    """The command-line option, if this engine has one, with which SGLang keeps data of each computed token besides its
+    KV. A linker does not get that data, so the slots that it loads would keep that of earlier tokens.
     """
     for name, off in ignored.KEPT_BESIDE_KV.items():
         if (argument(server_args, name) or off) != off:
@@ -97,7 +98,7 @@ def arguments(server_args: Any) -> Sequence[str]:
 
 
 def argument(server_args: Any, name: str) -> Any:
-    """The value that SGLang has chosen, where somebody has left the choice to it."""
+    """The value of an argument, or the one that SGLang has chosen if the choice was left to it."""
     # Later versions keep their choices beside what was asked for.
     overrides = sys.modules.get("sglang.srt.arg_groups.overrides")
     resolve = getattr(overrides, "resolution_result", None)

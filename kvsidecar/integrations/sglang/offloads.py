@@ -1,8 +1,8 @@
 """Stores of nodes of SGLang's tree, whose ends SGLang takes in the order in which it has offered them.
 
-Every store goes through `Offloads.submit`, and nothing is left to confirm there: SGLang puts pages into its tree when
+Every store passes through `Offloads.submit`, and nothing is left to confirm there: SGLang puts pages into its tree when
 it has processed the result of the forward that computed them or, those of a chunk or of a last token, when it has
-launched that forward and all loads for it have arrived (`Loads.finish`); and they are read behind its kernels
+launched that forward and all loads for it have arrived (`Loads.finish`); and they are read after its kernels
 (`SlotReader`).
 """
 
@@ -27,11 +27,11 @@ from kvsidecar.integrations.stored_filter import Tags, tags_of
 _log = logging.getLogger("kvsidecar.sglang")
 
 HUNG_SECONDS = 5.0
-"""While a store runs for longer, none is sent: the daemon hangs, and would keep those pages from SGLang as well."""
+"""While a store runs for longer than this, none is sent: the daemon hangs, and would hold those pages as well."""
 FINISH_SECONDS = 1.0
 """How long a reset lets stores run that have not started; then it cancels them."""
 HELD_FRACTION = 0.5
-"""Most of a pool's pages that offloads may keep from SGLang, which frees none before it has taken the end."""
+"""Largest share of a pool's pages that offloads may hold. SGLang frees none before it has taken the offload's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Offered:
 
     pool: str
     keys: bytes
-    """Of their blocks, joined."""
+    """The keys of their blocks, joined."""
     count: int
     ids: Callable[[int], PageIds]
-    """Starts to read where the pages are on the GPU, from this one on."""
+    """Starts to read the pages' places on the GPU, from this one on."""
 
 
 @dataclass(slots=True)
@@ -51,11 +51,11 @@ class _Offload:
     began: float = inf
     """When it was sent."""
     held: int = 0
-    """Pages that it keeps from SGLang until `pop`."""
+    """Pages that SGLang cannot free until `pop`."""
     sent: bool = False
-    """Or to be sent."""
+    """Sent, or waiting to be sent."""
     unsent: list[tuple[int, Pages]] = field(default_factory=list)
-    """By group: what is sent when its pages are known."""
+    """Pages, with their group, that are sent when their places are known."""
     ok: bool = True
     admitted: bool = True
     """False: the daemon keeps other blocks instead."""
@@ -63,15 +63,16 @@ class _Offload:
     known_at: int = -1
     """`StoredFilter.age` when it was sent."""
     tags: list[Tags] = field(default_factory=list)
-    """Of the pages that it sends, in the filter of known ones."""
+    """Tags of the pages that it sends, for the filter of known ones."""
 
 
 class Offloads:
-    """
+    """The stores of one rank.
+
     Args:
-        notes: of a group's blocks with these keys, joined.
-        num_pages: of the pool of full attention.
-        rank: among those that split a page. Of what is the same on several, the first one stores it.
+        notes: returns the joined notes on a group's blocks with these keys.
+        num_pages: number of pages in the pool of full attention.
+        rank: this rank's index among those that split a page. KV that is equal on several is stored by the first.
     """
 
     def __init__(self, shared: Shared, notes: Callable[[int, bytes], bytes], num_pages: int, *, rank: int) -> None:
@@ -84,20 +85,20 @@ class Offloads:
         self._held = 0
 
     def may_hold(self, pages: int) -> bool:
-        """Whether so many more pages may be kept from SGLang. False: offloads keep too many already, whatever becomes
-        of them, because their ends are taken in order. All ranks say the same: they are offered the same, and SGLang
-        takes the same ends from each."""
+        """Whether offloads may hold this many more pages. False: they hold too many already, however they end, because
+        their ends are taken in order. All ranks return the same: they are offered the same, and SGLang takes the same
+        ends from each."""
         if not self._held or self._held + pages <= self._most_held:
             return True
         self._counters.held_back_offloads += 1
         return False
 
     def submit(self, offered: Sequence[Offered]) -> None:
-        """Store these pages, as soon as they are known on the host: `completed` sees to it. `pop` will tell, also when
-        they are not stored at all: every rank must count the same offloads.
+        """Store these pages as soon as their places are known on the host, which `completed` checks. `pop` returns the
+        result, even if they are not stored at all: every rank must count the same offloads.
 
-        Those at the beginning that the daemon has are not sent: SGLang offers what it has loaded together with what it
-        has computed behind it.
+        Pages at the beginning that the daemon has are not sent: SGLang offers loaded pages together with those that it
+        has computed after them.
         """
         offload, known = _Offload(held=sum(pages.count for pages in offered)), False
         for pages in offered:
@@ -130,7 +131,7 @@ class Offloads:
         self._pending.append(offload)
 
     def _send_arrived(self) -> None:
-        """In the order in which they were offered."""
+        """Send the offloads whose pages' places are known, in the order in which they were offered."""
         while self._unsent and all(pages.ids.arrived() for _, pages in self._unsent[0].unsent):
             self._send(self._unsent.popleft())
 
@@ -147,7 +148,7 @@ class Offloads:
             offload.jobs.append(self._jobs.add(self._jobs.client.store(blocks), partial(self._ended, offload)))
 
     def decline(self, pages: int) -> None:
-        """Store none of so many pages; `pop` will tell so."""
+        """Store none of these pages; `pop` will report them as not stored."""
         self._hold(_Offload(held=pages, ok=False))
 
     def _hangs(self) -> bool:
@@ -158,7 +159,7 @@ class Offloads:
         offload.admitted &= done.reason != Refusal.NOT_ADMITTED
 
     def completed(self) -> int:
-        """How many of the oldest have ended. Never waits."""
+        """How many of the oldest offloads have ended. Never waits."""
         if not self._pending:
             return 0
         self._send_arrived()
@@ -171,7 +172,7 @@ class Offloads:
         return count
 
     def pop(self) -> bool:
-        """Remove the oldest, which has ended. Returns whether all of it was stored."""
+        """Remove the oldest offload, which has ended. Returns whether all of it was stored."""
         offload = self._pending.popleft()
         self._held -= offload.held
         if offload.sent:
@@ -182,8 +183,8 @@ class Offloads:
         return offload.ok
 
     def reset(self, timeout: float) -> None:
-        """Wait until no store reads the GPU any more, or will, and forget all. After ``timeout`` seconds the daemon is
-        given up."""
+        """Wait until no store reads the GPU, now or later, and forget all. After ``timeout`` seconds, give the daemon
+        up."""
         jobs = [job for each in self._pending for job in each.jobs]
         left = self._jobs.stop(jobs, min(FINISH_SECONDS, timeout), cancel=False)
         self._jobs.end(left, timeout, f"a store has not ended within {timeout:g} s")

@@ -1,7 +1,7 @@
-"""Converts SGLang's pools to views of pages; makes CPU pools shareable; reads their slots behind the forward.
+"""Converts SGLang's pools to views of pages; makes CPU pools shareable; reads their slots after the forward.
 
 Plain pools (MHA, MLA, a sliding window, MHA with Mamba), for which SGLang has no ready-made views, are read here; all
-others through SGLang's own views for linkers. What neither knows is refused: a guess could copy wrong KV.
+others through SGLang's own views for linkers. Other kinds are refused: a guess could copy wrong KV.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Pool:
 
     name: str
     layers: Mapping[int, tuple[torch.Tensor, ...]]
-    """By layer of the pipeline stage: tensors ``[pages, ...]`` that hold all of its bytes."""
+    """Tensors ``[pages, ...]`` that hold all bytes of a layer, by layer of the pipeline stage."""
     replicated: bool
     heads: int = 0
-    """KV heads of this rank; 0: it is not known, or this is no attention with heads."""
+    """KV heads of this rank; 0: unknown, or this is no attention with heads."""
 
     @property
     def num_pages(self) -> int:
@@ -43,7 +43,7 @@ def pools_of(kvcache: Any, params: Any, page_size: int, components: set[Any]) ->
 
     Args:
         params: SGLang's ``CacheInitParams``.
-        components: of the tree.
+        components: the components of the tree.
 
     Raises:
         NotExportable: a pool of this kind cannot be offloaded; the text says why.
@@ -87,7 +87,7 @@ def _attention(pool: Any, page_size: int, mapping: Mapping[int, int]) -> dict[in
     """The pages of a plain pool, by SGLang's layer.
 
     Args:
-        mapping: index in the pool by layer.
+        mapping: each layer's index in the pool.
     """
     kind = type(pool).__name__
     if kind == "MHATokenToKVPool":
@@ -110,7 +110,7 @@ def _attention(pool: Any, page_size: int, mapping: Mapping[int, int]) -> dict[in
 
 
 def by_page(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A tensor of rows as ``[pages, ...]``, without what is left at the end."""
+    """A tensor of rows as ``[pages, ...]``, without the rows of an incomplete page at the end."""
     if rows == 1:
         return tensor
     return tensor[: len(tensor) // rows * rows].unflatten(0, (-1, rows))
@@ -162,8 +162,8 @@ def _ready_made(kvcache: Any, params: Any, page_size: int, components: set[Any])
 
 
 def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
-    """A draft model's KV has the same pages as the target's. It is read after the target's forward, so it goes with the
-    last layer."""
+    """Add the draft models' KV to the target's last layer. It has the same pages, and is read after the target's
+    forward."""
     last = max(full.layers)
     layers = dict(full.layers)
     for draft in (*params.sidecar_draft_device_pools, *params.mtp_draft_device_pools):
@@ -173,7 +173,7 @@ def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
             )
         for tensors in _attention(draft, page_size, _own_layers(draft)).values():
             layers[last] = (*layers[last], *tensors)
-    # Which of the layers are the draft's, with heads of its own, is not known behind this.
+    # After this it is unknown which of the layers are the draft's, with heads of its own.
     return replace(full, layers=layers, heads=full.heads if layers == full.layers else 0)
 
 
@@ -191,9 +191,10 @@ def facts_of(pools: Sequence[Pool]) -> list[str]:
 
 
 def export(pools: Sequence[Pool], groups: Groups, rank: int, size: int) -> RankMemory:
-    """
+    """The memory of one rank.
+
     Args:
-        rank, size: among the tensor-parallel ranks that split a page.
+        rank, size: this rank among the tensor-parallel ranks that split a page, and their number.
 
     Raises:
         NotExportable: the memory cannot be shared.
@@ -237,11 +238,12 @@ def share_on_cpu(kvcache: Any, params: Any) -> None:
 
 
 class SlotReader:
-    """Copies what SGLang has on the GPU to the host, and waits for nothing: SGLang's stream stands behind the running
-    forward, so ``.cpu()`` would keep the scheduler from preparing the next one meanwhile.
+    """Copies slots from the GPU to the host without waiting: SGLang's stream is queued after the running forward, so
+    ``.cpu()`` would keep the scheduler from preparing the next one meanwhile.
 
-    A copy is behind all that both streams had to do: the current one, on which SGLang has chosen the pages, and the
-    forward stream, which may still write them. So whatever is sent once it has arrived is in order with the kernels.
+    A copy runs after all earlier work of two streams: the current one, on which SGLang has chosen the pages, and the
+    forward stream, which may still write them. So a job that is sent once the copy has arrived is in order with the
+    kernels.
 
     Args:
         forward_stream: None if the current stream is the only one that writes KV.
@@ -265,7 +267,7 @@ class SlotsOnTheirWay:
     """Implements `transfers.Slots`."""
 
     source: torch.Tensor
-    """Referenced until it has been copied: its allocator knows nothing of the stream that reads it."""
+    """The tensor that is copied. Referenced until then: its allocator does not know the stream that reads it."""
     host: torch.Tensor
     event: torch.cuda.Event
 

@@ -1,4 +1,4 @@
-"""What one rank offloads with: its registration, and its lookups, loads and stores. Imports no SGLang, and no torch.
+"""The offloading of one rank: its registration, lookups, loads and stores. Imports neither SGLang nor torch.
 
 Everything but the client's own threads runs on the scheduler's thread.
 """
@@ -41,13 +41,13 @@ CLOSE_SECONDS = 10.0
 
 
 def no_notes(_group: int, _keys: bytes) -> bytes:
-    """No other engine needs to know anything."""
+    """Notes for an engine whose pages no other one announces: none."""
     return b""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What the linker has found out about a rank."""
+    """The facts that the linker has found out about a rank."""
 
     identity: Identity
     instance: str
@@ -57,19 +57,19 @@ class RankFacts:
     page_size: int
     """Tokens in a page."""
     reader: SlotReader | None = None
-    """None if kernels are synchronous."""
+    """Reads slots after the kernels; None if kernels are synchronous."""
     staging: Staging | None = None
-    """None: the daemon loads directly into the pages."""
+    """The staging memory; None: the daemon loads directly into the pages."""
     trailing: Mapping[str, int] = field(default_factory=dict)
-    """By pool: how many pages at the end of a request a hit needs. Of other pools it needs all."""
+    """How many pages at the end of a request a hit needs, by pool. It needs all pages of other pools."""
 
 
 class RankSide:
-    """One per rank.
+    """The offloading of one rank.
 
     Args:
-        notes: what other engines need to know about a group's blocks with these keys, joined.
-        clock: tells monotonic seconds.
+        notes: returns what other engines need to know about a group's blocks with these keys, joined.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RankSide:
         num_pages = max(layout.num_blocks for layout in self._layouts)
         self._offloads = Offloads(shared, notes, num_pages, rank=ranks.rank)
         self._failures: set[str] = set()
-        """Those that the log has already."""
+        """Failures that were logged already."""
         self._attach(self._client, facts.instance, facts.memory)
 
     def _attach(self, client: Client, instance: str, memory: RankMemory) -> None:
@@ -127,8 +127,8 @@ class RankSide:
         )
 
     def _jobs_of_staging(self, facts: RankFacts, staging: Staging) -> WaitedJobs:
-        """Of a client of its own: to the daemon, the staging memory is the KV cache of another engine that only loads
-        what this one has stored."""
+        """The jobs of the staging memory, with a client of their own: to the daemon, it is the KV cache of another
+        engine that only loads what this one has stored."""
         name = f"{facts.instance} staging"
         client = Client(
             self._options.socket,
@@ -144,7 +144,7 @@ class RankSide:
         self._counters.refused_jobs += self._unfit_jobs.note(done)
 
     def _watch_epoch(self) -> None:
-        """What an earlier daemon had is gone."""
+        """Forget, after a change of the daemon, the blocks that the earlier one had."""
         epoch = self._client.attached_epoch
         if epoch and epoch != self._epoch:
             self._epoch = epoch
@@ -178,8 +178,8 @@ class RankSide:
         return True
 
     def offload(self, transfers: Sequence[Any]) -> bool:
-        """Store these pages as soon as the kernels that write them are over. What was not stored is reported as not
-        stored. Returns what `Offloads.may_hold` does: on all ranks the same."""
+        """Store these pages as soon as the kernels that write them have completed. Pages that cannot be stored are
+        reported as not stored. Returns the result of `Offloads.may_hold`, which is equal on all ranks."""
         self._watch_epoch()
         self._counters.unflushed_offloads += self._weights.mixed
         count = sum(len(each.keys or ()) for each in transfers)
@@ -212,13 +212,13 @@ class RankSide:
     def request_ended(
         self, hashes: Callable[[], Sequence[str]], session: str | None, params: Any, answer: Collection[int]
     ) -> None:
-        """A request has ended. Never raises: an error would end SGLang's scheduler.
+        """Note the end of a request. Never raises: an error would end SGLang's scheduler.
 
         Args:
-            hashes: tells those of all its pages that SGLang has.
+            hashes: returns the hashes of all its pages that SGLang has.
             session: see `Touches.request_ended`.
-            params: its custom parameters.
-            answer: its tokens.
+            params: the request's custom parameters.
+            answer: the answer's tokens.
         """
         try:
             pause = pause_after(said_in(params), answer, self._counters, self._tool_tokens)
@@ -234,7 +234,7 @@ class RankSide:
             _log.exception("kvsidecar: %s: %s", failure, error)
 
     def session_ended(self, session: str) -> None:
-        """A session has been closed, or has expired."""
+        """Note that a session has been closed, or has expired."""
         self._touches.session_ended(session)
 
     def completed(self) -> int:
@@ -251,19 +251,19 @@ class RankSide:
         return self._offloads.pop()
 
     def weights_changing(self, method: str) -> None:
-        """SGLang calls this method, which changes weights. What it has offered so far is of the old ones: stores that
-        run are right, because SGLang keeps their pages as they are."""
+        """Note that SGLang calls this method, which changes weights. Earlier offers belong to the old weights: stores
+        that run are right, because SGLang keeps their pages as they are."""
         self._weights.changing(method)
         if self._weights.mixed:
             self._lookups.forget_all()
 
     def weights_changed(self, holds_no_kv: Callable[[], bool]) -> None:
-        """The method has ended, on all ranks."""
+        """Note that the method has ended, on all ranks."""
         self._weights.changed(lambda: self._ranks.agree(holds_no_kv()))
         self._counters.unnamed_weights = self._weights.unnamed
 
     def reset(self) -> None:
-        """SGLang forgets its KV and reuses all pages: wait until nothing reads or writes them."""
+        """Wait until nothing reads or writes the pages: SGLang forgets its KV and reuses all of them."""
         self._counters.resets += 1
         self.loads.reset()
         self._lookups.forget_all()
@@ -272,7 +272,7 @@ class RankSide:
         self._counters.unnamed_weights = self._weights.unnamed
 
     def gauges(self) -> dict[str, int]:
-        """By name: whether this rank offloads, and if not, why."""
+        """Gauges by name that show whether this rank offloads, and if not, why."""
         why_not = None
         if not self._client.attached:
             why_not = WhyNot.NOT_ATTACHED

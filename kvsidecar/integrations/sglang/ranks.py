@@ -1,4 +1,4 @@
-"""What the ranks of one engine agree on: at the start, and before each load."""
+"""Agreement between the ranks of one engine: at the start, and before each load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ranks:
     size: int
 
     def agree(self, yes: bool) -> bool:
-        """Whether every rank says yes. All must ask at the same point: SGLang's schedulers go in step."""
+        """Whether every rank says yes. All must ask at the same point: SGLang's schedulers run in lockstep."""
         if self.size == 1:
             return yes
         vote = torch.tensor([int(yes)], dtype=torch.int)
@@ -30,7 +30,7 @@ class Ranks:
         return bool(vote.item())
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each rank has to say, by rank."""
+        """The values of all ranks, by rank."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -38,12 +38,13 @@ class Ranks:
         return found
 
     def token(self) -> str:
-        """A random text, the same for all ranks."""
+        """A random text that is equal on all ranks."""
         return str(self.gather(secrets.token_hex(16))[0])
 
 
 def ranks_of(params: Any) -> Ranks:
-    """
+    """The ranks that share each request.
+
     Args:
         params: SGLang's ``CacheInitParams``.
     """

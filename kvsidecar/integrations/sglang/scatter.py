@@ -10,12 +10,13 @@ import torch
 _log = logging.getLogger("kvsidecar.sglang")
 
 Scatter = Callable[[int, torch.Tensor], None]
-"""Called with the first slot and with the numbers of pages, int64: starts to move the pieces in the slots from the
-first one on to these pages."""
+"""Starts to move the pieces in the slots from the first one on to these pages. Takes the first slot, and the pages'
+numbers as int64."""
 
 
 def scatter_for(tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> Scatter:
-    """
+    """Choose a scatter for these tensors.
+
     Args:
         tensors: int64 ``[pages, words of a piece]``, on one device.
         slots: int64 ``[slots, words]``, contiguous; a slot holds the pieces of one page one after another.
@@ -31,7 +32,7 @@ def scatter_for(tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> Scatter
 
 
 class ScatterByTensor:
-    """With torch's kernels, one for each tensor: each takes the scheduler's thread 10 us."""
+    """A scatter with torch's kernels, one for each tensor: each takes the scheduler's thread 10 us."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         self._moves = list(zip(tensors, slots.split([each.shape[1] for each in tensors], 1), strict=True))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 MOST_WORDS = 1024
-"""That one program moves at once."""
+"""Most words that one program moves at once."""
 
 
 # Not specialized: a kernel for each combination of alignments would be compiled during loads. Annotations would be

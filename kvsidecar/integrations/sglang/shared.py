@@ -1,4 +1,4 @@
-"""What a rank's lookups, loads and stores share."""
+"""State that a rank's lookups, loads and stores share."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvsidecar.integrations.waited_jobs import WaitedJobs
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One per rank."""
+    """The state that the lookups, loads and stores of one rank share."""
 
     jobs: WaitedJobs
-    """Of the rank's client."""
+    """The jobs of the rank's client."""
     groups: Groups
     namespace: Namespace
     keys: Callable[[Sequence[str]], bytes]
-    """The daemon's keys of pages with these hashes, joined, with the current weights. Raises ValueError as
-    `kvsidecar.integrations.sglang.transfers.hashes_of` does."""
+    """The daemon's keys of pages with these hashes, joined, for the current weights. Raises ValueError like
+    `kvsidecar.integrations.sglang.transfers.hashes_of`."""
     counters: Counters
     clock: Callable[[], float]
-    """Monotonic seconds."""
+    """Returns monotonic seconds."""
     gains: PromptGains = field(default_factory=PromptGains)
-    """In pages, not tokens."""
+    """The gains of prompts, in pages, not tokens."""
     known: StoredFilter = field(default_factory=StoredFilter)

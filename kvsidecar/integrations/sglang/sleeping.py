@@ -1,7 +1,7 @@
 """Notices that SGLang releases the memory of its KV cache (``release_memory_occupation`` with its memory saver).
 
-SGLang tells a linker nothing of it. The memory that it gets back with ``resume_memory_occupation`` is other memory at
-the same addresses: what the daemon has mapped would not be the engine's any more, and none of it would be free.
+SGLang does not report it to a linker. ``resume_memory_occupation`` provides other memory at the same addresses: the
+memory that the daemon has mapped would no longer be the engine's, and none of it would be free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def watch(updater: Any, releasing: Callable[[], None]) -> End:
     """Call ``releasing`` before memory of the KV cache is released from now on.
 
     Args:
-        updater: SGLang's class that does it for the scheduler.
+        updater: SGLang's class that releases memory for the scheduler.
     """
 
     def release(original: Callable[..., Any], self: Any, request: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A load by way of the staging memory, tile by tile. Pure; see `kvsidecar.integrations.sglang.staging`.
+"""A load through the staging memory, tile by tile. Pure; see `kvsidecar.integrations.sglang.staging`.
 
-A tile is a range of the pages, of a chunk's layers. Tiles are loaded in the order of the layers, and moved on in the
-same order. A chunk whose pages find room in its slots is one tile, unless they are many. Otherwise it has two places
-for tiles: while one is loaded, the other one is moved on.
+A tile is a range of the pages in a chunk's layers. Tiles are loaded in the order of the layers, and moved on in the
+same order. A chunk whose pages fit into its slots is one tile, up to `MOST_PAGES`. Otherwise it has two places for
+tiles: while one is loaded, the other one is moved on.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class Staging(Protocol):
 
 
 SMALL_PIECE_BYTES = 128 << 10
-"""What one tensor has of a page: less is copied more slowly than the link allows where pages do not lie side by
-side."""
+"""Bytes of a page in one tensor below which copies are slower than the link allows, unless pages are adjacent."""
 DEFAULT_BYTES = 1 << 30
-"""A larger load comes in tiles of half of this, which is 10 ms on the link; each takes the scheduler's thread half a
-millisecond."""
+"""Default size of the staging memory. A larger load is cut into tiles of half of this, which is 10 ms on the link; each
+takes the scheduler's thread half a millisecond."""
 DEFAULT_SHARE = 8
-"""By default at most this part of what SGLang has left free, which its forward needs as well."""
+"""Divisor of the memory that SGLang has left free, which its forward needs as well: the default size is at most this
+part of it."""
 LEAST_CHUNKS = 3
 CHUNK_BYTES = 64 << 10
-"""A load has one chunk per so many bytes of a page: each is a job that takes the daemon a microsecond per page."""
+"""Bytes of a page for each chunk of a load: each chunk is a job that takes the daemon a microsecond per page."""
 MOST_PAGES = 4096
-"""Of a tile. The daemon takes a microsecond for each before it copies the first one, so it prepares one tile while
-the one before is copied."""
+"""Most pages in a tile. The daemon takes a microsecond for each before it copies the first one, so it prepares one tile
+while the one before is copied."""
 MOST_TILES = 4
-"""On their way at once, so that the link has work while the first ones are moved on."""
+"""Most tiles on their way at once, so that the link has work while the first ones are moved on."""
 
 
 def default_bytes(piece_bytes: int, free: int) -> int:
     """Bytes of the staging memory of a GPU; 0: pages are loaded directly.
 
     Args:
-        piece_bytes: the least that a tensor has of a page.
+        piece_bytes: bytes of a page in the tensor with the fewest.
         free: bytes that SGLang has left free.
     """
     return 0 if piece_bytes >= SMALL_PIECE_BYTES else min(DEFAULT_BYTES, free // DEFAULT_SHARE)
 
 
 def chunks_of(page_bytes: int, most: int) -> int:
-    """The number of chunks of a load by way of the staging memory: at most ``most``."""
+    """The number of chunks of a load through the staging memory: at most ``most``."""
     return min(most, max(LEAST_CHUNKS, page_bytes // CHUNK_BYTES))
 
 
@@ -97,9 +97,9 @@ class StagedLoad:
         self._staging, self._pages, self._send = staging, pages, send
         self._waiting = deque(tiles_of(len(pages), staging.slots, staging.groups.all[0].slices))
         self._sent: deque[tuple[Tile, int]] = deque()
-        """Those that have not been moved on, with their jobs."""
+        """Tiles that have not been moved on, with their jobs."""
         self.jobs: list[int] = []
-        """Of all tiles that were sent."""
+        """Jobs of all tiles that were sent."""
         self.keep_order, self.wait = staging.keep_order, staging.wait
 
     def send(self) -> None:
@@ -120,14 +120,14 @@ class StagedLoad:
         return bool(self._sent or self._waiting)
 
     def next_job(self) -> int | None:
-        """The job of the tile that is to be moved on next; None if all have been."""
+        """The job of the next tile to move on; None if all have been."""
         return self._sent[0][1] if self._sent else None
 
     def is_beyond(self, layer: int) -> bool:
-        """Whether that tile's layers come after this one."""
+        """Whether the next tile's layers come after this layer."""
         return self._sent[0][0].chunk > self._staging.groups.chunk_of(layer)
 
     def move(self) -> None:
-        """Start to move it on: its job has ended well."""
+        """Start to move the next tile on, whose job has succeeded."""
         tile, _ = self._sent.popleft()
         self._staging.move(tile.chunk, tile.slot, self._pages[tile.first : tile.end])

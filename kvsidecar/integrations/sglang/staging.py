@@ -1,9 +1,9 @@
 """GPU memory through which pages pass whose pieces are too small to be copied one by one.
 
-A piece is what one tensor, K or V of a layer, has of a page: 2 KiB with pages of one token and eight heads. Each tensor
-is an allocation of its own, so each piece is a copy of its own unless pages lie side by side, and small ones are not
-issued as fast as the link moves them. Here all pieces of a page that belong to one part of the layers lie together, as
-in the daemon's pool, and kernels of this process move them on to where SGLang has them.
+A piece is the part of a page in one tensor, K or V of a layer: 2 KiB with pages of one token and eight heads. Each
+tensor is an allocation of its own, so each piece is a copy of its own unless pages are adjacent, and small copies are
+not issued as fast as the link moves them. Here all pieces of a page that belong to one part of the layers are adjacent,
+as in the daemon's pool, and kernels of this process move them on to SGLang's tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Staging:
     """Slots for each slice of a page, registered like a KV cache of its own, into which the daemon loads.
 
     Args:
-        groups: one, whose chunks are those of the loads by way of this memory.
-        layout: of the pages themselves.
-        nbytes: at most so many, and no more than two of the largest tiles take.
+        groups: a single group, whose chunks are those of the loads through this memory.
+        layout: the layout of the pages themselves.
+        nbytes: most bytes to allocate; never more than two of the largest tiles take.
 
     Raises:
-        ValueError: pages of this kind cannot pass through, or not one fits into ``nbytes``.
+        ValueError: pages of this kind cannot pass through, or not even one fits into ``nbytes``.
         torch.OutOfMemoryError: the GPU has no room.
         NotExportable: the memory cannot be shared.
     """
@@ -62,7 +62,7 @@ class Staging:
             memory = torch.empty(size, dtype=torch.int64, device=self._device)
             # Not allocated by each load, which must not fail for want of memory.
             self._ids = torch.empty(pool.num_pages, dtype=torch.int64, device=self._device)
-            # Of high priority: a load waits for these short kernels, which would stand behind a long prefill's.
+            # With high priority: a load waits for these short kernels, which would be queued after a long prefill's.
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         else:
             memory = shared_empty((size,), torch.int64)
@@ -82,13 +82,13 @@ class Staging:
         own = GroupLayout(layout.group, self.slots, layout.shard, layout.num_shards, flat, cuts)
         self.memory = RankMemory(exporter.kv_buffers(), (own,))
         self._ended: dict[int, torch.cuda.Event] = {}
-        """By chunk: when the last move from its slots has ended."""
+        """The end of the last move from each chunk's slots, as an event."""
         self._last: torch.cuda.Event | None = None
         self._behind: set[int] = set()
-        """Streams that wait for the last move already: a forward asks for each layer."""
+        """Streams that already wait for the last move: a forward asks for each layer."""
 
     def on_device(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Page numbers as `move` wants them, until the next call."""
+        """Page numbers in the form that `move` takes, valid until the next call."""
         with self._on_stream():
             return self._ids[: len(ids)].copy_(torch.from_numpy(ids))
 
@@ -106,7 +106,7 @@ class Staging:
             ended.synchronize()
 
     def keep_order(self) -> None:
-        """Whatever this thread's current stream is given from now on comes after all moves so far."""
+        """Make all later work on this thread's current stream wait for all moves so far."""
         if self._last is None:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -126,10 +126,10 @@ class Staging:
 def staging_for(
     pools: Sequence[Pool], groups: Groups, layouts: Sequence[GroupLayout], nbytes: int | None
 ) -> Staging | None:
-    """None if the daemon loads directly into the pages.
+    """The staging memory; None if the daemon loads directly into the pages.
 
     Args:
-        nbytes: 0 for none; None for the default if the pages are on a GPU and have small pieces.
+        nbytes: its size; 0 for none; None for the default if the pages are on a GPU and have small pieces.
     """
     if len(groups.all) != 1:
         return None
@@ -154,7 +154,7 @@ def staging_for(
 
 
 def _words(pages: torch.Tensor) -> torch.Tensor:
-    """``[pages, ...]`` as ``[pages, words]``. Raises ValueError if the bytes of a page do not lie together."""
+    """``[pages, ...]`` as ``[pages, words]``. Raises ValueError if the bytes of a page are not contiguous."""
     if not pages[0].is_contiguous():
         raise ValueError(f"pages of shape {tuple(pages.shape)} have strides {pages.stride()}")
     try:

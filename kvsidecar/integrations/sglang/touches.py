@@ -1,5 +1,5 @@
-"""Requests and sessions that have ended: their pages are used once more in the daemon's order of eviction, and the
-daemon is told when they are used next, if somebody says. Pure.
+"""Reports requests and sessions that have ended: their pages then count as used in the daemon's order of eviction. The
+report includes when they are used next, if that is known. Pure.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvsidecar.integrations.sglang.shared import Shared
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 
 AFTER_SECONDS = 0.5
-"""From the end of a request: its last pages should be stored by then."""
+"""Delay after the end of a request: its last pages should be stored by then."""
 MAX_HASHES = 65536
-"""Of a request: its head."""
+"""Most pages of a request that are reported, from its head on."""
 MAX_WAITING_BYTES = MAX_SESSIONS_BYTES = 16 << 20
-"""Keys of requests that have just ended, and of the last requests of sessions that are open; of more, the oldest are
-forgotten."""
+"""Memory for the keys of requests that have just ended, and of the last requests of open sessions. Beyond it, the
+oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class _Touch:
 
 
 class Touches:
-    """Has the daemon count all pages of a request as used when it has ended.
+    """Makes the daemon count all pages of a request as used when it has ended.
 
     SGLang asks a linker only for pages that are not on the GPU. So those of a conversation's beginning, which the GPU
     keeps, would look unused to the daemon, and would be evicted there first: without them, all others are useless.
 
     Args:
-        trailing: by pool, how many pages at the end of a request a hit needs; of other pools it needs all.
+        trailing: how many pages at the end of a request a hit needs, by pool; it needs all pages of other pools.
     """
 
     def __init__(self, shared: Shared, trailing: Mapping[str, int]) -> None:
@@ -50,15 +50,15 @@ class Touches:
         self._sessions_bytes = 0
 
     def request_ended(self, hashes: Sequence[str], session: str | None, pause: float | None) -> None:
-        """A request has ended.
+        """Note the end of a request.
 
         Args:
-            hashes: of all its pages in SGLang's tree.
-            session: the one that it belongs to, if any.
+            hashes: the hashes of all its pages in SGLang's tree.
+            session: the session to which it belongs, if any.
             pause: seconds until its prompt is expected to be used again; infinity: it will not be; None: not known.
 
         Raises:
-            ValueError: as `kvsidecar.integrations.sglang.transfers.hashes_of`.
+            ValueError: see `kvsidecar.integrations.sglang.transfers.hashes_of`.
         """
         if not hashes:
             return
@@ -72,7 +72,7 @@ class Touches:
                 self._forget_session(next(iter(self._sessions)))
 
     def session_ended(self, session: str) -> None:
-        """No request will go on with the last one of this session."""
+        """Note the end of a session: no request will continue its last one."""
         if keys := self._forget_session(session):
             self._put(keys, inf)
 
@@ -104,6 +104,6 @@ class Touches:
         try:
             sent = self._client.touch_nowait(self._namespace, groups, touch.pause)
         except ClientError:
-            sent = False  # lookups say why
+            sent = False  # lookups log the reason
         self._counters.touches += sent
         self._counters.unsent_touches += not sent

@@ -19,7 +19,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def name_of(transfer: Any) -> str:
-    """The value of its ``PoolName``. (The enum is a string that does not hash like one.)"""
+    """The value of a transfer's ``PoolName``. (The enum is a string that does not hash like one.)"""
     return str(getattr(transfer.name, "value", transfer.name))
 
 
@@ -32,7 +32,7 @@ def hashes_of(keys: Sequence[str]) -> bytes:
 
 
 class RecentHashes:
-    """`hashes_of`, but those of the last keys are not converted again: SGLang names the pages of a lookup again when it
+    """Like `hashes_of`, but the last keys are not converted again: SGLang names the pages of a lookup again when it
     loads them, and when it offers them together with what it has computed."""
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class Slots(Protocol):
     def arrived(self) -> bool: ...
 
     def take(self) -> npt.NDArray[np.int64]:
-        """Waits until they have arrived."""
+        """Wait until the slots have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """`Slots` that are there."""
+    """`Slots` that are on the host already."""
 
     slots: npt.NDArray[np.int64]
 
@@ -81,7 +81,7 @@ class PageIds:
 
     Args:
         read: starts to copy the first and the last index of each page to the host.
-        first: page from which on they are meant.
+        first: the first of the pages that are read.
 
     Raises:
         ValueError: there are more or fewer indices than the keys' pages have.
@@ -104,7 +104,7 @@ class PageIds:
         return self._slots.arrived()
 
     def take(self) -> Ids:
-        """Waits until they have arrived. Raises ValueError if the slots are not whole, aligned pages."""
+        """Wait until the slots have arrived. Raises ValueError if they are not whole, aligned pages."""
         first_last = self._slots.take()
         first = first_last[:, 0]
         if self._size > 1 and (np.any(first % self._size) or np.any(first_last[:, -1] - first != self._size - 1)):

@@ -1,10 +1,10 @@
 """Notices that SGLang's weights change, and gives blocks of each version keys of their own.
 
-SGLang tells a linker nothing of an update: it calls `reset`, as it does for ``flush_cache`` alone. It does not even do
-that with ``flush_cache=False``, or if it refuses the flush because requests run. Its prefix tree then keeps KV of the
-old weights, and requests append KV of the new ones to it, which depends on both. Nobody may hit any of that later. So
-the methods of SGLang's scheduler that update weights are wrapped. From the start of such a call until SGLang holds no
-KV any more, nothing is stored and nothing looked up; then a new version begins.
+SGLang does not report an update to a linker: it calls `reset`, as it does for ``flush_cache`` alone. It does not even
+do that with ``flush_cache=False``, or if it refuses the flush because requests run. Its prefix tree then keeps KV of
+the old weights, and requests append KV of the new ones to it, which depends on both. None of that may be a hit later.
+So we wrap the methods of SGLang's scheduler that update weights. From the start of such a call until SGLang holds no KV
+any more, nothing is stored and nothing looked up; then a new version begins.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from kvsidecar.integrations.wrapping import End, wrap
 _log = logging.getLogger("kvsidecar.sglang")
 
 UNNAMED = "default"
-"""SGLang's ``--weight-version`` where nobody has set one."""
+"""SGLang's ``--weight-version`` if it is not set."""
 BEGIN, END = "begin_weight_update", "end_weight_update"
-"""Of a session: an update in several parts, after which SGLang may still convert the weights."""
+"""The methods of a session: an update in several parts, after which SGLang may still convert the weights."""
 METHODS = (
     "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
     "update_weights_from_ipc", BEGIN, END,
 )  # fmt: skip
-"""Of SGLang's class that updates weights for the scheduler."""
+"""The methods that change weights, in SGLang's class that updates weights for the scheduler."""
 
 
 class Weights:
     """The version of one rank's weights. Every rank goes through the same versions.
 
     Args:
-        current: SGLang's ``weight_version`` of now.
-        token: unique to this engine, the same for all of its ranks.
+        current: returns SGLang's current ``weight_version``.
+        token: a text unique to this engine, the same for all of its ranks.
     """
 
     def __init__(self, hash_bytes: int, current: Callable[[], str | None], token: str) -> None:
@@ -50,13 +50,13 @@ class Weights:
         self._in_session = False
         self._warned = False
         self.mixed = False
-        """Whether SGLang may hold KV that was not computed with the weights of now alone: it must not be stored, and
+        """Whether SGLang may hold KV that was not computed with the current weights alone: it must not be stored, and
         no other added to it."""
         self.unnamed = 0
-        """Changes of the weights without a new name until now."""
+        """How many changes of the weights came without a new name."""
 
     def changing(self, method: str) -> None:
-        """The weights are about to change, by this method of SGLang's."""
+        """Note that the weights are about to change, by this method of SGLang's."""
         if method == END and not self._in_session:
             return  # SGLang refuses it
         self._in_session = method == BEGIN or (self._in_session and method != END)
@@ -65,10 +65,10 @@ class Weights:
             self._version.advance()  # until the end nothing has these keys
 
     def changed(self, empty: Callable[[], bool]) -> None:
-        """A method that changes weights has ended.
+        """Note that a method that changes weights has ended.
 
         Args:
-            empty: tells whether SGLang holds no KV. Called only if the mixture would end then, on all ranks.
+            empty: whether SGLang holds no KV. Called only if the mixture would end then, on all ranks.
         """
         if not self.mixed or self._in_session:
             return
@@ -82,14 +82,14 @@ class Weights:
             )
 
     def reset(self) -> None:
-        """SGLang has forgotten its KV."""
+        """Note that SGLang has forgotten its KV."""
         if self._in_session:
             return  # the weights may change once more
         if self.mixed or self._current() != self._seen:  # the latter: another name for the same weights
             self._begin_version()
 
     def _begin_version(self) -> None:
-        """From now on all KV is of the weights of now: shared under their name, if they have a new one."""
+        """From now on all KV belongs to the current weights: shared under their name, if they have a new one."""
         self.mixed = self._warned = False
         before, self._seen = self._seen, self._current()
         if not self._version.advance(self._seen if self._seen != before else None):
@@ -101,8 +101,8 @@ class Weights:
 
 
 def holds_no_kv(updater: Any, allocator: Any) -> bool:
-    """Whether nothing that SGLang has computed is left: no request has begun, and no page is taken. False as well if it
-    cannot be told. Never raises.
+    """Whether nothing that SGLang has computed is left: no request has begun, and no page is taken. False if unknown.
+    Never raises.
 
     Args:
         updater: the object whose methods update weights.
