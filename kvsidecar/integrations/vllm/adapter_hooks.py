@@ -1,6 +1,6 @@
-"""Wraps three functions of vLLM, which gives a connector no other way: the one that loads an adapter, on each rank, to
-know its content; in the engine core, the one that says what a block's hash contains, and the one that has an adapter
-loaded, because an idle engine reports nothing. Imports vLLM.
+"""vLLM has no hook for the content of LoRA adapters, so we wrap three of its functions: on each rank, the one that
+loads an adapter, to know its content; in the engine core, the one that determines what a block's hash contains, and the
+one that starts the load of an adapter, because an idle engine reports nothing. Imports vLLM.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from kvsidecar.integrations.wrapping import wrap
 _log = logging.getLogger("kvsidecar.vllm")
 
 EXTRA_KEYS = "generate_block_hash_extra_keys"
-"""Function of `kv_cache_utils` that tells what a block's hash contains besides tokens."""
+"""Function of `kv_cache_utils` that returns what a block's hash contains besides tokens."""
 _LOAD = "_load_adapter"
 _ADD = "add_lora"
 _CALL = "kvsidecar_call"
-"""Attribute of a function that `wrap_once` has put in place of another one: what it calls."""
+"""Attribute of a function that `wrap_once` has put in place of another one: the function it calls."""
 
 _hashed: weakref.ref[Adapters] | None = None
-"""Of the engine core in this process."""
+"""The adapters of the engine core in this process."""
 _recorders: weakref.WeakKeyDictionary[AdapterLoads, Any] = weakref.WeakKeyDictionary()
-"""Of the ranks in this process, with the configuration of their engine."""
+"""The loads of the ranks in this process, with the configuration of their engine."""
 
 
 # -- hashes ------------------------------------------------------------------------------------------------------------
 
 
 def hash_by_content(adapters: Adapters) -> bool:
-    """From now on, the hashes of requests with an adapter contain its identity instead of its name and path. Returns
-    whether this version of vLLM lets them."""
+    """Put the identity of an adapter into the hashes of its requests, from now on, instead of its name and path. False:
+    this version of vLLM does not support it."""
     global _hashed
     if not hashes_call_extra_keys():
         return False
     _hashed = weakref.ref(adapters)
-    # vLLM's KV events have imported the function itself: they go on saying the name.
+    # vLLM's KV events have imported the function itself, so they continue to contain the name.
     wrap_once(kv_cache_utils, EXTRA_KEYS, _by_content)
     wrap_once(getattr(vllm_core, "EngineCore", None), _ADD, _announced)
     return True
 
 
 def hashes_call_extra_keys() -> bool:
-    """Whether vLLM asks for what a block's hash contains where it can be wrapped."""
+    """Whether vLLM determines what a block's hash contains by a call that can be wrapped."""
     hasher = getattr(kv_cache_utils, "get_request_block_hasher", None)
     codes = [each for each in getattr(hasher, "__code__", _NO_CODE).co_consts if isinstance(each, CodeType)]
     return hasattr(kv_cache_utils, EXTRA_KEYS) and any(EXTRA_KEYS in each.co_names for each in codes)
 
 
 def wrap_once(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """`wrap`, unless this call is around it already. Of an owner without this name, nothing."""
+    """Call `wrap`, unless this call wraps it already, or the owner has no such attribute."""
     each = function = getattr(owner, name, None)
     while each is not None:
         if getattr(each, _CALL, None) is call:
@@ -106,10 +106,10 @@ def _by_content(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def record_loads(lora_config: Any) -> AdapterLoads:
-    """Record what the rank in this process loads from now on, for as long as somebody holds what is returned.
+    """Record what the rank in this process loads, from now on, for as long as the result is referenced.
 
     Args:
-        lora_config: the engine's own object, by which its rank is known.
+        lora_config: the engine's own object, which identifies its rank.
     """
     loads = AdapterLoads()
     try:
@@ -161,10 +161,10 @@ def _record(loads: AdapterLoads, manager: Any, lora_request: Any, model: Any, fi
 
 
 def digest_of(model: Any) -> str:
-    """The hexadecimal digest of a loaded adapter: its tensors, and whatever else vLLM has read from its configuration,
+    """The hexadecimal digest of a loaded adapter: its tensors, and all else that vLLM has read from its configuration,
     but not its id.
 
     Raises:
-        TypeError: there is something of an unknown type.
+        TypeError: a value has an unknown type.
     """
     return content_digest.digest_of({name: value for name, value in vars(model).items() if name != "id"}, "vllm.")

@@ -1,9 +1,9 @@
-"""Which content the engine's LoRA adapters have. Pure; imports no vLLM.
+"""The content of the engine's LoRA adapters. Pure; imports no vLLM.
 
-vLLM's block hashes know an adapter by its name and path. Behind both may be other weights tomorrow, or on another node,
-and the daemon's blocks outlive the engine. So the hashes of requests with an adapter contain a digest of what the ranks
-have loaded instead (`adapter_hooks`): the files may have changed since, and other processes may not be able to read
-them. Ranks report what they load; until then, a request's hashes are its engine's own, and it is not offloaded.
+vLLM's block hashes identify an adapter by its name and path. Both may stand for other weights tomorrow, or on another
+node, and the daemon's blocks outlive the engine. So the hashes of requests with an adapter contain instead a digest of
+what the ranks have loaded (`adapter_hooks`): the files may have changed since, and other processes may not be able to
+read them. Ranks report what they load; until then, a request's hashes are its engine's own, and it is not offloaded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 ATTRIBUTE = "kvsidecar_adapter"
-"""Of vLLM's request: its `Adapters.identity` that its hashes contain. Set with its first hash."""
+"""Attribute of vLLM's request: the `Adapters.identity` in its hashes. Set with its first hash."""
 UNKNOWN = ""
-"""In its place while the content of the adapter is not known."""
+"""Value of the attribute while the content of the adapter is unknown."""
 WAIT_STEPS = 3
-"""Steps that the report of an adapter that is loaded may take, besides one for each rank of a pipeline."""
+"""Steps that the report of a loaded adapter may take, besides one for each rank of a pipeline."""
 
 Files = tuple[tuple[str, int, int, int], ...]
 """Names, inodes, sizes and times of an adapter's files."""
@@ -28,16 +28,16 @@ Files = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """A rank has loaded an adapter: other content than before under this id, or again in place."""
+    """The load of an adapter on a rank: content that is new under this id, or replaced in place."""
 
     lora_id: int
     number: int
-    """1 for the first content under the id."""
+    """Number of the content under this id, from 1."""
     digest: str
 
 
 def files_of(path: str) -> Files | None:
-    """What shows later whether an adapter's files are still the same. None: not a directory."""
+    """A record that shows later whether an adapter's files are still the same. None: not a directory."""
     try:
         entries = sorted(Path(path).expanduser().iterdir())
         stats = [(each.name, each.stat()) for each in entries]
@@ -55,7 +55,7 @@ class _Last:
 
 
 class AdapterLoads:
-    """What one rank has loaded.
+    """The adapters that one rank has loaded.
 
     Args:
         resident: whether an adapter is in the rank's memory, so that the next step does not read its files again.
@@ -64,17 +64,17 @@ class AdapterLoads:
     def __init__(self, resident: Callable[[int], bool] = lambda lora_id: False) -> None:
         self.resident = resident
         self.changes = 0
-        """Loads of other content under the same id."""
+        """How many loads changed the content under an id."""
         self._last: dict[int, _Last] = {}
         self._unreported: list[AdapterLoad] = []
 
     def add(
         self, lora_id: int, digest: str, path: str = "", files: Files | None = None, *, reread: bool = False
     ) -> None:
-        """An adapter was loaded.
+        """Record the load of an adapter.
 
         Args:
-            files: of the directory, before and after the load; None if they differ, or if there is none.
+            files: the files of the directory, before and after the load; None if they differ, or if there is none.
             reread: whether each step reads the files again, as vLLM does for requests that replace an adapter in place.
         """
         before = self._last.get(lora_id)
@@ -98,13 +98,13 @@ class AdapterLoads:
         return last.files is not None and files_of(last.path) == last.files
 
     def take(self) -> tuple[AdapterLoad, ...]:
-        """Those that were not reported yet."""
+        """Remove and return the loads that were not reported yet."""
         loads, self._unreported = tuple(self._unreported), []
         return loads
 
 
 class Adapters:
-    """What all ranks have loaded, on the scheduler's side.
+    """The adapters that all ranks have loaded, on the scheduler's side.
 
     Args:
         in_hashes: whether vLLM's hashes contain the identities. Otherwise no request with an adapter is offloaded.
@@ -116,21 +116,21 @@ class Adapters:
     ) -> None:
         self._world_size, self.in_hashes = world_size, in_hashes
         self.own = token()
-        """In place of an identity that nobody may share."""
+        """Name that makes an identity this engine's own, so that no other shares it."""
         self._loads: dict[int, dict[int, AdapterLoad]] = {}
-        """By id and rank."""
+        """Last loads by id and rank."""
         self._digests: dict[int, str] = {}
-        """By id: of the content that all ranks have loaded."""
+        """Digests of the content that all ranks have loaded, by id."""
         self._replaced: dict[int, str] = {}
-        """The same, before a load in place that was not reported yet."""
+        """Earlier digests of adapters that are replaced in place and not reported yet, by id."""
         self._unsound: set[str] = set()
         """Digests under which the GPU's cache may have KV of other content."""
         self._changes: dict[int, int] = {}
         self._step = 0
         self._asked: dict[int, int] = {}
-        """By id: the step in which a request first waited for its report."""
+        """The step in which a request first waited for an adapter's report, by id."""
         self._ended: dict[str, int] = {}
-        """By digest: the step in which the last request with it ended."""
+        """The step in which the last request with a digest ended, by digest."""
 
     def new_step(self) -> None:
         self._step += 1
@@ -141,12 +141,12 @@ class Adapters:
         return min(self._changes.values(), default=0) if len(self._changes) == self._world_size else 0
 
     def identity(self, lora_id: int) -> str | None:
-        """What stands for the content of an adapter in hashes; None: not known. May be called in any thread."""
+        """The text that represents the content of an adapter in hashes; None: unknown. May be called in any thread."""
         digest = self._digests.get(lora_id)
         return f"{digest} {self.own}" if digest in self._unsound else digest
 
     def may_share(self, request: Any) -> bool:
-        """Whether the request's hashes name the content that its adapter has."""
+        """Whether the request's hashes contain the present content of its adapter."""
         if request.lora_request is None:
             return True
         digest = self._digests.get(request.lora_request.lora_int_id)
@@ -158,7 +158,7 @@ class Adapters:
         )
 
     def settle(self, request: Any) -> bool:
-        """Give a request that has no blocks the hashes of its adapter's content, if that is known. Returns whether its
+        """Give a request without blocks the hashes of its adapter's content, if that is known. Returns whether its
         hashes have changed."""
         identity = self.identity(request.lora_request.lora_int_id)
         if not self.in_hashes or identity is None or getattr(request, ATTRIBUTE, None) == identity:
@@ -171,8 +171,8 @@ class Adapters:
         return True
 
     def waits(self, request: Any) -> bool:
-        """Whether a report may be under way that tells the content of its adapter: it was loaded before the request
-        came, and an idle engine reports nothing."""
+        """Whether a report with the content of the request's adapter may be under way: it was loaded before the request
+        arrived, and an idle engine reports nothing."""
         lora_id = request.lora_request.lora_int_id
         if not self.in_hashes or self.identity(lora_id) is not None:
             return False
@@ -186,24 +186,25 @@ class Adapters:
                 del self._ended[next(iter(self._ended))]
 
     def loading(self, lora_id: int, *, inplace: bool) -> None:
-        """An adapter is about to be loaded. In place: its content is not known until every rank has reported it."""
+        """Note that an adapter is about to be loaded. If in place, its content is unknown until every rank has reported
+        it."""
         self._asked.pop(lora_id, None)
         if inplace and (digest := self._digests.pop(lora_id, None)) is not None:
             self._replaced[lora_id] = digest
 
     def not_loaded(self, lora_id: int) -> None:
-        """The load has failed."""
+        """Note that the load has failed."""
         if (digest := self._replaced.pop(lora_id, None)) is not None:
             self._digests[lora_id] = digest
 
     def take_report(self, loads: Mapping[int, tuple[AdapterLoad, ...]], used: Callable[[str], bool]) -> bool:
-        """Handle what the ranks have loaded.
+        """Handle the loads of the ranks.
 
         Args:
             used: whether a request has hashes with this identity and blocks on the GPU.
 
         Returns:
-            Whether requests went on with other content than their hashes say.
+            Whether requests continued with other content than that in their hashes.
         """
         mixed = False
         for rank, each in loads.items():
@@ -230,10 +231,10 @@ class Adapters:
         return True
 
     def reset(self) -> None:
-        """The GPU's cache is empty."""
+        """Note that the GPU's cache is empty."""
         self._unsound.clear()
 
 
 def _joined(digests: list[str]) -> str:
-    """Ranks with parts of an adapter, such as experts, have different digests."""
+    """One digest for all ranks. Those with parts of an adapter, such as experts, have different ones."""
     return digests[0] if len(set(digests)) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()

@@ -20,7 +20,7 @@ class BlockHashes:
     hashes: bytes
     tags: Tags
     terms: Terms = DEFAULT_TERMS
-    """In the pool, once they are stored."""
+    """The retention of the blocks, once they are stored."""
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -29,7 +29,7 @@ class BlockHashes:
         return split_hashes(self.hashes, len(self))
 
     def only(self, which: Mask | slice) -> BlockHashes:
-        """These blocks alone. A copy, so that the memory of the others can be freed."""
+        """A copy of these blocks alone, so that the memory of the others can be freed."""
         rows = np.frombuffer(self.hashes, np.uint8).reshape(len(self), -1)
         return BlockHashes(self.group, rows[which].tobytes(), self.tags[which].copy(), self.terms)
 
@@ -38,14 +38,14 @@ class Backlog:
     """A bounded queue of blocks without duplicates, first in, first out.
 
     Args:
-        capacity: in blocks; more push out the oldest.
+        capacity: most blocks; more push out the oldest.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._parts: deque[BlockHashes] = deque()
         self.count = 0
-        """Blocks."""
+        """Number of queued blocks."""
         # Every request that shares a prefix may add it again.
         self._queued = StoredFilter()
 

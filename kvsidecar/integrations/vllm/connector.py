@@ -85,7 +85,7 @@ class WorkerReport(KVConnectorWorkerMetadata, KVConnectorHandshakeMetadata):  # 
 
     report: RankReport
     namespaces: frozenset[Namespace]
-    """In which ranks store; set at the start and when a rank attaches."""
+    """Namespaces in which ranks store; set at the start and when a rank attaches."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -109,16 +109,16 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The requests that vLLM's scheduler has, by id."""
         self._export: Callable[[], RankMemory] | None = None
         self._weights: Weights | None = None
-        """Of an engine that may sleep."""
+        """The weights of an engine that may sleep."""
         self._adapter_loads: AdapterLoads | None = None
         self._media: media.Media | None = None
         self._failed_block_ids: set[int] = set()
         self._gauges: dict[str, int] = {}
         """Gauges that were not reported to vLLM yet."""
         self._observed: dict[str, list[float]] = {}
-        """By histogram: observations that were not reported to vLLM yet."""
+        """Observations that were not reported to vLLM yet, by histogram."""
         self._deferred: dict[str, float] = {}
-        """By request: monotonic seconds at which its lookup was first deferred."""
+        """Monotonic seconds at which the lookup of each request was first deferred."""
         try:
             self._groups = groups_of(kv_cache_config, vllm_config)
             _check_failed_loads(kv_cache_config)
@@ -199,7 +199,8 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return fixed if self._vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256") else None
 
     def _client(self, name: str, *, quiet: bool = True) -> Client:
-        """One that is not quiet, that of the first rank, logs how the connection is, for all of this engine's."""
+        """Make a client. The one that is not quiet, the first rank's, logs the state of the connection for the whole
+        engine."""
         return Client(
             self._options.socket,
             name=name,
@@ -241,7 +242,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
     def _share(self, kv_caches: memory.KVCaches) -> None:
-        """Raises KVSidecarError, ValueError."""
+        """Share the KV cache with the daemon. Raises KVSidecarError, ValueError."""
         if current_platform.is_cpu() and not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
             raise NotExportable(
                 "this vLLM does not let a connector allocate the KV cache, and its own CPU memory cannot be shared: "
@@ -293,7 +294,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             watch(CuMemAllocator.get_instance(), self.unregister_kv_caches, self.restore_kv_caches)
 
     def _backends(self) -> dict[int, set[str]]:
-        """By group: the names of its layers' attention backends, which lay out K and V differently."""
+        """The names of the attention backends of each group's layers, which lay out K and V differently."""
         layers = self._vllm_config.compilation_config.static_forward_context
         return {
             group.index: {
@@ -333,7 +334,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads.forward_begins(layers_wait=by_layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Other loads have ended before vLLM schedules their requests."""
+        """Wait for loads within this step. Other loads have ended before vLLM schedules their requests."""
         if self._worker is not None and (loads := self._worker.step_loads) is not None and loads.running:
             loads.wait_for_layer(layer_name)
 
@@ -448,7 +449,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._tell_unheard_loads(connector_output)
 
     def _tell_unheard_loads(self, connector_output: Any) -> None:
-        """Let vLLM hear, with the output of this step, of loads whose ends it has lost with an earlier one."""
+        """Report to vLLM, with the output of this step, loads whose ends it has lost with an earlier one."""
         if self._scheduler is None:
             return
         heard, requests = connector_output.finished_recving or set(), self._vllm_requests()

@@ -78,10 +78,10 @@ class Counters(Totals):
 
 
 COUNTED = help_of(Counters)
-"""Help by name."""
+"""Help texts of the counters, by name."""
 OWN_HASHES = "own_hashes"
 GAUGES = {
     OWN_HASHES: "1 if this engine's block hashes use a random seed: other engines and restarts cannot hit its blocks.",
     **offload_condition.GAUGES,
 }
-"""Help by name."""
+"""Help texts of the gauges, by name."""

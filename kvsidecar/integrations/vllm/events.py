@@ -1,9 +1,9 @@
 """vLLM's KV cache events for blocks in the host memory of this node, for routers that subscribe to them.
 
 A block is announced when every rank has stored it, or loaded it without that, and retracted when a lookup no longer
-finds it. While the daemon tells what it holds (`residents`), a block is also announced that another engine has stored,
-as soon as its tokens are known, and retracted when the daemon has evicted it. Everything is retracted when all is lost:
-the daemon, or the cache is reset.
+finds it. While the daemon reports what it holds (`residents`), a block is also announced that another engine has
+stored, as soon as its tokens are known, and retracted when the daemon has evicted it. Everything is retracted when the
+daemon is lost or the cache is reset.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SPEC_KINDS = {
 """Values of vLLM's ``KVCacheSpecKind``."""
 
 Loaded = dict[bytes, BlockInfo]
-"""By hash, what an event says about a block that is being loaded."""
+"""Contents of the events of blocks that are being loaded, by hash."""
 
 
 class Events:
     """Collects events until vLLM takes them. Imports vLLM.
 
     Args:
-        watch: tells what the daemon holds; None: nobody does.
-        announces: otherwise blocks are only noted, for `kvsidecar.publisher`.
+        watch: returns the daemon's reports; None: it sends none.
+        announces: whether blocks are announced; otherwise they are only noted, for `kvsidecar.publisher`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Events:
             )
 
     def note(self, request: Any, group: Group, index: int, block_hash: bytes, *, inside: int = 0) -> None:
-        """Keep what an event needs to know about a block that is going to be stored.
+        """Keep the contents of an event for a block that is going to be stored.
 
         Args:
-            index: of the block in the request's table.
+            index: the block's index in the request's table.
             inside: see `Span`: as in vLLM's own events, it is then a block of the tokens of its last hash.
         """
         start, end = index * group.block_tokens, (index + 1) * group.block_tokens
@@ -82,16 +82,16 @@ class Events:
 
     @property
     def _follows(self) -> Residents | None:
-        """What decides on announcements, if the daemon tells what it holds."""
+        """The object that decides on announcements, if the daemon reports what it holds."""
         return self._residents if self._residents is not None and self._residents.live else None
 
     def notes(self, index: int, hashes: Iterable[bytes]) -> bytes:
-        """What others need to know about blocks that are going to be stored; empty if the daemon tells nobody what it
+        """Notes for others on blocks that are going to be stored; empty if the daemon reports to nobody what it
         holds."""
         return b"" if self._residents is None and self._announces else self._known.notes(index, hashes)
 
     def unannounced(self, request: Any, group: Group, blocks: Mapping[bytes, int]) -> Loaded:
-        """What `loaded` needs to know about blocks that are going to be loaded: those that were not announced.
+        """The argument of `loaded` for blocks that are going to be loaded: those that were not announced.
 
         Args:
             blocks: hashes, and the blocks' indices in the request's table.
@@ -103,7 +103,7 @@ class Events:
         }
 
     def _describe(self, request: Any, group: Group, start: int, end: int) -> BlockInfo:
-        """The block of these tokens of a request."""
+        """The contents of an event for the block with these tokens of a request."""
         lora = request.lora_request
         parent = request.block_hashes[start // group.hash_tokens - 1] if start else None
         extra, _ = self._extra_keys(request, start, end, 0)
@@ -116,7 +116,7 @@ class Events:
         )
 
     def stored(self, index: int, hashes: Iterable[bytes]) -> None:
-        """Announce blocks of the group with this index, without waiting until the daemon tells that it holds them."""
+        """Announce blocks of the group with this index, without waiting until the daemon reports them."""
         if (residents := self._residents) is not None:
             hashes = [each for each in hashes if not residents.was_removed(index, each)]
         taken = self._known.pop if self._residents is None else self._known.get
@@ -140,28 +140,27 @@ class Events:
             self._known.pop(index, each)
 
     def removed(self, index: int, hashes: Iterable[bytes]) -> None:
-        """A lookup has not found these: retract those that were announced. The lookup may be older than what the daemon
-        has told."""
+        """Retract announced blocks that a lookup has not found. The lookup may be older than the daemon's reports."""
         follows = self._follows
         for each in hashes:
             if follows is None or not follows.is_held(index, each):
                 self._announcements.retract(index, [each])
 
     def all_removed(self) -> None:
-        """The ranks are attached to another daemon run, which may have none of the blocks: retract everything, over the
-        next steps. If the daemon tells what it holds, that is known already."""
+        """Retract everything, over the next steps: the ranks are attached to another daemon run, which may have none of
+        the blocks. If the daemon reports what it holds, that is known already."""
         if self._follows is None:
             self.reset()
             if self._residents is not None:
                 self._residents.forget_gone()
 
     def reset(self) -> None:
-        """The weights may have changed: retract everything, over the next steps."""
+        """Retract everything, over the next steps: the weights may have changed."""
         self._announcements.retract_everything()
 
     @property
     def pending(self) -> bool:
-        """Whether there is more to tell."""
+        """Whether more events follow."""
         return self._announcements.pending or (self._residents is not None and self._residents.pending)
 
     def take(self) -> list[Any]:

@@ -15,7 +15,7 @@ from kvsidecar.integrations.kv_heads import kv_heads_of, ranks_per_head
 
 
 class Kind(StrEnum):
-    """Which blocks of a prefix a group needs to continue after it."""
+    """The kind of a group: which blocks of a prefix it needs to continue after it."""
 
     FULL = "full"
     """Every block of the prefix (full attention, MLA)."""
@@ -40,18 +40,18 @@ class Group:
     hash_tokens: int
     """Tokens per hash of ``request.block_hashes``. A block's hash is that of its last tokens."""
     alignment: int
-    """Hits end at a multiple of so many tokens: a multiple of every group's block, the same for all groups."""
+    """Hits end at a multiple of this many tokens: a multiple of every group's block, the same for all groups."""
     window: int = 0
     """Tokens that vLLM keeps; sliding window and chunked local only."""
     eagle: bool = False
     """The draft head's KV depends on the next token: a hit must be followed by one more readable block."""
     grain: int = 0
-    """Hits may also end inside a block, at a multiple of so many tokens (``--prefix-match-unit``); 0: they may not. The
-    same for all groups, whose blocks are then of one size."""
+    """Hits may also end inside a block, at a multiple of this many tokens (``--prefix-match-unit``); 0: they may not.
+    The same for all groups, whose blocks then have one size."""
     lag_tokens: int = 0
     """Number of last computed tokens whose KV the draft model may still overwrite."""
     replicas: int = 1
-    """So many consecutive tensor-parallel ranks hold the same KV: all of them with MLA, and those that share a head if
+    """How many consecutive tensor-parallel ranks hold the same KV: all of them with MLA, and those that share a head if
     there are fewer heads than ranks."""
     page_bytes: int = 0
     """Bytes of one layer's block on one rank; of all layers, if they differ."""
@@ -84,12 +84,12 @@ class Group:
         return max(0, first)
 
     def first_needed_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`first_needed` of each."""
+        """The result of `first_needed` for each number."""
         first: npt.NDArray[np.int64] = np.maximum(0, self._first_needed(tokens))
         return first
 
     def _first_needed(self, tokens: Any) -> Any:
-        """Below 0 for the first."""
+        """Like `first_needed`, but below 0 where the first block is meant."""
         if self.kind is Kind.SLIDING_WINDOW:
             return (tokens - self.window + 1) // self.block_tokens
         if self.kind is Kind.CHUNKED_LOCAL:
@@ -182,7 +182,7 @@ def groups_of(
 
 
 def _grain(groups: Sequence[Group], hit_tokens: int | None) -> int:
-    """`Group.grain` of groups in an engine whose own hits end at multiples of ``hit_tokens``; None: it does not say."""
+    """`Group.grain` of groups in an engine whose own hits end at multiples of ``hit_tokens``; None: unknown."""
     whole = all(
         each.kind in (Kind.FULL, Kind.STATE) and not each.eagle and each.block_tokens == each.alignment
         for each in groups
@@ -211,7 +211,7 @@ def _replicas(spec: Any, mla: bool, kv_heads: int | None, parallel: Any) -> int:
     """`Group.replicas` of a group with this spec.
 
     Args:
-        kv_heads: of each layer that is no MLA; None: not known.
+        kv_heads: the heads of each layer that is not MLA; None: unknown.
     """
     ranks: int = getattr(parallel, "tensor_parallel_size", 1)
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
@@ -224,7 +224,7 @@ def _replicas(spec: Any, mla: bool, kv_heads: int | None, parallel: Any) -> int:
 
 
 def _kv_heads(vllm_config: Any) -> int | None:
-    """KV heads of every layer that is no MLA, also of a draft model; None: they may differ, or nobody says."""
+    """KV heads of every layer that is not MLA, also in a draft model; None: they may differ, or are unknown."""
     model = getattr(vllm_config, "model_config", None)
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     found = {_kv_heads_of(each) for each in (model, draft) if each is not None}

@@ -21,7 +21,7 @@ def limit(groups: Sequence[Group], num_tokens: int, local: int) -> int:
 
 
 def limit_inside(groups: Sequence[Group], num_tokens: int) -> int:
-    """Most tokens of a request after which a hit may end, be it inside a block; 0: in this engine none does."""
+    """Most tokens of a request after which a hit may end, even inside a block; 0: in this engine none does."""
     grain = groups[0].grain
     return (num_tokens - 1) // grain * grain if grain else 0
 
@@ -33,7 +33,7 @@ def lookup_range(group: Group, local: int, most: int) -> range:
 
 
 def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, most: int) -> dict[int, Sequence[bytes]]:
-    """By group: the hashes of the blocks in `lookup_range`, from a request's hashes."""
+    """The hashes of the blocks in `lookup_range` by group, from a request's hashes."""
     blocks = {group: lookup_range(group, local, most) for group in groups}
     return {group.index: group.hashes(block_hashes, each.start, each.stop) for group, each in blocks.items()}
 
@@ -41,11 +41,11 @@ def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, m
 def hashes_to_go_on(
     groups: Sequence[Group], block_hashes: Sequence[bytes], tokens: Sequence[int], most: int
 ) -> dict[int, Sequence[bytes]]:
-    """The hashes of the blocks, by group, that later requests need which go on where this one has so many tokens.
+    """The hashes of the blocks, by group, that later requests need which continue this one after so many tokens.
 
     Args:
-        tokens: several numbers, for requests that go on at several places.
-        most: hashes of a group, the first ones.
+        tokens: the numbers of tokens after which requests may continue.
+        most: most hashes of a group, the first ones.
     """
     found: dict[int, Sequence[bytes]] = {}
     ends = sorted(end for each in tokens if (end := limit(groups, each, 0)))
@@ -60,7 +60,7 @@ def hashes_to_go_on(
 
 
 def chooses(groups: Sequence[Group]) -> bool:
-    """Whether a hit does not need every block of each group, so that what is fetched from a tier is to be chosen."""
+    """Whether a hit does not need every block of each group, so that the blocks to fetch from a tier must be chosen."""
     return any(group.kind is not Kind.FULL for group in groups)
 
 
@@ -93,20 +93,20 @@ def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
 
 
 def needed_blocks(group: Group, hit: int, local: int) -> range:
-    """Indices of the blocks that a hit of ``hit`` tokens after ``local`` needs beside those that the GPU has."""
+    """Indices of the blocks that a hit of ``hit`` tokens after ``local`` needs besides those that the GPU has."""
     end = (local + hit) // group.block_tokens
     return range(max(local // group.block_tokens, group.first_needed(local + hit)), end + 1 if group.eagle else end)
 
 
 def _has_needed(group: Group, flags: Sequence[bool], local: int, hit: int) -> bool:
-    """Whether a hit is supported by a group, by a look at the blocks that it needs."""
+    """Whether a group supports a hit: looks only at the blocks that the hit needs."""
     first, blocks = local // group.block_tokens, needed_blocks(group, hit, local)
     needed = flags[blocks.start - first : max(blocks.start, blocks.stop) - first]
     return len(needed) == len(blocks) and all(needed)
 
 
 def needed(groups: Sequence[Group], hit: int, local: int, most: int) -> dict[int, list[bool]]:
-    """By group: for each block of `lookup_range`, whether a hit of ``hit`` tokens after ``local`` needs it."""
+    """Flags by group for the blocks of `lookup_range`: whether a hit of ``hit`` tokens after ``local`` needs each."""
     flags = {}
     for group in groups:
         blocks = needed_blocks(group, hit, local)
@@ -115,7 +115,7 @@ def needed(groups: Sequence[Group], hit: int, local: int, most: int) -> dict[int
 
 
 def _supported(group: Group, flags: Sequence[bool], local: int, hits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """`_has_needed` of many hits, which are more than 0."""
+    """The result of `_has_needed` for many hits, all of them above 0."""
     first, tokens = local // group.block_tokens, local + hits
     # For each block, the first block of the run of found blocks that ends with it. The GPU has those before `first`.
     runs = np.maximum.accumulate(np.where(flags, 0, first + 1 + np.arange(len(flags))))

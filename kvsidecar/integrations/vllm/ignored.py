@@ -94,8 +94,8 @@ OPTIONS: Mapping[str, frozenset[str]] = {
         "engram_config": "cpu_offload dp_shared_memory use_thp",
     }.items()
 }
-"""By part of the configuration, as the fields of ``VllmConfig`` are called. A part that is named in another is left
-out as a whole."""
+"""The ignored options of each part of the configuration, a field of ``VllmConfig``. A part that is named in another is
+left out as a whole."""
 
 VARIABLES = """
     VLLM_*TIMEOUT* VLLM_LOG_* VLLM_LOGGING_* VLLM_CONFIGURE_LOGGING VLLM_*_PORT VLLM_*_HOST VLLM_*_IP VLLM_*_IPS

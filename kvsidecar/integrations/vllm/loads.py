@@ -26,12 +26,12 @@ class _Load:
     """`StoredFilter.age` when it was planned."""
     needed: int
     tokens: int
-    """Of the request: those that the GPU did not have, and those of them that are loaded."""
+    """Tokens of the request: those that the GPU did not have, and those of them that are loaded."""
     tables: Sequence[Sequence[Any]] | None = None
-    """Of a load within a step: `RequestProgress.tables` of its request, which is computed meanwhile."""
+    """Loads within a step only: `RequestProgress.tables` of its request, which is computed meanwhile."""
     failed: bool = False
     unannounced: dict[int, Loaded] = field(default_factory=dict)
-    """By group: for KV events."""
+    """The contents of KV events for the blocks, by group."""
 
 
 class Loads:
@@ -49,7 +49,7 @@ class Loads:
         self.planned: list[LoadJob] = []
         """Jobs that were not sent to the ranks yet."""
         self.running: dict[int, _Load] = {}
-        """By job: those that some rank has not reported."""
+        """Loads that some rank has not reported, by job."""
         self._unheard: dict[str, bool] = {}
         """Requests whose loads all ranks have reported since the last `take_unheard`, and whether these failed."""
 
@@ -59,8 +59,8 @@ class Loads:
 
     @property
     def in_step(self) -> bool:
-        """Whether a load within a step has not ended: what the GPU's prefix cache says of its request is not true yet,
-        nor of others that have hit its blocks."""
+        """Whether a load within a step has not ended: until then, the GPU's prefix cache is wrong about its request,
+        and about others that have hit its blocks."""
         return any(load.tables is not None for load in self.running.values())
 
     def plan(
@@ -127,7 +127,7 @@ class Loads:
         return found
 
     def forget_events(self) -> None:
-        """What is being loaded is not announced: the daemon may not have it any more, or not for these weights."""
+        """Announce none of the running loads: the daemon may no longer have the blocks, or not for these weights."""
         for load in self.running.values():
             load.unannounced = {}
 
@@ -212,14 +212,14 @@ class Loads:
         return failed, wrong
 
     def take_unheard(self, heard: Collection[str]) -> dict[str, bool]:
-        """Requests of which the last report has told the end of their loads, but not vLLM itself, and whether these
+        """Requests whose loads have ended according to the last report, but not according to vLLM, and whether these
         failed.
 
-        A rank tells both at the same time. If vLLM loses that step, only the report is repeated, and a request that is
-        aborted meanwhile would hold its blocks for ever.
+        A rank reports to both at the same time. If vLLM loses that step, only the report is repeated, and a request
+        that is aborted meanwhile would hold its blocks for ever.
 
         Args:
-            heard: requests of which vLLM hears with this report.
+            heard: requests whose ends vLLM receives with this report.
         """
         unheard, self._unheard = self._unheard, {}
         return {request_id: failed for request_id, failed in unheard.items() if request_id not in heard}

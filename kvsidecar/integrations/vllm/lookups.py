@@ -28,14 +28,15 @@ REFUSED = "refused"
 FRESH_SECONDS = 0.1
 """How long an answer without a lease is reused."""
 OFFER_SECONDS = 5.0
-"""Lease of a hit until vLLM allocates blocks for it: longer than a step takes. It is released if vLLM does not."""
+"""How long a hit is leased until vLLM allocates blocks for it: longer than a step takes. Released if vLLM does not."""
 AGAIN_SECONDS = 0.002
-"""Between lookups of a request that waits for blocks from a slower tier; in proportion, for more than 2,048 hashes."""
+"""Interval of the lookups of a request that waits for blocks from a slower tier; longer, in proportion, for more than
+2,048 hashes."""
 LEAST_LOOKS = 3
-"""So often a request's step has looked for an answer before it does without: one that computes for longer than the
-patience is no daemon that is silent."""
+"""How many steps of a request look for an answer before it does without: a step that computes for longer than the
+patience does not mean that the daemon is silent."""
 UNCLAIMED_SECONDS = 0.5
-"""When to release the lease of a request that vLLM does not schedule because others go first."""
+"""When to release the lease of a request that vLLM does not schedule because others come first."""
 
 
 @dataclass(slots=True)
@@ -47,24 +48,24 @@ class Offer:
     tokens: int
     """Tokens after ``local`` that can be loaded."""
     hashes: Mapping[int, bytes] = field(default_factory=dict)
-    """By group: the joined hashes that were looked up, from the first block after ``local``."""
+    """The joined hashes that were looked up, from the first block after ``local``, by group."""
     last: Mapping[int, bytes] = field(default_factory=dict)
     """The hash of the block inside which the hit ends, by group; empty if it ends with a block."""
     answered: float | None = None
     waiting_since: float | None = None
-    """Since when its lookup cannot be sent, while that is so."""
+    """Since when its lookup cannot be sent; None if it can."""
     looks: int = 0
     """Steps that have looked for an answer since the last one."""
     looked: float = 0.0
-    """Seconds for which they have waited."""
+    """Seconds for which these steps have waited."""
     fetched_since: float | None = None
     """Since when the request waits for blocks that the daemon fetches."""
     coming: bool = False
-    """It still does."""
+    """Whether the request still waits for them."""
     again: float = 0.0
-    """Seconds until it is looked up again then."""
+    """Seconds until it is looked up again while it waits."""
     aim: int = 0
-    """Tokens of the hit whose blocks the daemon was last asked to fetch, if that is to be chosen."""
+    """Tokens of the hit whose blocks the daemon was last asked to fetch, if the blocks to fetch are chosen."""
     lease: int | None = None
     """Protects the blocks from eviction until they are allocated."""
 
@@ -79,10 +80,10 @@ class Offer:
 class Lookups:
     """Looks up which blocks of requests the daemon has. A step waits at most ``lookup_budget`` for its lookups.
 
-    A lookup is sent when its request arrives, or by the first step that asks, also by one that has no time left to wait
-    for the answer. The first step that finds the answer uses it: vLLM asks again in the next one if there is none, and
-    the request is held back until then, until the daemon has been silent for ``lookup_patience``, and in proportion for
-    a long prompt.
+    A lookup is sent when its request arrives, or by the first step that asks, even if that has no time left to wait for
+    the answer. The first step that finds the answer uses it. If there is none, vLLM asks again in the next step, and
+    holds the request back until then, at most until the daemon has been silent for ``lookup_patience``, or for longer,
+    in proportion, with a long prompt.
 
     A short lease, one per request, protects each offer from eviction until vLLM has allocated blocks for it.
     """
@@ -150,7 +151,7 @@ class Lookups:
         """Number of tokens after the first ``local`` that can be loaded; None: not known yet.
 
         Args:
-            epoch: of the daemon run to which every rank is attached.
+            epoch: the epoch of the daemon run to which every rank is attached.
         """
         now = self._clock()
         offer = self._offers.get(request.request_id)
@@ -199,8 +200,8 @@ class Lookups:
         return None if offer.coming else offer.tokens
 
     def _ask(self, question: Question, offer: Offer, local: int, most: int) -> None:
-        """Go on with a question as far as answers are there, or come within the step's budget. Its ``reason`` is
-        `NO_ANSWER` if it is not answered then, and may be asked for again."""
+        """Continue a question as far as answers have arrived, or arrive within the step's budget. If it is not answered
+        by then, its ``reason`` is `NO_ANSWER`, and it may be asked for again."""
         question.reason = ""
         while True:
             if question.pending is not None:
@@ -215,7 +216,7 @@ class Lookups:
             aim = local + offer.aim if offer.aim else 0
             arguments = self._questions.arguments(question, aim, max(0, offer.aim - offer.tokens))
             if not self._send(question, packed, arguments):
-                # It is not connected, or lost: a call waits for the first connection, and tells the reason.
+                # It is not connected, or lost: a call waits for the first connection, and returns the reason.
                 self._take(question, partial(self._client.lookup, packed, **arguments))
 
     def _send(self, question: Question, packed: Mapping[int, bytes], arguments: Mapping[str, Any]) -> bool:
@@ -244,7 +245,7 @@ class Lookups:
         self._counters.refused_lookups += 1
 
     def _may_wait(self, offer: Offer, question: Question) -> bool:
-        """Whether the request is held back until a later step. Not for a daemon that is silent altogether."""
+        """Whether the request may be held back until a later step. Not if the daemon is silent altogether."""
         since = question.sent if question.pending is not None else offer.waiting_since
         assert since is not None
         patience = in_proportion(self._options.lookup_patience, question.hashes_asked)
@@ -257,7 +258,7 @@ class Lookups:
             self._counters.unanswered_lookups += 1
 
     def _waits_for_more(self, offer: Offer, question: Question, local: int, most: int) -> bool:
-        """Whether the request waits for blocks that a slower tier brings, or may bring."""
+        """Whether the request waits for blocks that are being fetched from a slower tier, or may be."""
         more = question.coming
         if not more and self._chooses and not question.reason:
             aim = hits.longest_hit(self._groups, question.there(local), local, most)
@@ -298,7 +299,7 @@ class Lookups:
         return renewal
 
     def connect(self) -> None:
-        """Connect: a client that never attaches connects with its first call."""
+        """Connect, with an empty lookup: a client that never attaches connects with its first call."""
         question = Question((), None, 0, 0, prefix=True)
         self._take(question, partial(self._client.lookup, {}, mode=LookupMode.PREFIX, lease_seconds=0.0))
         self._count(question)

@@ -1,13 +1,13 @@
 """Names images, audio and video by their content in vLLM's block hashes. Imports vLLM.
 
-vLLM knows an item by an identifier: a hash of what the client has sent, or a uuid that the client has given, alone or
-hashed. Behind one uuid may be another image tomorrow, or on another node, and the daemon's blocks outlive the engine.
-So hashes contain a digest of the processed item instead, which is what the model computes from. The encoder's outputs,
-which vLLM keeps by identifier, must be those of the same content: an item gets another identifier if its own stands for
-other content already. Where the content is not to be seen, its name is the engine's own, and nobody else hits its KV.
+vLLM identifies an item by a hash of what the client has sent, or by a uuid from the client, alone or hashed. One uuid
+may stand for another image tomorrow, or on another node, and the daemon's blocks outlive the engine. So hashes contain
+instead a digest of the processed item, which is what the model computes from. The encoder's outputs, which vLLM keeps
+by identifier, must be those of the same content: an item gets another identifier if its own already represents other
+content. If the content cannot be read, its name is the engine's own, and nobody else hits its KV.
 
-Two functions of vLLM are wrapped, as for adapters (`adapter_hooks`): the one that makes the engine core's request,
-before it is hashed, and the one that says what a block's hash contains. KV events go on saying the identifier.
+We wrap two functions of vLLM, as for adapters (`adapter_hooks`): the one that makes the engine core's request, before
+it is hashed, and the one that determines what a block's hash contains. KV events continue to contain the identifier.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from vllm.v1.request import Request
 from kvsidecar.integrations.vllm.adapter_hooks import EXTRA_KEYS, hashes_call_extra_keys, wrap_once
 
 ATTRIBUTE = "kvsidecar_media"
-"""Attribute of a feature of vLLM's, which is one item of a request: the name that stands for it in hashes."""
+"""Attribute of vLLM's feature, which is one item of a request: the name that represents it in hashes."""
 MAX_KNOWN: Final = 1 << 17
-"""Identifiers whose content is remembered: more than an encoder cache has room for."""
+"""Most identifiers whose content is remembered: more than an encoder cache has room for."""
 
 _MAKE = "from_engine_core_request"
 _OF_MEDIA = "_gen_mm_extra_hash_keys"
@@ -43,8 +43,7 @@ class Media:
     """The items of one engine's requests.
 
     Args:
-        seen: whether what the model computes from is what comes with the request. Otherwise all names are the engine's
-            own.
+        seen: whether the model computes from what arrives with the request. Otherwise all names are the engine's own.
         token: makes a unique name.
     """
 
@@ -52,17 +51,17 @@ class Media:
         self._seen = seen
         self._own = token()
         self._contents: OrderedDict[str, str] = OrderedDict()
-        """By identifier: the content whose encoder outputs vLLM may keep under it."""
+        """The content whose encoder outputs vLLM may keep, by identifier."""
         self._age = 0
 
     def reset(self) -> None:
-        """The weights may have changed: what the encoder puts out from now on gets identifiers of its own. vLLM keeps
-        the old outputs unless it is told to reset them, too."""
+        """Give the encoder's outputs identifiers of their own from now on: the weights may have changed. vLLM keeps the
+        old outputs unless it resets them, too."""
         self._age += 1
         self._contents.clear()
 
     def name(self, features: Iterable[Any]) -> None:
-        """Give each item of a new request its name, and another identifier where its own would mix it up."""
+        """Give each item of a new request its name, and another identifier if its own represents other content."""
         for feature in features:
             if hasattr(feature, ATTRIBUTE):
                 continue  # several requests of one prompt share it
@@ -75,7 +74,7 @@ class Media:
                 feature.identifier = f"{identifier} kvsidecar {self._age} {content}"
 
     def name_of(self, feature: Any) -> str:
-        """What stands for an item in hashes."""
+        """The name that represents an item in hashes."""
         name: str | None = getattr(feature, ATTRIBUTE, None)
         return f"own {self._own} {feature.identifier}" if name is None else name
 
@@ -87,7 +86,7 @@ class Media:
         return first
 
     def _content(self, feature: Any) -> str | None:
-        """None: it is not known what the model computes from."""
+        """The content of an item; None: it is unknown what the model computes from."""
         # An identifier that is not the item's own names an adapter of the encoder, whose content is not known here.
         if (
             not self._seen
@@ -105,7 +104,7 @@ def content_of(item: Mapping[str, Any]) -> str | None:
     """A digest of all bytes of a processed item; None: some of them are not here, but in another process or on a GPU.
 
     Args:
-        item: by argument of the model.
+        item: the item's values by argument of the model.
     """
     found = hashlib.sha256()
     if "address" in item and "monotonic_id" in item:  # in memory that is shared with the workers
@@ -120,7 +119,7 @@ def content_of(item: Mapping[str, Any]) -> str | None:
 
 
 def _update(found: Any, value: Any) -> None:
-    """Raises TypeError: it is not to be seen, or of an unknown type."""
+    """Add a value to a digest. Raises TypeError: the value cannot be read, or has an unknown type."""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         found.update(repr((value.dtype, tuple(value.shape))).encode())
         found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -135,11 +134,11 @@ def _update(found: Any, value: Any) -> None:
 
 
 def named_by_content(vllm_config: Any) -> Media | None:
-    """From now on, for as long as somebody holds what is returned, items of requests are named by their content. None:
-    the model takes none.
+    """Name items of requests by their content, from now on, for as long as the result is referenced. None: the model
+    takes none.
 
     Raises:
-        ValueError: this version of vLLM does not let them.
+        ValueError: this version of vLLM does not support it.
     """
     global _hashed
     of_media = getattr(vllm_config.model_config, "multimodal_config", None)

@@ -26,14 +26,14 @@ from kvsidecar.integrations.vllm.step_loads import LayerChunks
 from kvsidecar.types import GroupLayout
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-"""By layer: a tensor, or several (K and V, or the states of a Mamba layer)."""
+"""The tensor of each layer, or several (K and V, or the states of a Mamba layer)."""
 
 
 def export(groups: Mapping[int, GroupViews], num_blocks: int, place: Place, chunks: int = 1) -> RankMemory:
     """The memory of one rank.
 
     Args:
-        chunks: of layers, which a load may copy one by one; see `GroupViews.chunks`.
+        chunks: number of chunks of layers, which a load may copy one by one; see `GroupViews.chunks`.
 
     Raises:
         NotExportable: the memory cannot be shared.
@@ -54,9 +54,9 @@ class GroupViews:
 
     views: tuple[torch.Tensor, ...]
     layers: tuple[torch.Tensor, ...]
-    """The same bytes by layer. Differs from ``views`` if a block is one piece of memory."""
+    """The bytes of ``views``, by layer. Differs from them if a block is one piece of memory."""
     layer_names: tuple[str, ...]
-    """Each has the same number of ``layers``, unless the layers differ."""
+    """Names of the layers. Each has the same number of ``layers``, unless they differ."""
 
     @property
     def is_whole(self) -> bool:
@@ -70,8 +70,8 @@ class GroupViews:
         return LayerChunks({name: at * count // len(names) for at, name in enumerate(names)}, count)
 
     def chunks(self, count: int) -> list[tuple[torch.Tensor, ...]]:
-        """``views`` in so many parts, of whole layers in their order and with the bytes of a block in the same order;
-        in fewer if there are fewer layers, and in one if that cannot be."""
+        """``views`` in ``count`` parts of whole layers, with layers and the bytes of a block in the same order; in
+        fewer parts if there are fewer layers, and in one if that is impossible."""
         per_layer, rest = divmod(len(self.layers), len(self.layer_names))
         count = 1 if rest else min(count, len(self.layer_names))
         parts: list[list[torch.Tensor]] = [[] for _ in range(count)]
@@ -90,7 +90,7 @@ class GroupViews:
 
 
 def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group]) -> dict[int, GroupViews]:
-    """By group, for the groups of which this rank has layers.
+    """The views of the groups of which this rank has layers, by group.
 
     Raises:
         NotExportable: the layout is not supported; the text says why.
@@ -105,7 +105,7 @@ def views_of(kv_caches: KVCaches, kv_cache_config: Any, groups: Iterable[Group])
 
 
 def _end_in_block(views: Iterable[torch.Tensor], whole: torch.Tensor) -> int:
-    """The offset in a block at which the last byte of these ends."""
+    """The offset in a block at which the last byte of these views ends."""
     ends: list[int] = []
     for view in views:
         last = sum((n - 1) * view.stride(dim) for dim, n in enumerate(view.shape) if dim)
@@ -269,7 +269,7 @@ class SharedKVMemory(TorchFunctionMode):  # type: ignore[misc]
 
 
 def device_order_of(groups: Mapping[int, GroupViews]) -> DeviceOrder | None:
-    """None on the CPU."""
+    """The events that order copies; None on the CPU."""
     for found in groups.values():
         device = found.views[0].device
         return DeviceOrder(device) if device.type == "cuda" else None

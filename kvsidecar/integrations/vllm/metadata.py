@@ -58,15 +58,15 @@ class StoreJob:
     number: int
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
-    """Of the first of its requests with a sampled trace."""
+    """The traceparent of the first of its requests with a sampled trace."""
     terms: Terms = DEFAULT_TERMS
-    """Of its blocks."""
+    """The retention of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
     """The blocks of one request's hit that the GPU lacks. The scheduler side holds a lease on them until every rank has
-    reported the job; then vLLM runs the request, unless it does so meanwhile."""
+    reported the job. Then vLLM runs the request, unless it does so within the step."""
 
     number: int
     request_id: str
@@ -75,25 +75,25 @@ class LoadJob:
     adapter: int = 0
     """vLLM's id of the adapter with which the request is computed; 0 for none."""
     in_step: bool = False
-    """The request is computed in the step that begins the load, and waits for it layer by layer."""
+    """Whether the request is computed in the step that begins the load, and waits for it layer by layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What every rank does in one step; from the scheduler side."""
+    """The work of every rank in one step; from the scheduler side."""
 
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     idle: bool = False
-    """Nothing is scheduled in this step: stores may use the whole PCIe bandwidth."""
+    """Whether nothing is scheduled in this step, so that stores may use the whole PCIe bandwidth."""
     give_up: bool = False
-    """The daemon hangs, and the engine needs the blocks that its jobs hold: end them."""
+    """Whether to end the jobs, because the daemon hangs and the engine needs the blocks that they hold."""
     number: int = 0
-    """Identifies a plan with jobs among those of its engine; 0: it has none."""
+    """Number of a plan with jobs, unique in its engine; 0: it has none."""
     lost: tuple[StepPlan, ...] = ()
     """Plans of steps that vLLM has lost. Each rank takes those that it did not get."""
     repeat: bool = False
-    """vLLM has lost a step, and maybe its reports: tell again which jobs have ended."""
+    """Whether to report again which jobs have ended, because vLLM has lost a step, and maybe its reports."""
     adapter_changes: int = 0
     """How many changed adapters the scheduler side knows of. A rank that has seen more stores nothing of this plan."""
 
@@ -105,33 +105,33 @@ IDLE = StepPlan(idle=True)
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What has changed on one rank. `merged` joins the reports of one step."""
+    """The changes on one rank. `merged` joins the reports of one step."""
 
     attached: Mapping[int, int] = field(default_factory=dict)
-    """By rank: the epoch of the daemon run that it is attached to; 0 for none. Only changes are reported."""
+    """The epoch of the daemon run to which each rank is attached; 0 for none. Only changes are reported."""
     stored: Mapping[int, int] = field(default_factory=dict)
-    """By store job: the ranks on which it has ended, whatever the outcome, as a bit for each. A rank may say so
+    """The ranks on which each store job has ended, whatever the outcome, as a bit for each. A rank may report it
     twice."""
     not_stored: frozenset[int] = frozenset()
     """Store jobs that some rank did not complete: their blocks may be stored again."""
     loaded: Mapping[int, int] = field(default_factory=dict)
-    """By load job: the ranks on which it has ended, as in ``stored``. vLLM is told of their requests separately."""
+    """The ranks on which each load job has ended, as in ``stored``. vLLM receives their requests separately."""
     not_loaded: frozenset[int] = frozenset()
     nodes: Mapping[int, str] = field(default_factory=dict)
-    """By rank: which node it runs on; reported at the engine's start."""
+    """The node on which each rank runs; reported at the engine's start."""
     pool_blocks: int = 0
     """Most blocks that the daemon's pool can hold; reported with the attachment."""
     refused: int = 0
-    """Jobs that the daemon refused because of what they ask for: see `kvsidecar.integrations.refused_jobs`."""
+    """Number of jobs that the daemon refused because of their content: see `kvsidecar.integrations.refused_jobs`."""
     adapters: Mapping[int, tuple[AdapterLoad, ...]] = field(default_factory=dict)
-    """By rank: adapters that it has loaded."""
+    """The adapters that each rank has loaded."""
     not_admitted: frozenset[int] = frozenset()
-    """Part of ``not_stored``: for some rank the daemon keeps other blocks instead; there is no use in trying again."""
+    """Part of ``not_stored``: for some rank the daemon keeps other blocks instead; trying again is of no use."""
     woken: Mapping[int, bool] = field(default_factory=dict)
-    """By rank that has woken from sleep: whether its weights are known to be those of the start."""
+    """The ranks that have woken from sleep, and whether the weights of each are known to be those of the start."""
 
     def merged(self, *others: RankReport) -> RankReport:
-        """All of them as one: thousands of jobs may end in one step, so none is copied for each of the next."""
+        """Join reports at once: thousands of jobs may end in one step, so none is copied for each of the next."""
         reports = (self, *others)
 
         def united(ranks: Iterable[Mapping[int, int]]) -> dict[int, int]:
@@ -157,7 +157,7 @@ class RankReport:
 
 
 def all_of(ranks: int) -> int:
-    """So many ranks, with a bit for each."""
+    """The ranks of an engine, as a bit for each."""
     return (1 << ranks) - 1
 
 
@@ -168,6 +168,6 @@ def traceparent_of(request: Any) -> str | None:
 
 
 def sampled_traceparent_of(request: Any) -> str | None:
-    """The same, if its flags, the last digit, say that the trace is sampled."""
+    """The W3C traceparent of a request, if its flags, the last digit, mark the trace as sampled."""
     traceparent = traceparent_of(request)
     return traceparent if traceparent and traceparent.endswith(tuple("13579bdf")) else None

@@ -1,4 +1,4 @@
-"""What must be equal for two engines to share blocks, from vLLM's configuration and the files of its weights.
+"""Derives what must be equal for two engines to share blocks from vLLM's configuration and the files of its weights.
 
 vLLM's block hashes cover tokens, LoRA, multimodal inputs and the cache salt, but not the model or the layout of its KV.
 Only the workers know what their attention backends chose, and loading a model changes their configuration
@@ -37,13 +37,14 @@ def identity_of(
     environment: Mapping[str, str] = os.environ,
     variables: Iterable[str] = (),
 ) -> Identity:
-    """
+    """The identity of an engine.
+
     Args:
         layout: vLLM's name of the layout.
         facts: what else determines the bytes of a block: version of vLLM, device, backends, shapes.
         fixed_seed: seed of the hashes without PYTHONHASHSEED; None: random for each process.
-        private: unique to this engine, the same for all of its ranks.
-        name: of the model, for operators and policies; by default derived from the weights.
+        private: a text unique to this engine, the same for all of its ranks.
+        name: the model's name, for operators and policies; by default derived from the weights.
         variables: environment variables of vLLM that are not called ``VLLM_...``.
 
     Raises:
@@ -89,7 +90,7 @@ def identity_of(
 
 
 def _add(known: Facts, config: Any, part: str, prefix: str) -> None:
-    """Every option of a part of the configuration, and of its parts, that is not known to change nothing."""
+    """Add every option of a part of the configuration, and of its parts, unless it is known to change nothing."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     for option in [each.name for each in fields] or list(vars(config)):
         if option in ignored.OPTIONS.get(part, ()):
@@ -112,7 +113,7 @@ def _add(known: Facts, config: Any, part: str, prefix: str) -> None:
 
 
 def part_of(option: str) -> str:
-    """The part of `ignored.OPTIONS` that says which options of this configuration do not count."""
+    """The part of `ignored.OPTIONS` that lists which options of this configuration do not count."""
     return option.removeprefix("draft_")
 
 

@@ -1,12 +1,12 @@
-"""What the scheduler has asked the daemon, until the answers are taken. A question lasts as many steps as it must.
+"""The scheduler's questions to the daemon, until the answers are taken. A question lasts as many steps as it must.
 
-Sent when a request arrives, it is mostly answered by the request's first step.
+A question is sent when a request arrives, and mostly answered by the request's first step.
 
-A hit needs every block of some groups, but of a sliding window's group only the last few before its end. Where that is,
-the daemon works out from the others, so that one message is mostly enough. What is left is asked for in rounds: blocks
-of a window at another place, where it has gone or a slower tier has more, and windows whose blocks are of another size.
+A hit needs every block of some groups, but only the last blocks before its end of a sliding window's group. The daemon
+works out from the others where that is, so that one message is mostly enough. The rest is asked for in rounds: blocks
+of a window at another place, where it is gone or a slower tier has more, and windows whose blocks have another size.
 
-Where hits may end inside a block, the last round asks for what is stored of the block behind the hit.
+If hits may end inside a block, the last round asks for the stored parts of the block after the hit.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvsidecar.types import LookupMode
 EARLY_SECONDS = 1.0
 """How long a question is kept that no step asks for. The lease of its answer lasts longer."""
 LEASED_PART = 0.8
-"""Of the time of an answer's lease, after which it is not used any more: some is left for vLLM to allocate blocks."""
+"""Part of a lease's time after which its answer is no longer used: the rest is left for vLLM to allocate blocks."""
 EARLY_REQUESTS = 64
-"""Most questions that are sent as requests arrive. The answers of more would be too old when their steps come."""
+"""Most questions that are sent as requests arrive. The answers to more would be too old by the time of their steps."""
 Places = Mapping[int, Sequence[int]]
-"""By group: places in its hashes, in order."""
+"""Places in the hashes of each group, in order."""
 
 
 class Question:
-    """Which blocks of one request the daemon has.
+    """A question about the blocks of one request that the daemon has.
 
     Args:
-        local: tokens that the GPU has, or more that it may turn out to have; a multiple of the alignment.
-        most: tokens that a hit after ``local`` may have.
-        prefix: whether ``local`` is certain, so that nothing behind a group's first miss matters.
-        aim: tokens of the request after which a hit ends whose blocks are to be fetched from a slower tier; 0: none is.
+        local: tokens that the GPU has, or at most turns out to have; a multiple of the alignment.
+        most: most tokens that a hit after ``local`` may have.
+        prefix: whether ``local`` is certain, so that nothing after a group's first miss matters.
+        aim: tokens of the request after which a hit ends whose blocks are fetched from a slower tier; 0: there is none.
     """
 
     def __init__(
@@ -68,16 +68,17 @@ class Question:
         self._rounds = self._plan()
         self._round: dict[int, Sequence[int]] = {}
         self._packed: dict[int, bytes] = {}
-        """Of groups of which all was asked at once: the hashes, joined."""
+        """The joined hashes of groups for which all were asked at once."""
         self.pending: PendingLookup | None = None
-        """Of the round that is under way."""
+        """The lookup of the round that is under way."""
         self.sent = 0.0
-        """When it was sent."""
+        """When that lookup was sent."""
         self.lease_last: dict[int, int] = {}
-        """How many hits of each group the round leases, the last ones; all of a group that is missing. Those before
-        them may be left of an earlier turn."""
+        """How many hits of each group the round leases, the last ones; all of a group that is missing. Earlier hits may
+        be left from an earlier turn."""
         self.tails: dict[int, int] = {}
-        """Groups of which the round asks only for so many hashes at the end of what others have, and the one behind."""
+        """How many hashes the round asks for in groups of which it needs only the end of what others have, not counting
+        the one after that."""
         self.hashes_asked = 0
         self.missing: dict[int, list[bytes]] = {}
         """Hashes that were asked for and not found, by group."""
@@ -117,7 +118,7 @@ class Question:
         return packed
 
     def wanted(self, aim: int) -> dict[int, list[bool]]:
-        """Of the round: which blocks to fetch for a hit that ends after so many tokens of the request."""
+        """The blocks of the round to fetch for a hit that ends after ``aim`` tokens of the request."""
         if aim <= self.local:
             return {}
         if self._ends_inside:
@@ -149,7 +150,7 @@ class Question:
         asked: dict[int, set[int]] = {group.index: set() for group in windowed}
 
         def windows(*ends: int) -> Places:
-            """What hits of so many tokens need of the windows, and was not asked for yet."""
+            """The places in the windows that hits of these many tokens need and that were not asked for yet."""
             new: dict[int, list[int]] = {}
             for group in windowed:
                 first, count = self._first[group.index], len(self._hashes[group.index])
@@ -178,12 +179,12 @@ class Question:
         yield {**windows(*ends), **more}
         if not windowed or self._ends() == ends:
             return
-        # A window has gone: the hit may end anywhere before.
+        # A window is gone: the hit may end anywhere before.
         yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
 
     def _tails(self) -> dict[int, int]:
-        """How many blocks before the end of what is there in a row answer whether that is a hit, by group; those that
-        need every block have none. Empty if the daemon cannot work it out in one message."""
+        """How many blocks before the end of an unbroken run of blocks show whether that is a hit, by group; groups that
+        need every block are missing. Empty if the daemon cannot work it out in one message."""
         chained = [group for group in self._groups if group.chained]
         ending = [group for group in self._groups if group.block_tokens == chained[0].block_tokens] if chained else []
         if len({group.block_tokens for group in chained}) != 1 or len(ending) == len(chained):
@@ -199,10 +200,10 @@ class Question:
         return tails if asked <= PART_HASHES else {}
 
     def _not_leased(self, end: int, leased: Mapping[int, int]) -> Places:
-        """The blocks that a hit of so many tokens needs, of groups of which others were leased.
+        """The blocks that a hit of ``end`` tokens needs in groups in which other blocks were leased.
 
         Args:
-            leased: by group, how many of its blocks that are there, the last ones.
+            leased: how many of the found blocks of each group were leased, the last ones.
         """
         more: dict[int, Sequence[int]] = {}
         for group in self._groups:
@@ -216,7 +217,7 @@ class Question:
         """Tokens of the longest hit now, and after a fetch from a slower tier.
 
         Args:
-            assumed: groups of which every block is taken to be there.
+            assumed: groups whose blocks are all taken to be found.
         """
         local, most = self._now_local, self.end - self._now_local
         found = self.found(local)
@@ -227,7 +228,7 @@ class Question:
         return now, hits.longest_hit(self._groups, {**self.there(local), **whole}, local, most)
 
     def _chained_ends(self) -> tuple[int, int]:
-        """Tokens of the request up to which every block is there of the groups that need all, now and after a fetch."""
+        """Tokens of the request up to which the groups that need every block have all, now and after a fetch."""
         now, later = self._ends(assumed=[group for group in self._groups if not group.chained])
         return self._now_local + now, self._now_local + later
 
@@ -239,13 +240,13 @@ class Question:
         return self._packed[index]
 
     def _round_hashes(self, index: int) -> Sequence[bytes]:
-        """The hashes of a group in which the places of the round are."""
+        """The hashes of a group that the round's places index."""
         if self._ends_inside:
             return [self._hash_inside(end) for end in self._ends_inside]
         return self._hashes[index]
 
     def _hash_inside(self, end: int) -> bytes:
-        """The hash under which the block is stored whose content ends after so many tokens of the request."""
+        """The hash under which the block is stored whose content ends after ``end`` tokens of the request."""
         return self._request_hashes[end // self._groups[0].hash_tokens - 1]
 
     # -- what was answered -----------------------------------------------------------------------------------------
@@ -280,11 +281,12 @@ class Question:
         self.pending, self.lease, self.reason = None, None, reason
 
     def found(self, local: int) -> dict[int, Sequence[bool]]:
-        """By group, for each block from ``local`` on, whether it can be loaded."""
+        """Flags by group for the blocks from ``local`` on: whether each can be loaded."""
         return {index: flags[self._after(index, local) :] for index, flags in self._found.items()}
 
     def there(self, local: int) -> dict[int, Sequence[bool]]:
-        """The same, now or after a fetch from a slower tier."""
+        """Flags by group for the blocks from ``local`` on: whether each can be loaded, now or after a fetch from a
+        slower tier."""
         flags = self.found(local)
         for index, held in self._held.items():
             later = held[self._after(index, local) :]
@@ -292,10 +294,10 @@ class Question:
         return flags
 
     def end_inside(self, *, later: bool = False) -> tuple[int, Mapping[int, bytes]]:
-        """Tokens of the request at which its hit ends inside a block, and by group the hash of that block; 0: nowhere.
+        """Tokens of the request at which its hit ends inside a block, and the hash of that block by group; 0: nowhere.
 
         Args:
-            later: now or after a fetch from a slower tier.
+            later: whether to count blocks that a fetch from a slower tier would bring.
         """
         chained = self._chained_ends()[later] if self._ends_inside else 0
         for place, end in reversed(list(enumerate(self._ends_inside))):
@@ -307,9 +309,10 @@ class Question:
         return 0, {}
 
     def _block_inside(self, group: Group, end: int, place: int, later: bool) -> bytes | None:
-        """The hash of a block of this group that has what is needed to go on after ``end`` tokens; None: none is there.
+        """The hash of a found block of this group with which a request can continue after ``end`` tokens; None: there
+        is none.
 
-        What follows in a block of a group that needs every block does not matter, so the full block serves as well.
+        In a group that needs every block, the rest of the block does not matter, so the full block serves as well.
         """
         for flags in (self._found_inside, self._held_inside)[: 1 + later]:
             if (found := flags.get(group.index)) and found[place]:
@@ -319,7 +322,7 @@ class Question:
         return self._hashes[group.index][at] if group.chained and at < len(found) and found[at] else None
 
     def packed(self, local: int, hash_bytes: int) -> dict[int, bytes]:
-        """The joined hashes from the first block after ``local`` on, of groups of which all was asked."""
+        """The joined hashes from the first block after ``local`` on, for groups for which all were asked."""
         return {index: each[self._after(index, local) * hash_bytes :] for index, each in self._packed.items()}
 
     def _after(self, index: int, local: int) -> int:
@@ -340,7 +343,7 @@ class Questions:
     """The questions that are under way, by request.
 
     Args:
-        lease_seconds: of the answers.
+        lease_seconds: how long the answers are leased.
     """
 
     def __init__(
@@ -350,14 +353,14 @@ class Questions:
         self._lease_seconds, self._clock = lease_seconds, clock
         self._chooses = hits.chooses(groups)
         self._questions: dict[str, Question] = {}
-        """In the order in which steps have last asked for them."""
+        """Questions by request, in the order in which steps have last asked for them."""
 
     def __len__(self) -> int:
         return len(self._questions)
 
     def begin_early(self, request: Any) -> None:
-        """Ask about a request that has arrived: about all of its blocks, because it is not known yet how many of them
-        the GPU has. Never waits, never raises."""
+        """Ask about all blocks of a request that has arrived, because it is unknown yet how many of them the GPU has.
+        Never waits, never raises."""
         if len(self._questions) >= EARLY_REQUESTS or request.request_id in self._questions:
             return
         most = hits.limit(self._groups, request.num_tokens, 0)
@@ -371,11 +374,11 @@ class Questions:
             return  # the request's step asks again, and logs the error
 
     def advance(self, deadline: float) -> None:
-        """Take answers that have come, and send the next rounds, so that a step which asks finds all of it. Never
-        waits, never raises.
+        """Take answers that have arrived, and send the next rounds, so that a step finds all answers. Never waits,
+        never raises.
 
         Args:
-            deadline: of the clock; what is left then is left to the next step.
+            deadline: time on the clock at which the rest is left to the next step.
         """
         if not self._chooses:
             return  # all is asked at once
@@ -404,7 +407,7 @@ class Questions:
         return Question(self._groups, request, local, most, prefix=True, aim=aim)
 
     def find(self, request: Any, local: int, most: int) -> Question | None:
-        """The question about this request, if there is one that answers what is to be known."""
+        """The question about this request, if there is one that covers these tokens and is not outdated."""
         question = self._questions.get(request.request_id)
         if question is None:
             return None
@@ -416,17 +419,17 @@ class Questions:
         return question
 
     def keep(self, request_id: str, question: Question) -> None:
-        """Keep it until `remove` or `cancel`."""
+        """Keep a question until `remove` or `cancel`."""
         question.touched = self._clock()
         question.sent = question.sent or question.touched
         self._questions[request_id] = question
 
     def arguments(self, question: Question, aim: int = 0, fetch_tokens: int = 0) -> dict[str, Any]:
-        """Those of a round's lookup beside the hashes.
+        """The arguments of a round's lookup besides the hashes.
 
         Args:
-            aim: where the hit ends, in tokens of the request, whose blocks are to be fetched from a slower tier.
-            fetch_tokens: how many more it has than one without a fetch.
+            aim: end of the hit, in tokens of the request, whose blocks are fetched from a slower tier.
+            fetch_tokens: how many more tokens it has than a hit without a fetch.
         """
         arguments: dict[str, Any] = {"mode": question.mode, "lease_seconds": self._lease_seconds}
         if question.lease_last:
@@ -442,11 +445,11 @@ class Questions:
         return arguments
 
     def remove(self, request_id: str) -> None:
-        """It is answered."""
+        """Remove a question that is answered."""
         del self._questions[request_id]
 
     def cancel(self, request_id: str) -> None:
-        """Give it up, and the lease of its answer, also of one that is still to come."""
+        """Give up a question and the lease of its answer, even if that has not arrived yet."""
         question = self._questions.pop(request_id, None)
         if question is None:
             return
@@ -456,7 +459,7 @@ class Questions:
             self._client.release_nowait(question.lease)
 
     def cancel_old(self, age: float = EARLY_SECONDS) -> None:
-        """Cancel the questions that no step has asked for in so many seconds."""
+        """Cancel the questions that no step has asked for in the last ``age`` seconds."""
         while self._questions:
             request_id, oldest = next(iter(self._questions.items()))
             if self._clock() - oldest.touched < age:

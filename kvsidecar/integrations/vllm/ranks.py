@@ -1,4 +1,4 @@
-"""Which shard of each block a rank holds. Pure, except `place_of`, which queries vLLM."""
+"""Finds the shard of each block that a rank holds. Pure, except `place_of`, which queries vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place:
     """`Group.replicas` by group: the first of these ranks stores the KV, all load it. 1 for groups that are missing
     here."""
     stages_of: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By group: the stages that hold layers of it; all stages for groups that are missing here."""
+    """The stages that hold layers of each group; all stages for groups that are missing here."""
 
     @property
     def rank(self) -> int:
@@ -56,7 +56,7 @@ def place_of(vllm_config: Any, groups: Sequence[Group], facts: Sequence[str] | N
 
     Args:
         groups: with this rank's own layers.
-        facts: of this rank's layers, for the namespace; None if its memory cannot be shared.
+        facts: facts about this rank's layers, for the namespace; None if its memory cannot be shared.
 
     Raises:
         ValueError: the memory of another stage cannot be shared, or the kind of parallelism is not supported.

@@ -1,6 +1,6 @@
-"""Has vLLM compute again what a step has computed on KV that was not loaded.
+"""Makes vLLM recompute steps that ran on KV whose load failed.
 
-vLLM is told which blocks a load within a step has failed to fill, and drops the step's tokens. With asynchronous
+vLLM learns which blocks a load within a step has failed to fill, and drops the step's tokens. With asynchronous
 scheduling the next step has been scheduled by then, its tokens would be delivered, and the blocks of both are in the
 prefix cache. So all running requests are preempted and their blocks forgotten, as after an update of the weights.
 """
@@ -23,8 +23,8 @@ Recompute = Callable[[Iterable[int]], None]
 
 
 def of_caller(vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group]) -> Recompute | None:
-    """For the scheduler that is being constructed by a caller of this function. None, and logged, if its steps cannot
-    load: vLLM gives a connector no way to its scheduler."""
+    """The recomputation in the scheduler that is being constructed by a caller of this function, which vLLM does not
+    hand to a connector. None, and logged, if its steps cannot load."""
     scheduler = caller_with("reset_prefix_cache", callable)
     if (why_not := _why_not(scheduler, vllm_config, kv_cache_config, groups)) is not None:
         asked = "load_chunks" in (vllm_config.kv_transfer_config.kv_connector_extra_config or {})

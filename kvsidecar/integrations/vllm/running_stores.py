@@ -9,12 +9,13 @@ from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, all_of
 from kvsidecar.integrations.vllm.selection import Selection
 
 SOON_SECONDS = 0.1
-"""If no store has ended for longer, none ends soon."""
+"""If no store has ended for longer than this, none ends soon."""
 HUNG_SECONDS = 1.0
-"""If no store has ended for longer, the daemon hangs: none is planned, it would hold those blocks as well. If one runs
-for longer while others end, the daemon is slow: the engine gets the room that a hung one would leave it."""
+"""If no store has ended for longer than this, the daemon hangs: none is planned, as it would hold those blocks as well.
+If one runs for longer while others end, the daemon is slow: the engine gets the room that a hung one would leave it."""
 GIVE_UP_SECONDS = 2.0
-"""If no store has ended for longer, and the stores hold more than a hung daemon may, the engine gives it up."""
+"""If no store has ended for longer than this, and the stores hold more than a hung daemon may, the engine gives it
+up."""
 REPORT_STEPS = 4
 """Steps until the scheduler side knows the end of even the shortest store: the ranks see it one step later, and their
 report may arrive after two more steps were planned."""
@@ -32,7 +33,7 @@ class RunningStore:
     retry: bool = True
     """Whether to store its blocks later if it fails."""
     tells: bool = True
-    """False: its blocks were stored for keys that a reset has made useless, so that its end concerns nobody."""
+    """Whether its end matters. False: its blocks were stored under keys that a reset has made useless."""
     admitted: bool = True
     """False: the daemon keeps other blocks instead."""
 
@@ -42,7 +43,7 @@ class RunningStores:
 
     def __init__(self) -> None:
         self._stores: dict[int, RunningStore] = {}
-        """By number of the job."""
+        """Stores by number of their job."""
         self._step = 0
         self._ended = (0.0, 0)
         """Time and step number when a store last ended, or the daemon was given up."""
@@ -57,11 +58,11 @@ class RunningStores:
         self._step += 1
 
     def add(self, number: int, selection: Selection, blocks: tuple[GroupBlocks, ...], ranks: int, now: float) -> None:
-        """A store is sent to so many ranks in this step."""
+        """Add a store that is sent to this many ranks in this step."""
         self._stores[number] = RunningStore(selection, blocks, all_of(ranks), (now, self._step))
 
     def ended(self, report: RankReport, now: float) -> Iterator[RunningStore]:
-        """Those that every rank has reported with this one."""
+        """Take a report. Yields the stores that every rank has reported by then."""
         for number, ranks in report.stored.items():
             store = self._stores.get(number)
             if store is None:
@@ -75,7 +76,7 @@ class RunningStores:
                 yield store
 
     def wait_anew(self, now: float) -> None:
-        """The daemon counts as silent from now on at the earliest."""
+        """Count the daemon's silence from now on."""
         self._ended = now, self._step
 
     def silent_for(self, seconds: float, now: float) -> bool:
@@ -91,5 +92,5 @@ class RunningStores:
         return next(iter(self._stores.values())).begun
 
     def _is_longer(self, since: tuple[float, int], seconds: float, now: float) -> bool:
-        """Whether it is at least ``seconds`` ago, and as many steps as the report of a store's end may take."""
+        """Whether both ``seconds`` and the steps that the report of a store's end may take have passed since then."""
         return now - since[0] >= seconds and self._step - since[1] >= REPORT_STEPS

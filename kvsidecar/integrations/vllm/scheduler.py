@@ -43,14 +43,15 @@ STEP_BYTES = 4 << 30
 
 
 class SchedulerSide:
-    """One per engine, in its scheduler's process.
+    """The scheduler side of one engine, in its scheduler's process.
 
     Args:
         client: never attaches; closed by `shutdown`.
         events: collects KV cache events, if vLLM publishes them.
-        watch: tells the events what the daemon holds; closed by `shutdown`. None: nobody does.
-        wake: makes an idle engine step, for the daemon's news and for what waits to be stored; called in any thread.
-        clock: seconds, monotonic.
+        watch: receives the daemon's reports for the events; closed by `shutdown`. None: it sends none.
+        wake: makes an idle engine step, for the daemon's reports and for blocks that wait to be stored; called in any
+            thread.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -86,20 +87,20 @@ class SchedulerSide:
         self._counts = True
         """Whether counters or gauges may have changed since `take_counts`."""
         self._told: dict[str, int] = {}
-        """The gauges, as they were told last."""
+        """The gauges, as last reported."""
         self._nodes: dict[int, str] = {}
-        """By rank."""
+        """The node of each rank."""
         self._woken: dict[int, bool] = {}
-        """By rank that has woken since the last reset: whether its weights are those of the start."""
+        """The ranks that have woken since the last reset, and whether the weights of each are those of the start."""
         self._different_kv = False
         self._adapters = engine.adapters
         self._reset_refused = False
-        """vLLM has refused the last reset, so the GPU may hold KV of older weights."""
+        """Whether vLLM has refused the last reset, so that the GPU may hold KV of older weights."""
         self._recompute = engine.recompute
         self._block_bytes = sum(group.page_bytes * len(group.layer_names) for group in engine.groups)
         self._gains = shared.gains
         self._begun: tuple[str, int] = "", 0
-        """The request for which vLLM asked last, and its tokens in the GPU's prefix cache."""
+        """The request about which vLLM asked last, and its tokens in the GPU's prefix cache."""
         self._in_step = ""
         """The request that was offered a load within its step."""
         self._arrived: set[str] = set()
@@ -171,7 +172,7 @@ class SchedulerSide:
         return request.lora_request is None or (self._adapters is not None and self._adapters.may_share(request))
 
     def _waits_for_adapter(self, request: Any) -> bool:
-        """Whether vLLM should ask again, because the content of a request's adapter may be known by then, or has just
+        """Whether vLLM should ask again, because the content of a request's adapter may be known then, or has just
         changed the request's hashes."""
         if self._adapters is None or request.num_computed_tokens:
             return False
@@ -182,7 +183,7 @@ class SchedulerSide:
         return self._client.namespace is not None and self._adapters.waits(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has allocated ``blocks`` for a request; ``num_external_tokens`` of its tokens are to be loaded."""
+        """Plan the load of ``num_external_tokens`` tokens of a request, for which vLLM has allocated ``blocks``."""
         request_id = request.request_id
         self._arrived.discard(request_id)
         progress = self._requests.get(request_id)
@@ -217,15 +218,15 @@ class SchedulerSide:
         self._stores.allocated(loaded)
 
     def _needed(self, request: Any) -> int:
-        """Tokens that the GPU's prefix cache does not have of a request that begins; 0 for one that goes on, as after
-        its load."""
+        """Tokens of a request that the GPU's prefix cache lacks when it begins; 0 for one that continues, as after its
+        load."""
         (request_id, local), self._begun = self._begun, ("", 0)
         return hits.limit(self._groups, request.num_tokens, local) if request_id == request.request_id else 0
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def build_plan(self, scheduler_output: Any) -> StepPlan:
-        """What the ranks do in this step; mostly `NOTHING`, without a look at any request."""
+        """The ranks' work in this step; mostly `NOTHING`, without a look at any request."""
         self._written.schedule(scheduler_output)
         if self._lookups.used:
             self._lookups.new_step()
@@ -251,19 +252,19 @@ class SchedulerSide:
         return plan
 
     def begin_output(self, scheduler_output: Any, invalid_block_ids: Collection[int]) -> None:
-        """vLLM begins to process the output of a step.
+        """Note that vLLM begins to process the output of a step.
 
         Args:
-            invalid_block_ids: of blocks that some connector has not loaded, although the step has computed on them.
+            invalid_block_ids: ids of blocks that some connector has not loaded, although the step has computed on them.
         """
         self._written.begin_output(scheduler_output, invalid_block_ids)
 
     def abort_all(self) -> None:
-        """vLLM is about to abort all requests."""
+        """Note that vLLM is about to abort all requests."""
         self._written.abort_all()
 
     def end_output(self) -> None:
-        """vLLM has processed the output of a step."""
+        """Note that vLLM has processed the output of a step."""
         self._written.end_output()
 
     def _with_keys(self, jobs: Sequence[AnyJob]) -> tuple[AnyJob, ...]:
@@ -294,7 +295,7 @@ class SchedulerSide:
             self._client.connect(timeout)
 
     def loads_unheard(self, heard: Collection[str]) -> dict[str, bool]:
-        """`Loads.take_unheard`: call it after each report."""
+        """See `Loads.take_unheard`. To be called after each report."""
         return self._loads.take_unheard(heard)
 
     def take_report(self, report: RankReport) -> None:
@@ -367,8 +368,8 @@ class SchedulerSide:
         self._lookups.connect()
 
     def _take_woken(self, report: RankReport) -> None:
-        """Ranks have woken from sleep. vLLM resets the cache when it falls asleep, and weights that are kept come back
-        as they were: earlier blocks are then hit again."""
+        """Note ranks that have woken from sleep. vLLM resets the cache when it falls asleep, and weights that are kept
+        return unchanged: earlier blocks are then hit again."""
         self._woken.update(report.woken)
         if not all(report.woken.values()):
             if self._weights_version.is_first:  # vLLM before 0.33 does not tell of the reset
@@ -382,7 +383,7 @@ class SchedulerSide:
                 _log.info("kvsidecar: awake with the weights that it started with: earlier blocks are hit again")
 
     def _other_keys(self) -> None:
-        """What was stored and looked up before was under other keys."""
+        """Forget earlier stores and lookups, which used other keys."""
         self._stored_filter.clear()
         self._lookups.forget_all()
         self._touches.forget_all()
@@ -410,7 +411,7 @@ class SchedulerSide:
     def has_pending_push_work(self) -> bool:
         """Whether jobs wait to be sent or reported, so that an idle engine must continue to step.
 
-        vLLM does not ask again while it sleeps: it is woken when the backlog may be tried again.
+        vLLM does not ask again while it is idle: it is woken when the backlog may be tried again.
         """
         if self._jobs_outstanding or (self._events is not None and self._events.pending):
             return True
@@ -431,7 +432,7 @@ class SchedulerSide:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived: see on which terms to keep its blocks, and send its lookup before its step."""
+        """Read a new request's retention, and send its lookup before its step."""
         if self._recompute is not None:
             self._arrived.add(request.request_id)
         terms = terms_of(request, self.counters, self._options)
@@ -443,7 +444,7 @@ class SchedulerSide:
             self._lookups.begin_early(request)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Its blocks may be freed at once: stores hold their own references."""
+        """Note the end of a request. Its blocks may be freed at once: stores hold their own references."""
         request_id = request.request_id
         self._arrived.discard(request_id)
         self._lookups.forget(request_id)
@@ -471,11 +472,11 @@ class SchedulerSide:
         self._stores.bind(pool)
 
     def begin_reset(self) -> None:
-        """vLLM is about to empty its prefix cache, which succeeds only if nothing holds a block."""
+        """Prepare for vLLM emptying its prefix cache, which succeeds only if nothing holds a block."""
         self._stores.let_go()
 
     def end_reset(self, *, all_preempted: bool = False) -> None:
-        """vLLM has emptied its prefix cache, or failed to.
+        """Note that vLLM has emptied its prefix cache, or failed to.
 
         Args:
             all_preempted: whether it has preempted all requests before.
@@ -485,13 +486,13 @@ class SchedulerSide:
             self._written.preempt_all()
 
     def reset_failed(self) -> None:
-        """vLLM has raised an error instead of a reset that includes the connector."""
+        """Note that vLLM has raised an error instead of a reset that includes the connector."""
         self._begin_reset()
         self._refuse_reset()
 
     def reset_cache(self) -> bool:
-        """The weights may have changed: earlier blocks are no longer hit. Other engines, which may still have the old
-        weights, continue to share them. Makes no calls. Stores that run go on, under the keys that they began with.
+        """Make earlier blocks miss, because the weights may have changed. Other engines, which may still have the old
+        weights, continue to share them. Makes no calls. Running stores continue, under the keys with which they began.
 
         False: vLLM could not empty the GPU's own cache because requests use blocks. Nothing is hit or stored until a
         reset succeeds, because it is unknown which weights the blocks belong to.
@@ -530,8 +531,8 @@ class SchedulerSide:
         self._reset_refused = True
 
     def take_counts(self) -> dict[str, int]:
-        """`Counters.take`, and the gauges that have changed. Skipped after steps in which nothing was done: to read the
-        counters takes longer than all else in such a step."""
+        """The result of `Counters.take`, and the gauges that have changed. Skipped after steps in which nothing was
+        done: reading the counters takes longer than all else in such a step."""
         if not self._counts:
             return {}
         self._counts = False
@@ -558,6 +559,6 @@ class SchedulerSide:
 
 
 def _again(plan: StepPlan) -> StepPlan:
-    """A plan that some rank did not get. Its requests have ended, and so have loads within its step: their blocks are
-    others' now."""
+    """A plan to repeat, which some rank did not get. Its requests have ended, and so have loads within its step: their
+    blocks belong to others now."""
     return replace(plan, loads=tuple(replace(each, blocks=()) if each.in_step else each for each in plan.loads))

@@ -1,4 +1,4 @@
-"""Hears from vLLM's scheduler what it does not tell its connector: that the output of a step is processed, that all
+"""Notices what vLLM's scheduler does not report to its connector: that the output of a step is processed, that all
 requests are aborted, that the engine sleeps, and that a reset begins, which fails, before the connector is asked, while
 anything holds a GPU block.
 """
@@ -20,7 +20,7 @@ def of_caller() -> Any:
     """The scheduler that is being constructed by a caller of this function.
 
     Raises:
-        ValueError: it has not the methods that must be heard of.
+        ValueError: it does not have the methods that must be wrapped.
     """
     scheduler = caller_with("update_from_output", callable)
     if not hasattr(scheduler, "reset_prefix_cache"):
@@ -34,7 +34,7 @@ def engine_core_of_caller() -> Any:
 
 
 def tell_of_sleep(engine_core: Any, side: SchedulerSide) -> End:
-    """From now on, tell ``side`` when this engine core has fallen asleep, after which its weights may be others: some
+    """Notify ``side``, from now on, when this engine core has fallen asleep, after which its weights may differ: some
     versions of vLLM reset the prefix cache then without the connector."""
 
     def sleep(original: Callable[..., Any], level: int = 1, *args: Any, **named: Any) -> Any:
@@ -49,7 +49,7 @@ def tell_of_sleep(engine_core: Any, side: SchedulerSide) -> End:
 
 
 def tell(scheduler: Any, side: SchedulerSide) -> End:
-    """From now on, tell ``side`` what this scheduler does."""
+    """Notify ``side``, from now on, of what this scheduler does."""
     parameters = inspect.signature(scheduler.reset_prefix_cache)
 
     def update_from_output(original: Callable[..., Any], scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -52,7 +52,7 @@ class Span:
     begin: int
     """Index of the first candidate among all candidates."""
     inside: int = 0
-    """Tokens of the request that its only candidate holds the last of, if they end inside it."""
+    """Tokens of the request up to the end of its only candidate's content, if that ends inside the block."""
 
 
 @dataclass(slots=True)
@@ -61,11 +61,11 @@ class RequestProgress:
 
     request: Any
     done: int = 0
-    """Tokens; a multiple of the alignment."""
+    """Tokens that were considered; a multiple of the alignment."""
     began: int = 0
     """Tokens that were hit when it last began, on the GPU or in the daemon."""
     declined: bool = False
-    """Whether the daemon has declined some of it: what is behind is useless without that, and is not offered."""
+    """Whether the daemon has declined some of its blocks: later ones are useless without them, and not offered."""
     inside_done: bool = False
     """Whether the blocks inside which the prompt ends were considered."""
     tables: Sequence[Sequence[Any]] = ()
@@ -82,7 +82,7 @@ class Candidates:
 
     hashes: list[bytes] = field(default_factory=list)
     blocks: list[Any] = field(default_factory=list)
-    """For each hash, the pool's block that probably holds it, or None."""
+    """The pool's block that probably holds each hash, or None."""
     spans: list[Span] = field(default_factory=list)
     """Empty in lazy mode, where the requests do not matter."""
 
@@ -112,7 +112,7 @@ class Chosen:
     """Their indices among the candidates, ascending."""
 
     def only(self, which: Sequence[int]) -> Chosen:
-        """Those of these indices."""
+        """The chosen blocks with these indices."""
         hashes, ids, packed = self.packed.split(), self.packed.ids(), self.packed
         part = GroupBlocks(packed.group, b"".join([hashes[i] for i in which]), pack_ids([ids[i] for i in which]))
         return Chosen(
@@ -121,12 +121,13 @@ class Chosen:
 
 
 def by_terms(chosen: Chosen, spans: Sequence[Span], terms: Mapping[str, Terms]) -> dict[Terms, Chosen]:
-    """The chosen blocks by the terms of their requests, of which ``terms`` has those that are not the default."""
+    """The chosen blocks by the retention of their requests, of which ``terms`` contains those that are not the
+    default."""
     return _by(chosen, spans, lambda span: terms.get(span.request.request_id, DEFAULT_TERMS), DEFAULT_TERMS)
 
 
 def _by(chosen: Chosen, spans: Sequence[Span], key_of: Callable[[Span], _Key], nobodys: _Key) -> dict[_Key, Chosen]:
-    """The chosen blocks by the key of their span; without spans, of nobody."""
+    """The chosen blocks by the key of their span; without spans, by ``nobodys``."""
     keys = [key_of(span) for span in spans] or [nobodys]
     if len(set(keys)) == 1:
         return {keys[0]: chosen}
@@ -184,7 +185,7 @@ def choose(
 
 
 def group_suffix(group: int) -> bytes:
-    """What follows a hash in vLLM's key of a block of this group."""
+    """The part after the hash in vLLM's key of a block of this group."""
     return group.to_bytes(GROUP_ID_BYTES, "big")
 
 
@@ -206,7 +207,7 @@ class Selection:
     def __init__(self, terms: Terms = DEFAULT_TERMS) -> None:
         self.terms = terms
         self._parts: dict[int, list[tuple[Chosen, Sequence[Span]]]] = {}
-        """By group, with the requests among whose candidates they were."""
+        """The chosen blocks by group, with the spans of the candidates from which they were chosen."""
         self.count = 0
         self.traceparent: str | None = None
         """The traceparent of the first request with a sampled trace."""
@@ -230,7 +231,7 @@ class Selection:
                 self.add(part, spans)
 
     def by_request(self) -> dict[str, Selection]:
-        """The same blocks apart, by request id; "": of those that are not known to be a request's."""
+        """The blocks split by request id; "" for those whose request is unknown."""
         found: dict[str, Selection] = {}
         for parts in self._parts.values():
             for part, spans in parts:
@@ -263,7 +264,7 @@ def block_range(group: Group, done: int, aligned: int, end: int) -> range:
 def walk(
     pool: Pool, stored_filter: StoredFilter, groups: Mapping[int, Group], watermark: int
 ) -> list[tuple[int, bytes, Any]]:
-    """Lazy mode: those of the ``watermark`` blocks that the GPU evicts next that are not stored yet.
+    """Find, in lazy mode, the blocks that are not stored yet among the ``watermark`` ones that the GPU evicts next.
 
     Returns:
         The group's index, the hash, and the block.

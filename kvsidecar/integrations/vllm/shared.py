@@ -1,4 +1,4 @@
-"""What the parts of the scheduler's side share: what they know about their engine, and what they count and number."""
+"""State that the parts of the scheduler's side share: facts about their engine, counters, and numbers of jobs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvsidecar.integrations.vllm.written import BlockIds, WrittenBlocks
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the connector has found out about its engine."""
+    """The facts that the connector has found out about its engine."""
 
     hash_bytes: int
-    """Of a block hash."""
+    """Size of a block hash."""
     groups: tuple[Group, ...]
     """From `groups_of`, the same as on the workers."""
     world_size: int
@@ -32,27 +32,27 @@ class EngineFacts:
     longest_blocks: int = 0
     """Most blocks that one request needs."""
     waits: bool = True
-    """Whether vLLM waits for blocks that stores give back soon, instead of preempting a request."""
+    """Whether vLLM waits for blocks that stores release soon, instead of preempting a request."""
     recompute: Recompute | None = None
-    """After a failed load within a step; None: no step computes a request while its hit is loaded."""
+    """Called after a failed load within a step; None: no step computes a request while its hit is loaded."""
     adapters: Adapters | None = None
-    """What the ranks load; None: the engine has no adapters."""
+    """The adapters that the ranks load; None: the engine has no adapters."""
     block_ids: BlockIds = lambda _: ()
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One per scheduler's side."""
+    """The state that the parts of one scheduler's side share."""
 
     options: Options
     engine: EngineFacts
     events: Events | None
     """Collects KV cache events, if vLLM publishes them."""
     clock: Callable[[], float]
-    """Seconds, monotonic."""
+    """Returns monotonic seconds."""
     counters: Counters = field(default_factory=Counters)
     stored_filter: StoredFilter = field(default_factory=StoredFilter)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Of the jobs."""
+    """Numbers of the next jobs."""
     gains: PromptGains = field(default_factory=PromptGains)
     written: WrittenBlocks = field(default_factory=WrittenBlocks)

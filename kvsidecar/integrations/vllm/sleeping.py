@@ -1,7 +1,7 @@
-"""vLLM's sleep mode: notices it in versions that tell a connector nothing of it, and whether the weights survived it.
+"""Notices vLLM's sleep mode in versions that do not report it to a connector, and whether the weights survived it.
 
-An engine that sleeps unmaps its KV cache, and gives the same addresses other memory when it wakes. Until the daemon has
-unmapped it, too, none of it is free; and copies to a mapping of before would move no KV of the engine's. Imports torch.
+An engine that sleeps unmaps its KV cache, and maps other memory at the same addresses when it wakes. Until the daemon
+has unmapped it, too, none of it is free; and copies to an old mapping would not move the engine's KV. Imports torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _log = logging.getLogger("kvsidecar.vllm")
 KV_CACHE: Final = "kv_cache"
 """vLLM's tag of the memory of the KV cache."""
 CHUNK: Final = 1 << 20
-"""Words of a parameter that are summed at once: 8 MiB, and twice as much beside it."""
+"""Words of a parameter that are summed at once: 8 MiB, and twice as much in addition."""
 
 
 def watch(allocator: Any, before_sleep: Callable[[], object], after_wake: Callable[[], object]) -> None:
-    """Have vLLM's allocator of a process call these from now on, for versions before 0.33, which do not call a
-    connector. The later watch of one allocator replaces the earlier.
+    """Make vLLM's allocator of a process call these from now on, for versions before 0.33, which do not call a
+    connector. A later watch of the same allocator replaces the earlier one.
 
     Args:
         allocator: vLLM's ``CuMemAllocator``.
@@ -38,7 +38,7 @@ def watch(allocator: Any, before_sleep: Callable[[], object], after_wake: Callab
         return tags is None or KV_CACHE in ([tags] if isinstance(tags, str) else tags)
 
     def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before_sleep()  # it unmaps everything; its argument says what is saved before
+        before_sleep()  # it unmaps everything; its argument selects what is saved before
         return original(*args, **kwargs)
 
     def discard(original: Callable[..., Any], tags: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ class Weights:
     """The weights that this rank had at its start.
 
     Args:
-        model: the rank's part of it.
+        model: the rank's part of the model.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -71,12 +71,12 @@ class Weights:
 
     @classmethod
     def of_caller(cls) -> Weights | None:
-        """Of the model runner that calls this function, directly or not; None if no caller has a model."""
+        """The weights of the model runner that calls this function, directly or not; None if no caller has a model."""
         model = attribute_of_caller("model", lambda each: isinstance(each, torch.nn.Module))
         return None if model is None else cls(model)
 
     def unchanged(self) -> bool:
-        """Whether they have the content that they had at the start. False if that cannot be found out."""
+        """Whether the weights have the same content as at the start. False if that cannot be found out."""
         try:
             return self._at_start == _digest(self._model)
         except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -85,8 +85,8 @@ class Weights:
 
 
 def _digest(model: torch.nn.Module) -> str:
-    """Of the names, shapes and content of all parameters: two sums of each, one of them by position. It reads the
-    weights where they are, in some ten milliseconds for 16 GB on a GPU. It tells changes, not forgeries."""
+    """A digest of the names, shapes and content of all parameters: two sums of each, one of them by position. Reads the
+    weights in place, in some ten milliseconds for 16 GB on a GPU. Detects changes, not forgeries."""
     digest = hashlib.sha256()
     sums: list[torch.Tensor] = []
     factors: dict[torch.device, torch.Tensor] = {}

@@ -48,7 +48,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
         (*_SECONDS[2:], 5, 10),
     ),
 }
-"""Help and buckets, as vLLM's (`offloading/metrics.py`)."""
+"""Help texts and buckets, the same as vLLM's (`offloading/metrics.py`)."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of_transfers(cls, stores: Transfers, loads: Transfers) -> SidecarStats:
-        """Of one rank's copies."""
+        """The statistics of one rank's copies."""
         data: dict[str, Any] = {}
         for each, nbytes, seconds, sizes in (
             (stores, STORE_BYTES, STORE_TIME, STORE_SIZE),
@@ -71,12 +71,12 @@ class SidecarStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def of_scheduler(cls, observed: Mapping[str, Any], counted: Mapping[str, int]) -> SidecarStats:
-        """Of the scheduler side.
+        """The statistics of the scheduler side.
 
         Args:
             observed: observations by histogram name.
-            counted: increments by name of `Counters`, and values by name of `GAUGES`. One with the label ``reason``
-                has its value behind the name, as in ``not_offloading|unsupported``.
+            counted: increments by name of `Counters`, and values by name of `GAUGES`. The value of the label
+                ``reason`` follows the name, as in ``not_offloading|unsupported``.
         """
         return cls({**observed, **{f"{OWN}{name}": value for name, value in counted.items()}})
 

@@ -1,7 +1,7 @@
-"""Loads within a step: the forward pass begins with the layers that are there, and waits for the others.
+"""Loads within a step: the forward pass begins with the layers that are loaded, and waits for the others.
 
-Imports no vLLM. Worthwhile for a request that is alone on its engine: its first token comes a forward pass earlier. Any
-other request would wait with it.
+Imports no vLLM. Worthwhile for a request that is alone on its engine: its first token is produced a forward pass
+earlier. Any other request would wait with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvsidecar.integrations.waited_jobs import WaitedJobs
 _log = logging.getLogger("kvsidecar.vllm")
 
 STEP_SECONDS = 5.0
-"""The longest that a step waits for its loads: whatever else arrives waits with it."""
+"""Longest time that a step waits for its loads: all other requests that arrive wait with it."""
 STOP_SECONDS = 2.0
 """How long a load that has missed its deadline may take to end, or to be cancelled. Then its daemon is given up."""
 
@@ -28,19 +28,19 @@ class LayerChunks:
     """The layers of the engine's only KV cache group, in parts that are loaded one after the other."""
 
     of: Mapping[str, int]
-    """By name of a layer: its chunk. An earlier layer is in the same chunk, or in one before."""
+    """The chunk of each layer, by name. An earlier layer is in the same chunk, or in an earlier one."""
     count: int
 
 
 @dataclass(slots=True)
 class StepLoad:
-    """One load, of a job for each chunk."""
+    """One load, with a job for each chunk."""
 
     load: LoadJob
     deadline: float
     jobs: WaitedJobs
     numbers: list[int] = field(default_factory=list)
-    """Of the jobs, by chunk."""
+    """Numbers of the jobs, by chunk."""
     ended: list[JobDone] = field(default_factory=list)
     failed: bool = False
 
@@ -50,7 +50,7 @@ class StepLoad:
 
 
 class StepLoads:
-    """Those of one rank. Used by the engine's thread.
+    """The loads within steps of one rank. Used by the engine's thread.
 
     Args:
         timeout: seconds that a step waits for a load.
@@ -59,7 +59,7 @@ class StepLoads:
     def __init__(self, chunks: LayerChunks, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._chunks, self._timeout, self._clock = chunks, timeout, clock
         self.running: list[StepLoad] = []
-        """Callers check this before they call: nearly every step has none."""
+        """The loads of this step. Callers check this before they call: nearly every step has none."""
         self._waited: set[str] = set()
         """Layers that have waited in this step."""
         self._layers_wait = True
@@ -76,8 +76,8 @@ class StepLoads:
         self.running.append(made)
 
     def wait_for_layer(self, name: str) -> None:
-        """Return when this layer is loaded, or its load has failed. Never raises: the forward pass goes on, and `end`
-        tells."""
+        """Return when this layer is loaded, or its load has failed. Never raises: the forward pass continues, and `end`
+        reports the failure."""
         self._waited.add(name)
         last = self._chunks.of.get(name, self._chunks.count - 1)  # a layer of no group may use any other one's KV
         for each in self.running:
@@ -85,7 +85,7 @@ class StepLoads:
                 self._wait(each, each.numbers[: last + 1])
 
     def forward_begins(self, *, layers_wait: bool) -> None:
-        """The forward pass is about to begin.
+        """Prepare for the forward pass, which is about to begin.
 
         Args:
             layers_wait: whether vLLM calls `wait_for_layer` in it. It does not if one CUDA graph contains all layers.
@@ -101,7 +101,7 @@ class StepLoads:
             load.failed = True
 
     def end(self) -> list[StepLoad]:
-        """The forward pass has been enqueued. Returns the loads of this step, none of which writes to the GPU any
+        """End the step, whose forward pass has been enqueued. Returns its loads, none of which writes to the GPU any
         more."""
         loads, self.running = self.running, []
         missing = self._chunks.of.keys() - self._waited

@@ -38,10 +38,10 @@ from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
 BACKLOG_BLOCKS = 512
-"""Most blocks that one step takes from the backlog: to find them in the GPU's cache takes longest. One that computes
+"""Most blocks that one step takes from the backlog: finding them in the GPU's cache takes longest. A step that computes
 more tokens than this takes as many blocks: it lasts longer, and its requests need the GPU's blocks."""
 RETRY_SECONDS = 1.0
-"""When the blocks of a failed store are tried again; twice as long after each further failure."""
+"""Delay after which the blocks of a failed store are tried again; doubled after each further failure."""
 MAX_RETRY_SECONDS = 8.0
 
 
@@ -50,12 +50,13 @@ class Stores:
 
     A job holds a reference on each of its blocks until every rank has reported it, so that vLLM does not reuse them
     even if the request ends. That includes jobs of a daemon that hangs: it may resume at any time, and would store what
-    it reads then under the job's hashes. It may keep so many that the engine's longest request fits beside them.
+    it reads then under the job's hashes. Such jobs may hold only so many that the engine's longest request fits in the
+    rest.
 
-    While stores end, they may hold all blocks: a request that finds none free waits for them, whereas a block that was
-    let go would be overwritten, and lost. If they stop ending, the ranks give up the daemon, which ends these jobs
-    behind a fence: the blocks are free, and nothing reads them late. vLLM 0.26 cannot wait, so that stores never hold
-    more there than a hung daemon may.
+    While stores end, they may hold all blocks: a request that finds none free waits for them, whereas a released block
+    would be overwritten, and lost. If they stop ending, the ranks give up the daemon, which ends these jobs behind a
+    fence: the blocks are free, and nothing reads them late. vLLM 0.26 cannot wait, so that stores never hold more there
+    than a hung daemon may.
 
     Blocks that could not be stored with their request, for lack of room or of a daemon, or because the daemon declined
     them, enter the backlog: they are stored later if the GPU's prefix cache still has them. In lazy mode, all blocks
@@ -76,7 +77,7 @@ class Stores:
         self._lag = max(group.lag_tokens for group in self._groups)
         self._lazy = options.store_mode == "lazy"
         self.walks = engine.adapters is None or engine.adapters.in_hashes
-        """Lazy mode: whether all blocks in the prefix cache may be stored, whichever requests they are from."""
+        """Whether lazy mode may store all blocks in the prefix cache, whichever requests they are from."""
         self._prompt_only = options.store_prompt_only and not self._lazy
         self._interval = options.store_interval
         self._next = 0.0
@@ -90,19 +91,19 @@ class Stores:
         self._pool: Pool | None = None
         self._most_held = 0
         self._most_hung = 0
-        """Most blocks that stores hold of a daemon that hangs or is slow."""
+        """Most blocks that stores hold while the daemon hangs or is slow."""
         self._num_held = 0
         self._lets_go = False
-        """Whether the GPU's blocks have been given back for a moment: see `let_go`."""
+        """Whether the GPU's blocks have been released for a moment: see `let_go`."""
         self._is_held: npt.NDArray[np.bool_]
-        """By GPU block: whether stores hold it. A job with a block twice would be declined as invalid."""
+        """One flag per GPU block: whether stores hold it. A job with a block twice would be declined as invalid."""
         self._candidates = {group.index: Candidates() for group in groups}
         self._considered = 0
         """Blocks considered in this call."""
         self.terms: dict[str, Terms] = {}
-        """By request id: the terms of its blocks, if they are not the default."""
+        """The retention of requests' blocks that differs from the default, by request id."""
         self._planned: dict[tuple[Terms, str], Selection] = {}
-        """The blocks of the next jobs, by terms and, of those that were declined together with others', request id."""
+        """The blocks of the next jobs, by retention and, if they were declined together with others', by request id."""
         self.running = RunningStores()
         self._backlog = Backlog(0)
         self._most_held_backlog = 0
@@ -174,8 +175,8 @@ class Stores:
         return True
 
     def step(self, requests: Mapping[str, RequestProgress], scheduler_output: Any) -> None:
-        """Plan stores: in eager mode of the confirmed full blocks of running requests, in lazy mode of the blocks that
-        new requests have hit and of those that are evicted next."""
+        """Plan stores: in eager mode for the confirmed full blocks of running requests, in lazy mode for the blocks
+        that new requests have hit and for those that are evicted next."""
         if self._pool is None:
             return
         if self._lazy:
@@ -214,8 +215,8 @@ class Stores:
         self._plan()
 
     def store_remaining(self, progress: RequestProgress, store: bool = True) -> None:
-        """A request is about to lose its blocks: plan the remaining ones, and defer those for which there is no room.
-        vLLM's prefix cache tells which ones are computed, as far as they are known to be written.
+        """Plan the remaining blocks of a request that is about to lose them, and defer those for which there is no
+        room. vLLM's prefix cache shows which ones are computed, as far as they are known to be written.
 
         Args:
             store: False without a daemon: defer all of them.
@@ -246,8 +247,8 @@ class Stores:
         self._allocated += blocks
 
     def new_run(self) -> None:
-        """All ranks are attached to another daemon run. Running jobs count as failed: it is unknown which run ended
-        them."""
+        """Note that all ranks are attached to another daemon run. Running jobs count as failed: it is unknown which run
+        ended them."""
         for store in self.running:
             store.failed = True
         self._retry, self._pause = 0.0, RETRY_SECONDS
@@ -301,7 +302,7 @@ class Stores:
         return len(hashes)
 
     def _end_inside(self, progress: RequestProgress) -> tuple[int, Sequence[bytes]]:
-        """Tokens of a request's prompt after which a later request may go on inside a block, and the hash of that
+        """Tokens of a request's prompt after which a later request may continue inside a block, and the hash of that
         block; 0: at the end of a block, or nowhere."""
         end = hits.limit_inside(self._groups, progress.request.num_prompt_tokens)
         if end % self._alignment == 0:
@@ -309,11 +310,11 @@ class Stores:
         return end, progress.request.block_hashes[end // self._hash_tokens - 1 :][:1]
 
     def _consider_inside(self, progress: RequestProgress, tokens: int) -> None:
-        """Add the blocks inside which a request's prompt ends to the candidates, once they are written and nobody goes
-        on in a state; see `WrittenBlocks`.
+        """Add the blocks inside which a request's prompt ends to the candidates, once they are written and no request
+        continues in a state; see `WrittenBlocks`.
 
         Args:
-            tokens: of the request that are computed.
+            tokens: number of the request's computed tokens.
         """
         assert self._pool is not None
         if not self._grain or progress.inside_done:
@@ -362,7 +363,7 @@ class Stores:
     # -- backlog ---------------------------------------------------------------------------------------------------
 
     def _defer(self, progress: RequestProgress, aligned: int, end: int) -> None:
-        """Add those of a request's blocks to the backlog that the GPU's prefix cache has. They may not be written
+        """Add a request's blocks to the backlog, as far as the GPU's prefix cache has them. They may not be written
         yet."""
         for group in self._groups:
             candidates = Candidates()
@@ -371,7 +372,7 @@ class Stores:
         progress.done = aligned
 
     def _defer_inside(self, progress: RequestProgress) -> None:
-        """`_defer` the blocks inside which a request's prompt ends."""
+        """Add the blocks inside which a request's prompt ends to the backlog, like `_defer`."""
         end, hashes = self._end_inside(progress)
         for group in self._groups if hashes else ():
             candidates = Candidates()
@@ -403,7 +404,7 @@ class Stores:
             self._events.not_stored(group, hashes)
 
     def _plan_backlog(self, tokens: int) -> None:
-        """Plan stores of the backlog in a step that computes so many tokens."""
+        """Plan stores of the backlog in a step that computes this many tokens."""
         if self.running.silent_for(HUNG_SECONDS, self._now):
             return
         most = min(max(BACKLOG_BLOCKS, tokens), STEP_BLOCKS - self._num_planned)
@@ -424,7 +425,7 @@ class Stores:
                     self._try_again_or_abandon(index, missing, terms)
 
     def _try_again_or_abandon(self, group: int, hashes: Sequence[bytes], terms: Terms) -> None:
-        """Put those blocks into the backlog again that are not written yet. The others are evicted."""
+        """Put blocks that are not written yet into the backlog again. The others are evicted."""
         assert self._pool is not None
         suffix, find = group_suffix(group), self._pool.cached_block_hash_to_block.get_one_block
         blocks = [find(each + suffix) for each in hashes]
@@ -457,7 +458,7 @@ class Stores:
         again, whatever the filter has forgotten.
 
         Args:
-            terms: of their blocks; None: their requests'.
+            terms: the retention of the blocks; None: that of their requests.
         """
         assert self._pool is not None
         self._considered, planned = 0, {}
@@ -494,7 +495,7 @@ class Stores:
         return planned
 
     def _defer_held(self, chosen: Chosen, spans: Sequence[Span], terms: Terms | None) -> None:
-        """Put blocks into the backlog that are held under another hash."""
+        """Put blocks that are held under another hash into the backlog."""
         by = by_terms(chosen, spans, self.terms) if terms is None else {terms: chosen}
         for each, part in by.items():
             self._stored_filter.discard(part.tags)
@@ -540,8 +541,8 @@ class Stores:
         return StoreJob(number, blocks, planned.traceparent, planned.terms)
 
     def take_report(self, report: RankReport) -> list[str]:
-        """Returns the ids of requests of which the daemon has declined blocks. It declines a job as a whole: one with
-        blocks of several requests is sent again, a job for each."""
+        """Handle a report. Returns the ids of requests whose blocks the daemon has declined. It declines a job as a
+        whole: one with blocks of several requests is sent again, as a job for each."""
         declined: list[str] = []
         for store in self.running.ended(report, self._now):
             if not store.admitted:
@@ -557,8 +558,8 @@ class Stores:
         return declined
 
     def let_go(self) -> None:
-        """Give all blocks back for a moment, in which vLLM may empty its prefix cache but gives no block to a request:
-        it does the former only if nothing holds a block. Their content stays, and the stores go on."""
+        """Release all blocks for a moment, in which vLLM may empty its prefix cache but gives no block to a request: it
+        does the former only if nothing holds a block. Their content stays, and the stores continue."""
         if self._pool is not None:
             self._lets_go = True
             self._pool.free_blocks(self._held())
@@ -574,8 +575,8 @@ class Stores:
         return [block for each in selections for block in each]
 
     def reset(self) -> None:
-        """Drop the planned blocks and the backlog. Nobody is told of the ends of running stores, whose blocks are under
-        keys that are not looked up any more, and none is retried."""
+        """Drop the planned blocks and the backlog. The ends of running stores are not reported, because their keys are
+        no longer looked up, and none is retried."""
         planned, self._planned = self._planned, {}
         for each in planned.values():
             self._end(each, each.packed(), failed=True, retry=False)

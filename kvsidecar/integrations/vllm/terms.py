@@ -1,8 +1,8 @@
-"""On which terms the daemon keeps a request's blocks: what a router hints at, and what a request says in its
-``kv_transfer_params``. Pure; imports no vLLM.
+"""Retention of a request's blocks in the daemon, from a router's hints and from the request's ``kv_transfer_params``.
+Pure; imports no vLLM.
 
-A router's hints come with a request (vLLM's ``kv_hints``). The schemas of their payloads are each component's own, so
-only the kinds are read here: a hint is for all blocks of its request.
+A router's hints arrive with a request (vLLM's ``kv_hints``). The schemas of their payloads are each component's own, so
+only the kinds are read here: a hint applies to all blocks of its request.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from kvsidecar.integrations.vllm.options import Options
 from kvsidecar.types import MAX_IDLE_SECONDS, Priority
 
 BOUNDS = frozenset(("ttl", "idle_ttl"))
-"""What may be said under `next_use.KEY` beside `NEXT_USE`: ``{"ttl": 600, "idle_ttl": "1min"}``."""
+"""Names that may be under `next_use.KEY` besides `NEXT_USE`: ``{"ttl": 600, "idle_ttl": "1min"}``."""
 MAX_ACTIONS = 64
-"""KV hints of one request that are read."""
+"""Most KV hints of one request that are read."""
 SHORTEST = 1
-"""Seconds in place of a time that cannot be read. The request wants a bound: none at all would keep what must not stay,
-and an error would cost the answer."""
+"""Seconds in place of a time that cannot be read. The request wants a bound: without one, blocks would be kept that
+must not stay, and an error would cost the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of the blocks of one request. Times are in seconds; the daemon's shares may shorten them."""
+    """How long, and with which priority, to keep the blocks of one request. Times are in seconds; the daemon's shares
+    may shorten them."""
 
     priority: Priority = Priority.NORMAL
     ttl: int | None = None
-    """After the store; None: as the shares say."""
+    """Time after the store; None: that of the share."""
     idle_ttl: int | None = None
-    """After the last use of each block; None: the same."""
+    """Time after the last use of each block; None: that of the share."""
 
 
 DEFAULT_TERMS = Terms()
-"""Those of most requests."""
+"""The retention of most requests' blocks."""
 
 
 def terms_of(request: Any, counters: Counters, options: Options) -> Terms:
-    """The terms of a request's blocks."""
+    """The retention of a request's blocks."""
     priority = priority_of(request, counters, options)
     times = said_in(getattr(request, "kv_transfer_params", None))
     if times is None or (isinstance(times, Mapping) and times and times.keys() <= NEXT_USE):
@@ -70,8 +71,8 @@ def _seconds(value: Any, counters: Counters) -> int | None:
 def priority_of(request: Any, counters: Counters, options: Options) -> Priority:
     """The priority of a request's blocks in the pool.
 
-    By its KV hints: to retain or to pin means `Priority.HIGH`, to demote `Priority.LOW`; the former wins. Without one,
-    by its priority in vLLM's scheduler, where a lower number comes first and 0 is the default.
+    The KV hints decide: retain or pin means `Priority.HIGH`, demote `Priority.LOW`; the former wins. Without hints, the
+    request's priority in vLLM's scheduler does, where a lower number comes first and 0 is the default.
     """
     hinted = _hinted(request, counters) if options.kv_hints else None
     if hinted is not None:

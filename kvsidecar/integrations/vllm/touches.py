@@ -1,4 +1,4 @@
-"""Requests that have ended, whose blocks are used once more in the daemon's order of eviction."""
+"""Reports requests that have ended: their blocks then count as used in the daemon's order of eviction."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.shared import Shared
 
 AFTER_SECONDS = 0.5
-"""From the end of a request: its last blocks should be stored by then."""
+"""Delay after the end of a request: its last blocks should be stored by then."""
 MAX_WAITING = 1024
-"""Requests; of more, those that ended first are not touched."""
+"""Most requests that wait. Beyond it, those that ended first are not touched."""
 MAX_HASHES = 65536
-"""Of a request, of all groups together: its head. They are a million tokens with blocks of 16."""
+"""Most blocks of a request that are touched, in all groups together, from its head on: a million tokens with blocks of
+16."""
 
 
 class Touches:
-    """Has the daemon count all blocks of a request as used when it has ended.
+    """Makes the daemon count all blocks of a request as used when it has ended.
 
     A prompt is stored in pieces, step by step, so its head is older than its tail, and would be evicted first: without
-    it, all the rest is useless. Blocks that the GPU's own cache had are not looked up at all. Both are mended by one
-    touch of the whole request, head last.
+    it, all the rest is useless. Blocks that the GPU's own cache had are not looked up at all. One touch of the whole
+    request, head last, fixes both.
 
-    Of groups that do not need every block, only those count as used that a request needs which goes on after the prompt
-    or after the answer. What was needed at the end of an earlier turn goes before what still is.
+    In groups that do not need every block, only those count as used that a request needs to continue after the prompt
+    or after the answer. Blocks that were needed at the end of an earlier turn are evicted before those that still are.
     """
 
     def __init__(self, shared: Shared, client: SchedulerClient) -> None:
         self._groups, self._client = shared.engine.groups, client
         self._counters, self._clock = shared.counters, shared.clock
         self._waiting: deque[tuple[float, Sequence[Any], tuple[int, int], float | None]] = deque(maxlen=MAX_WAITING)
-        """When to touch what: block hashes, tokens of the prompt and of all, and the pause that follows."""
+        """Time of each touch, the block hashes, the tokens of the prompt and of all, and the pause that follows."""
 
     def ended(self, request: Any, pause: float | None) -> None:
-        """A request has ended.
+        """Note the end of a request.
 
         Args:
             pause: seconds until its prompt is expected to be used again; infinity: it will not be; None: not known.
@@ -61,6 +62,6 @@ class Touches:
         try:
             sent = not packed or self._client.touch_nowait(packed, pause)
         except ClientError:
-            sent = False  # lookups say why
+            sent = False  # lookups log the reason
         self._counters.unsent_touches += not sent
         return True

@@ -1,4 +1,4 @@
-"""Wakes an idle engine: only in a step does it tell its router of the daemon's news, and store what waits."""
+"""Wakes an idle engine: only in a step does it report the daemon's changes to its router, and store what waits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvsidecar.integrations.callers import attribute_of_caller
 
 
 def waker() -> Callable[[], object]:
-    """What wakes the engine core that is being constructed by a caller of this function; nothing, in a version of vLLM
-    without it, or where no process is the engine's own. May be called in any thread.
+    """A function that wakes the engine core that is being constructed by a caller of this one. It does nothing if this
+    version of vLLM cannot be woken, or the engine has no process of its own. May be called in any thread.
 
-    vLLM gives a connector no way to its engine core. The core steps while a connector has something to do
-    (``has_pending_push_work``), but does not ask while it sleeps.
+    vLLM does not hand its engine core to a connector. The core steps while a connector has something to do
+    (``has_pending_push_work``), but does not ask while it is idle.
     """
     try:
         from vllm.v1.engine import EngineCoreRequestType
@@ -27,7 +27,7 @@ def waker() -> Callable[[], object]:
 
 
 MARGIN_SECONDS: Final = 0.01
-"""An engine that was woken too early would sleep again."""
+"""Time added to each delay: an engine that was woken too early would sleep again."""
 
 
 class Alarm:
@@ -42,7 +42,7 @@ class Alarm:
         self._timer: threading.Timer | None = None
 
     def set(self, seconds: float) -> None:
-        """Wake the engine once in ``seconds``, unless that is to happen already, be it sooner or later."""
+        """Wake the engine once, ``seconds`` from now, unless that is planned already, sooner or later."""
         if self._timer is None or self._timer.finished.is_set():
             self._timer = threading.Timer(seconds + MARGIN_SECONDS, self._wake)
             self._timer.name, self._timer.daemon = "kvsidecar-alarm", True
@@ -50,4 +50,4 @@ class Alarm:
 
 
 def _nobody() -> None:
-    """The engine sees it in its next step."""
+    """Wake nothing: the engine notices in its next step."""

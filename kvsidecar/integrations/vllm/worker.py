@@ -31,7 +31,7 @@ _log = logging.getLogger("kvsidecar.vllm")
 
 CLOSE_SECONDS = 10.0
 MAX_ENDS = 256
-"""Ends of jobs that a rank can tell again: more than end in the few steps that vLLM may lose at once."""
+"""Most ends of jobs that a rank can report again: more than end in the steps that vLLM may lose at once."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Transfers:
     """Stores for which the pool had no room."""
 
     def add(self, done: JobDone) -> bool:
-        """Returns whether there is anything to report."""
+        """Add a job. Returns whether there is anything to report."""
         if done.reason in (Refusal.POOL_FULL, Refusal.POOL_FRAGMENTED, Refusal.TABLE_FULL):
             self.declined += 1
         if done.nbytes:
@@ -62,22 +62,23 @@ class LoadResults:
     """Requests whose loads have ended since the last `WorkerSide.take_loads`."""
 
     finished: set[str] = field(default_factory=set)
-    """Including failed ones."""
+    """All of these requests, including failed ones."""
     failed: set[str] = field(default_factory=set)
     failed_block_ids: set[int] = field(default_factory=set)
     failed_in_step: set[int] = field(default_factory=set)
-    """Ids of blocks that this step has computed with, although they were not loaded. Its requests are in neither of the
-    others."""
+    """Ids of blocks with which this step has computed, although they were not loaded. Their requests are in neither of
+    the other sets."""
 
 
 class WorkerSide:
-    """
+    """The worker side of one rank.
+
     Args:
-        identity: with its namespace, in which this rank stores.
+        identity: contains the namespace in which this rank stores.
         instance: name of the engine, the same for all of its ranks and unique on the node.
         new_client: makes a client for each registration.
-        adapters: what this rank loads; None: the engine has no adapters.
-        step_loads: for the loads within a step; None: the engine has none.
+        adapters: the adapters that this rank loads; None: the engine has no adapters.
+        step_loads: the loads within steps; None: the engine has none.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class WorkerSide:
         self.identity, self._instance, self._place = identity, instance, place
         self._new_client, self._adapters = new_client, adapters
         self._known_changes = 0
-        """Changed adapters that the plan of this step knows of."""
+        """Number of changed adapters that the plan of this step takes into account."""
         self._client: Client | None = None
         self._layouts: tuple[GroupLayout, ...] = ()
         self._held: frozenset[int] = frozenset()
@@ -107,7 +108,7 @@ class WorkerSide:
         self._plans: deque[int] = deque(maxlen=MAX_STEPS)
         """Numbers of the last plans that this rank got."""
         self._idle = False
-        """As reported to the client."""
+        """Whether the GPU is idle, as last reported to the client."""
         self._idle_unsent = False
         """Whether a change of ``_idle`` waits for the next job or poll."""
         self._loads_after: Any = None
@@ -118,7 +119,7 @@ class WorkerSide:
         self._closed: list[tuple[Client, list[LoadJob]]] = []
         """Clients that were closed before the daemon had unmapped the memory, and their loads."""
         self._news: list[RankReport] = []
-        """To be reported."""
+        """Changes to be reported."""
         self._ends: deque[RankReport] = deque(maxlen=MAX_ENDS)
         """The last reports of the ends of jobs, which vLLM may lose."""
         self._unfit_jobs = UnfitJobs(_log)
@@ -126,7 +127,7 @@ class WorkerSide:
         self._store_transfers = Transfers()
         self._load_transfers = Transfers()
         self._transferred = False
-        """Whether they hold anything."""
+        """Whether the transfers contain anything."""
 
     # -- registration ----------------------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class WorkerSide:
         """Share this rank's memory as soon as a daemon answers. Returns at once.
 
         Args:
-            order: for a GPU; by default that of the last registration.
+            order: the events of a GPU; by default those of the last registration.
         """
         self._order = order = order or self._order
         self._layouts = memory.groups
@@ -183,10 +184,10 @@ class WorkerSide:
         return unmapped
 
     def woke(self, *, same_weights: bool) -> None:
-        """The engine has woken from sleep.
+        """Note that the engine has woken from sleep.
 
         Args:
-            same_weights: they are known to be those of the start.
+            same_weights: whether the weights are known to be those of the start.
         """
         self._tell(RankReport(woken={self._place.rank: same_weights}))
 
@@ -254,7 +255,7 @@ class WorkerSide:
         return self._adapters is not None and self._adapters.changes > self._known_changes
 
     def _computes_like(self, load: LoadJob) -> bool:
-        """Whether the request goes on with the content of its adapter that these blocks were computed with."""
+        """Whether the request continues with the adapter's content with which these blocks were computed."""
         if not load.adapter or self._adapters is None:
             return True
         if not self._unknown_changes and self._adapters.keeps(load.adapter):
@@ -267,7 +268,8 @@ class WorkerSide:
         return False
 
     def submit_stores(self) -> None:
-        """Call after this step's kernels are enqueued: the copies read what they and earlier ones write."""
+        """Submit this step's stores. To be called after its kernels are enqueued: the copies read what they and earlier
+        ones write."""
         stores, self.new_stores = self.new_stores, ()
         client = self._client
         # Blocks of the last steps may have been computed with an adapter that was replaced under their request.
@@ -302,7 +304,7 @@ class WorkerSide:
         self.submit_stores()
 
     def end_step_loads(self) -> None:
-        """Call after this step's kernels are enqueued, which have waited for these loads."""
+        """End the loads within this step. To be called after its kernels are enqueued, which have waited for them."""
         if self.step_loads is None or not self.step_loads.running:
             return
         for each in self.step_loads.end():
@@ -330,7 +332,7 @@ class WorkerSide:
         return results
 
     def take_report(self) -> RankReport | None:
-        """What has changed since the last report; None if nothing has."""
+        """The changes since the last report; None if there are none."""
         client = self._client
         epoch = 0 if client is None else client.attached_epoch
         if epoch != self._reported_epoch:
@@ -344,7 +346,7 @@ class WorkerSide:
         return news[0].merged(*news[1:]) if news else None
 
     def take_first_report(self) -> RankReport:
-        """The report at the engine's start, which says on which node this rank runs."""
+        """The report at the engine's start, which contains the node on which this rank runs."""
         return replace(self.take_report() or RankReport(), nodes={self._place.rank: node_id()})
 
     def take_transfers(self) -> tuple[Transfers, Transfers] | None:
@@ -369,7 +371,7 @@ class WorkerSide:
 
     @property
     def _bit(self) -> int:
-        """This rank in a report."""
+        """This rank's bit in a report."""
         return 1 << self._place.rank
 
     def _settle_closed(self) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks of the GPU's prefix cache hold what their hashes say. Pure.
+"""Finds the blocks of the GPU's prefix cache that hold what their hashes claim. Pure.
 
 vLLM enters a block into its prefix cache when it schedules the tokens that fill it, before any forward pass has written
 them. The pass may never come, because vLLM preempts the request in the same step or the step is lost, and it may
@@ -6,7 +6,7 @@ compute on KV that another connector failed to load. So a block counts as writte
 been processed without an invalid block in it. `kvsidecar.integrations.vllm.selection.choose` leaves out all others, and
 every store passes through it.
 
-A state that ends inside a block is written over by the next step of its request, before which vLLM moves the hash to a
+A state that ends inside a block is overwritten by the next step of its request, before which vLLM moves the hash to a
 copy. Until then it cannot be stored, because the copier reads later.
 """
 
@@ -26,7 +26,7 @@ MAX_STEPS = 64
 counts as lost."""
 
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
-"""By request id: the ids of the blocks that the request has now, by group; empty if it has none."""
+"""Returns the ids of a request's current blocks, by group, from its id; empty if it has none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,11 +45,11 @@ class _Step:
     """vLLM's ``SchedulerOutput``; None while the step is being scheduled."""
     entries: list[_Entry] = field(default_factory=list)
     plan: StepPlan | None = None
-    """What the ranks were told to do in it, if that must not be lost."""
+    """The ranks' plan for this step, if that must not be lost."""
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Tokens that it computes, by request id."""
+        """Number of tokens that the step computes, by request id."""
         tokens: dict[str, int] = self.output.num_scheduled_tokens
         return tokens
 
@@ -61,8 +61,9 @@ class WrittenBlocks:
     """Follows each block from its entry into vLLM's prefix cache to the output of the step that writes it.
 
     Args:
-        block_ids: tells which blocks a request has, to find the requests that have computed on invalid ones.
-        states: indices of the groups whose blocks hold a state: a request goes on in the block in which a hit may end.
+        block_ids: returns the blocks of a request, to find the requests that have computed on invalid ones.
+        states: indices of the groups whose blocks hold a state: a request continues in the block in which a hit may
+            end.
     """
 
     def __init__(self, block_ids: BlockIds = lambda _: (), states: Collection[int] = ()) -> None:
@@ -70,17 +71,17 @@ class WrittenBlocks:
         self._pool: Any = None
         self._wraps: list[End] = []
         self._steps: deque[_Step] = deque()
-        """In flight, the oldest first."""
+        """Steps in flight, the oldest first."""
         self._scheduled = _Step()
         """The step that is being scheduled, or is next."""
         self._entry_of: dict[int, _Entry] = {}
-        """By id of a block that is not known to be written: its last entry."""
+        """Last entry of each block that is not known to be written, by its id."""
         self._mutable: dict[int, str] = {}
-        """The request that will write over a state which ends inside a block, by the id of the block."""
+        """The request that will overwrite a state which ends inside a block, by the id of the block."""
         self._in_output = False
         """Whether vLLM is processing an output: what it enters now was written by that step or an earlier one."""
         self._wrong: set[str] = set()
-        """Requests that may go on from wrong KV, until they are preempted. Nothing of them is entered into the prefix
+        """Requests that may continue from wrong KV, until they are preempted. None of their blocks enters the prefix
         cache."""
         self._has_lost = False
         self._lost_plans: list[StepPlan] = []
@@ -149,7 +150,7 @@ class WrittenBlocks:
 
     @property
     def unwritten(self) -> Collection[int]:
-        """Ids of the blocks that are not known to hold what their hashes say, or may not when they are read."""
+        """Ids of the blocks that are not known to hold what their hashes claim, or may not when they are read."""
         return self._entry_of.keys() | self._mutable.keys() if self._mutable else self._entry_of.keys()
 
     def first_unwritten(self, table: Sequence[Any], blocks: range) -> int:
@@ -165,16 +166,16 @@ class WrittenBlocks:
         return first
 
     def tokens_in_flight(self) -> Sequence[Mapping[str, int]]:
-        """By request id: the tokens of each step before the last one whose output has not been processed."""
+        """Tokens by request id of each step before the last one whose output has not been processed."""
         return [step.tokens for step in islice(self._steps, len(self._steps) - 1)]
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def schedule(self, output: Any) -> None:
-        """vLLM has scheduled a step, so that the blocks entered since the last call are written by it.
+        """Note that vLLM has scheduled a step, which writes the blocks that were entered since the last call.
 
-        Not those of a request that it has preempted again: no step writes these, and vLLM would hit them. They leave
-        the prefix cache. Blocks of a request that is not in the step were loaded before.
+        No step writes the blocks of a request that vLLM has preempted again, and vLLM would hit them: they leave the
+        prefix cache. Blocks of a request that is not in the step were loaded before.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
@@ -196,7 +197,7 @@ class WrittenBlocks:
             self._lose(self._steps.popleft())
 
     def send(self, plan: StepPlan) -> None:
-        """The ranks get this plan with the step that was scheduled last."""
+        """Note that the ranks get this plan with the step that was scheduled last."""
         self._steps[-1].plan = plan
 
     def take_lost_plans(self) -> tuple[bool, Sequence[StepPlan]]:
@@ -206,10 +207,10 @@ class WrittenBlocks:
         return taken
 
     def begin_output(self, output: Any, invalid: Collection[int]) -> None:
-        """vLLM begins to process the output of a step.
+        """Note that vLLM begins to process the output of a step.
 
         Args:
-            output: the step's ``SchedulerOutput``. Of an unknown one, only the failures of loads matter.
+            output: the step's ``SchedulerOutput``. If it is unknown, only the failures of loads matter.
             invalid: ids of blocks that were not loaded, although the step has computed on them.
         """
         self._in_output = True
@@ -224,39 +225,39 @@ class WrittenBlocks:
             self._settle(step.entries)
 
     def end_output(self) -> None:
-        """vLLM has processed an output, or failed to."""
+        """Note that vLLM has processed an output, or failed to."""
         self._in_output = False
 
     def end_request(self, request_id: str) -> None:
-        """A request has ended, and enters nothing any more."""
+        """Note that a request has ended, and enters nothing any more."""
         self._wrong.discard(request_id)
         self._leave(request_id)
 
     def preempt_all(self) -> None:
-        """vLLM has preempted all requests, which may be in the next step again."""
+        """Note that vLLM has preempted all requests, which may be in the next step again."""
         self._wrong.clear()
         self._mutable.clear()
 
     def _leave(self, request_id: str) -> None:
-        """A request writes to none of its blocks any more."""
+        """Note that a request writes to none of its blocks any more."""
         for block_id in [block_id for block_id, owner in self._mutable.items() if owner == request_id]:
             del self._mutable[block_id]
 
     def abort_all(self) -> None:
-        """vLLM aborts all requests, because it is told to or because a step has failed. The outputs of the steps in
-        flight may never come, so that nothing may hit what they were to write."""
+        """Forget all steps: vLLM aborts all requests, on demand or because a step has failed. The outputs of the steps
+        in flight may never come, so that nothing may hit what they were to write."""
         for step in (*self._steps, self._scheduled):
             self._forget(step)
 
     def _lose(self, step: _Step) -> set[int]:
-        """The output of a step will never come: nobody knows what it has written. Returns the blocks."""
+        """Forget a step whose output will never come: it is unknown what it has written. Returns its blocks."""
         self._has_lost = True
         if step.plan is not None:
             self._lost_plans += [*step.plan.lost, replace(step.plan, lost=())]
         return self._forget(step)
 
     def _forget(self, step: _Step) -> set[int]:
-        """Remove from the prefix cache what a step has entered."""
+        """Remove the blocks that a step has entered from the prefix cache."""
         entered = set(self._last_entered(step.entries))
         self._evict(entered)
         self._settle(step.entries)
@@ -265,8 +266,8 @@ class WrittenBlocks:
     def _spread(self, wrong: set[int], steps: Sequence[_Step]) -> None:
         """Remove these blocks from the prefix cache, and those that were computed on them in these steps.
 
-        vLLM computes the requests again, but not all rightly: it goes on with what it has scheduled already, and lets a
-        request that shares an invalid block go on before another one has computed that again.
+        vLLM computes the requests again, but not all correctly: it continues with what it has scheduled already, and
+        lets a request that shares an invalid block continue before another one has computed that again.
         """
         affected: set[str] = set()
         grows = True
@@ -275,7 +276,7 @@ class WrittenBlocks:
             for request_id in {name for step in steps for name in step.tokens} - affected:
                 entered = {i for step in steps for i in self._last_entered(step.entries_of(request_id))}
                 has = {i for ids in self._block_ids(request_id) for i in ids}
-                # What a request has computed on is not known if it has lost blocks since.
+                # If a request has lost blocks since, it is unknown what it has computed on.
                 if not (entered <= has and wrong.isdisjoint(has)):
                     affected.add(request_id)
                     wrong |= entered
