@@ -1,4 +1,4 @@
-"""Finds objects of an engine that gives an integration no way to them, but constructs it in their methods."""
+"""Finds objects of an engine that does not hand them to an integration, but constructs it in their methods."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Checkpoint:
     """The weights that a model's name or path refers to."""
 
     name: str
-    """For people; equal for equal weights."""
+    """The name for people; equal for equal weights."""
     identity: str
 
 

@@ -29,7 +29,7 @@ def digest_of(value: Any, package: str) -> str:
 
 
 def _pieces(value: Any, package: str) -> Iterator[Any]:
-    """What tells values apart, as bytes."""
+    """The bytes that distinguish values."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         yield repr(value).encode()
     elif isinstance(value, torch.Tensor):

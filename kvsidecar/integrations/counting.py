@@ -12,7 +12,7 @@ def counter(text: str) -> Any:
 
 
 def help_of(totals: type[Totals]) -> dict[str, str]:
-    """Help by name."""
+    """Help texts by name."""
     return {each.name: each.metadata["help"] for each in fields(totals) if each.metadata}
 
 

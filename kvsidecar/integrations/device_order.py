@@ -13,9 +13,10 @@ _log = logging.getLogger("kvsidecar")
 
 
 class DeviceOrder:
-    """
+    """The events that order a rank's copies.
+
     Args:
-        device: of the KV cache.
+        device: the device of the KV cache.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -24,11 +24,11 @@ SETTLED_SECONDS = 2.0
 CLOCKED = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "nfs", "nfs4", "ceph", "lustre", "gpfs",
 })  # fmt: skip
-"""Filesystems that set ctime by their clock at every change. Others may take it from an image, or make it up."""
+"""Filesystems that set ctime by their clock at every change. Others may take it from an image, or invent it."""
 
 
 def default_path() -> Path | None:
-    """None if the user has no cache directory."""
+    """The path of the user's cache; None if the user has no cache directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(root) if root else Path.home() / ".cache") / "kvsidecar" / "weights.json"
@@ -47,13 +47,13 @@ def mount_of(fd: int) -> str:
 
 
 def times_tell(of: os.stat_result, mount: str) -> bool:
-    """Whether another content of this file, or another file in its place, would have another ctime.
+    """Whether different content of this file, or another file in its place, would have another ctime.
 
-    Not so in an image (squashfs, erofs, ext4 mounted read-only, OCI volumes), whose times are its maker's, often the
-    same for all files: mounted one after the other, two of them may differ in nothing but content.
+    This does not hold in an image (squashfs, erofs, ext4 mounted read-only, OCI volumes), whose times its maker set,
+    often the same for all files: two images mounted one after the other may differ in nothing but content.
 
     Args:
-        mount: as `mount_of` returns it.
+        mount: the result of `mount_of`.
     """
     if of.st_ctime_ns <= 0 or of.st_ctime_ns % 1_000_000_000 == 0:
         return False  # chosen by somebody: a clock hardly ever reads full seconds
@@ -63,12 +63,12 @@ def times_tell(of: os.stat_result, mount: str) -> bool:
 
 
 class DigestCache:
-    """Digests by device, inode, size and times of a file, for files of which `times_tell`. Thread-safe.
+    """Digests by device, inode, size and times of a file, for files for which `times_tell` holds. Thread-safe.
 
     Errors of reading or writing the cache file are ignored: digests are computed again.
 
     Args:
-        path: None to keep nothing.
+        path: the cache file; None to keep nothing.
     """
 
     def __init__(self, path: Path | None, *, settled_seconds: float = SETTLED_SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""Where this package's messages go inside an engine."""
+"""Sends this package's messages to an engine's log."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 
 
 def log_through(engine: str) -> None:
-    """Have what this package says go where the messages of the engine's logger go, in their format, from their level
-    on, and once. Not if somebody has set handlers for it.
+    """Log this package's messages through the engine's logger, in its format, from its level on, and once. Not if
+    handlers have been set for this package.
 
     vLLM sets up its own logger alone. Without a handler, Python prints the bare text of warnings, and nothing else.
     """

@@ -1,4 +1,4 @@
-"""Block hashes as jobs and changes carry them: joined."""
+"""Joined block hashes, the form in jobs and changes."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def split_hashes(hashes: bytes, count: int) -> list[bytes]:
 
 
 def first_bytes(hashes: bytes, width: int, count: int) -> bytes:
-    """The first ``count`` bytes of each of joined hashes, joined."""
+    """The first ``count`` bytes of each hash, joined like the hashes."""
     return np.frombuffer(hashes, np.uint8).reshape(-1, width)[:, :count].tobytes()

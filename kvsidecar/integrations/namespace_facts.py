@@ -1,6 +1,6 @@
-"""Which of an engine's options are part of its namespace. Engine-independent.
+"""Turns an engine's options into its namespace. Engine-independent.
 
-An option counts by its value: a file by its content, a function by its code. Where the value cannot be told, the engine
+An option counts by its value: a file by its content, a function by its code. If a value cannot be compared, the engine
 shares with no other, because a namespace that is too narrow costs hits, and one that is too wide gives wrong tokens.
 """
 
@@ -27,34 +27,34 @@ from kvsidecar.types import MAX_TEXT_BYTES, Namespace
 _log = logging.getLogger("kvsidecar")
 
 SERVED_CHARACTERS = MAX_TEXT_BYTES // 4
-"""Most of the name that requests give a model: the daemon refuses longer texts."""
+"""Longest name under which requests address a model: the daemon refuses longer texts."""
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
-"""Of one option. What is deeper or larger cannot be told."""
+"""Most values in one option. An option that is deeper or larger cannot be compared."""
 SHORT_WORD = re.compile("[a-z][a-z0-9_.]{0,15}")
-"""No secret: the name of a type, a method, a backend."""
+"""A word that is no secret: the name of a type, a method, a backend."""
 NAMELESS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-"""Of a model's configuration: where it comes from, not what it is."""
+"""Fields of a model's configuration that say where it comes from, not what it is."""
 
 
 class Untold(Exception):
-    """The value of an option cannot be told, so two of them may differ."""
+    """The value of an option cannot be compared, so two of them may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """With whom an engine shares, and why with nobody else."""
+    """The namespace in which an engine shares, with the options that determine it."""
 
     namespace: Namespace
     options: Mapping[str, str]
     """What the namespace is made of: each option's value, or a digest of it."""
     served_name: str = ""
-    """The name that requests give the model: no part of the namespace."""
+    """The name under which requests address the model: no part of the namespace."""
 
 
 @dataclass(slots=True)
 class Facts:
-    """The options of one engine that count.
+    """The options of one engine that are part of its namespace.
 
     Args:
         private: unique to this engine, the same for all of its ranks.
@@ -76,7 +76,7 @@ class Facts:
             self.add(name, value)
 
     def digest(self) -> str:
-        """Of all of them. Logs the options for which the engine shares with no other."""
+        """The digest of all options. Logs those because of which the engine shares with no other."""
         if self.untold:
             _log.warning(
                 "kvsidecar: this engine shares KV with no other engine, not even with itself after a restart, because "
@@ -87,8 +87,8 @@ class Facts:
         return _digest(json.dumps(self.found, sort_keys=True))
 
     def identity(self, model: str, served_name: str, **fields: Any) -> Identity:
-        """In a namespace with all of them and these fields; a long name of the model becomes a digest, and a long name
-        under which it is served is cut."""
+        """The identity in a namespace with all options and these fields. A long name of the model becomes a digest, and
+        a long name under which it is served is cut."""
         name = model if len(model) <= 200 else _digest(model)
         namespace = Namespace(name, **fields, extra=self.digest())
         options = {name: _shown(name, value) for name, value in self.found.items()}
@@ -100,7 +100,8 @@ def _digest(text: str) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    """What an operator may see: numbers, flags and short words as they are; of all else a digest: it may be secret."""
+    """An option as an operator may see it: numbers, flags and short words as they are; all else, which may be secret,
+    as a digest."""
     if isinstance(value, str) and SHORT_WORD.fullmatch(value) and name.islower():
         return value
     text = json.dumps(value, sort_keys=True)
@@ -109,10 +110,10 @@ def _shown(name: str, value: Any) -> str:
 
 
 def told(value: Any) -> Any:
-    """A JSON value that is the same in every process exactly where the value has the same effect.
+    """A JSON value that is equal in two processes exactly if the option has the same effect in both.
 
     Raises:
-        Untold: nobody can say.
+        Untold: the value cannot be compared.
     """
     try:
         return _Teller().tell(value)
@@ -160,12 +161,12 @@ def _source_of(value: Any) -> str | None:
 
 
 class _Teller:
-    """Goes through one value."""
+    """Converts one option to JSON."""
 
     def __init__(self) -> None:
         self._depth, self._left = 0, MAX_VALUES
         self._functions: dict[int, int] = {}
-        """By id: those that were gone through already; they may call each other."""
+        """Numbers of the functions that were visited, by id; functions may call each other."""
 
     def tell(self, value: Any) -> Any:
         self._left -= 1

@@ -1,4 +1,4 @@
-"""When a prompt is used next, as whoever makes a request says it. Pure, and the same for all engines."""
+"""Reads from a request when its prompt will be used next. Pure, and the same for all engines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Protocol
 from kvsidecar.integrations.options import read_flag, read_seconds
 
 KEY = "kvsidecar"
-"""Of what an engine passes on with a request: ``{"pause": 60, "tool_pause": 5, "over": false}`` is under it."""
+"""Key of the hints in the parameters that an engine passes on: ``{"pause": 60, "tool_pause": 5, "over": false}``."""
 NEXT_USE = frozenset(("pause", "tool_pause", "over"))
 
 
 class PauseCounters(Protocol):
-    """Those of an engine's counters that are counted here."""
+    """The engine's counters that are incremented here."""
 
     pauses: int
     bad_pauses: int
 
 
 def said_in(params: Any) -> Any:
-    """What the parameters of a request have under `KEY`."""
+    """The value of `KEY` in the parameters of a request."""
     return params.get(KEY) if isinstance(params, Mapping) else None
 
 
@@ -31,7 +31,7 @@ def pause_after(said: Any, answer: Collection[int], counters: PauseCounters, too
 
     Args:
         said: see `said_in`.
-        answer: its tokens.
+        answer: the answer's tokens.
         tool_tokens: an answer with one of these calls a tool.
     """
     if not isinstance(said, Mapping) or not said.keys() & NEXT_USE:

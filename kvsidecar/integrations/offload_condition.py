@@ -1,4 +1,4 @@
-"""Whether an engine offloads, and if not, why: the gauges of the integrations. Engine-independent."""
+"""Gauges of the integrations that show whether an engine offloads, and if not, why. Engine-independent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAUGES = {
     PENDING_JOBS: "Loads and stores that have not ended on every rank.",
     NOT_OFFLOADING: "1 for the reason why this engine offloads nothing, 0 for all others.",
 }
-"""Help by name. ``not_offloading`` has the label ``reason``."""
+"""Help texts by name. ``not_offloading`` has the label ``reason``."""
 
 
 class WhyNot(StrEnum):
@@ -39,7 +39,7 @@ class WhyNot(StrEnum):
 
 
 def node_id() -> str:
-    """The same for all processes of a node, also in containers; empty if the kernel does not say."""
+    """An id that is equal in all processes of a node, also in containers; empty if the kernel has none."""
     try:
         return boot_id()
     except OSError:
@@ -47,5 +47,5 @@ def node_id() -> str:
 
 
 def reason_gauges(why_not: WhyNot | None) -> Mapping[str, int]:
-    """A value for each reason, by name and label."""
+    """The value of the gauge for each reason, by name and label."""
     return {f"{NOT_OFFLOADING}|{each.value}": int(each is why_not) for each in WhyNot}

@@ -53,10 +53,10 @@ def option(default: Any, read: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """Those of every engine, each with its default. Times are in seconds."""
+    """The options of every engine, with their defaults. Times are in seconds."""
 
     PLACE: ClassVar[str]
-    """Where the user sets them, for the texts of errors."""
+    """Where the user sets the options, for error messages."""
 
     socket: str | None = option(
         None, read_text, "path of the daemon's socket; default: $KVSIDECAR_SOCKET, otherwise the daemon's default"

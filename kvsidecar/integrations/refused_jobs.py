@@ -1,4 +1,4 @@
-"""Jobs that the daemon refused because of what they ask for. Engine-independent."""
+"""Jobs that the daemon refused because of their content. Engine-independent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNFIT = frozenset(
 
 
 class UnfitJobs:
-    """Logs the first refusal for each of these reasons, and tells which jobs to count.
+    """Logs the first refusal for each of these reasons, and decides which jobs to count.
 
     An integration never sends an invalid job knowingly: each is a defect of it.
     """

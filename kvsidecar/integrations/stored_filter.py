@@ -1,4 +1,4 @@
-"""Which blocks are stored already, as far as the scheduler knows. Pure."""
+"""The blocks that are stored already, as far as the scheduler knows. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GROUP_FACTOR = 0x9E3779B97F4B
 
 SMALLEST = 1 << 18
 LARGEST = 1 << 23
-"""Tags of a `StoredFilter`: 64 MiB."""
+"""Least and most tags of a `StoredFilter`. The most take 64 MiB."""
 TAGS_PER_BLOCK = 4
 
 
@@ -23,9 +23,9 @@ class StoredFilter:
     """The blocks that the daemon had when the scheduler last heard of them, as a direct-mapped table of tags.
 
     A tag is the first 8 bytes of a block's hash; its low bits are its index in the table. A new tag replaces the one at
-    its index. So the table forgets, at any time: who must not name a block twice cannot rely on it. Otherwise both
-    kinds of error are harmless: the daemon skips a replaced block when it is stored again, and a block with the tag of
-    another (8 equal bytes of two hashes) is not stored.
+    its index. So the table may forget a block at any time: callers that must not name a block twice cannot rely on it.
+    Otherwise both kinds of error are harmless: the daemon skips a replaced block when it is stored again, and a block
+    with the tag of another (8 equal bytes of two hashes) is not stored.
 
     It is an array because the CPU's caches are cold between two steps: the memory accesses of 512 lookups overlap in an
     array (30 us, measured), but follow one another in a set (90 us).
@@ -40,29 +40,29 @@ class StoredFilter:
         self._tags = np.full(capacity, 0, _TAG)  # not zeros(): its first access to a page is a page fault
         self._last = _TAG.type(capacity - 1)
         self._last_tags: Tags | None = None
-        """The tags of which ``_at`` has the indices: most tags are added right after they are looked up."""
+        """The tags whose indices are in ``_at``: most tags are added right after they are looked up."""
         self._at: npt.NDArray[np.int64]
         self.age = 0
-        """How often it was cleared."""
+        """How many times the filter was cleared."""
 
     def find(self, tags: Tags) -> Mask:
-        """Which of these are in the filter."""
+        """A mask of these tags: whether each is in the filter."""
         return np.asarray(self._tags[self._indices(tags)] == tags)
 
     def add(self, tags: Tags, *, begun: int | None = None) -> None:
-        """Add these. Cheap after a `find` of the same tags, which loads their cache lines: reads overlap, writes do
-        not.
+        """Add these tags. Cheap after a `find` of the same ones, which loads their cache lines: reads overlap, writes
+        do not.
 
         Args:
-            begun: `age` at the beginning of what shows that the daemon has them. Nothing is added if the filter was
-                cleared since: it was another run of the daemon that had them, or they had other keys.
+            begun: `age` when the job or lookup began that shows that the daemon has them. Nothing is added if the
+                filter was cleared since: another run of the daemon had them, or they had other keys.
         """
         if begun is not None and begun != self.age:
             return
         self._tags[self._indices(tags)] = tags
 
     def discard(self, tags: Tags) -> Mask:
-        """Remove these. Returns which were in the filter."""
+        """Remove these tags. Returns which were in the filter."""
         found = self.find(tags)
         self._tags[self._indices(tags)[found]] = 0
         return found
@@ -92,7 +92,7 @@ def tags_of(group: int, hashes: bytes, count: int) -> Tags:
     """The tags of blocks in a `StoredFilter`.
 
     Args:
-        group: index of their group.
+        group: index of the blocks' group.
         hashes: ``count`` joined hashes of the same width.
     """
     first = np.ndarray((count,), _TAG, hashes, strides=(len(hashes) // max(1, count),))

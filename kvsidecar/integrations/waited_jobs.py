@@ -1,4 +1,4 @@
-"""Jobs of a client that an engine's thread waits for, each with what to do at its end. Engine-independent."""
+"""Jobs of a client that an engine's thread waits for, each with a function to call at its end. Engine-independent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from kvsidecar.client import Client, JobDone
 
 GIVE_UP_SECONDS = 10.0
-"""Between messages about a copy that does not end."""
+"""Interval between messages about a copy that does not end."""
 
 _log = logging.getLogger("kvsidecar")
 
@@ -19,7 +19,7 @@ class WaitedJobs:
     """Calls back at the end of each job, in `poll` or `wait`. Used by one thread.
 
     Args:
-        note: called with the end of any job, also of one that nothing waits for.
+        note: called with the end of every job, even if nothing waits for it.
     """
 
     def __init__(self, client: Client, note: Callable[[JobDone], object] = lambda _: None) -> None:
@@ -38,13 +38,13 @@ class WaitedJobs:
         return tuple(job for job in jobs if job in self._on_end)
 
     def poll(self) -> None:
-        """Never waits."""
+        """Handle the jobs that have ended. Never waits."""
         if self._on_end:
             for done in self.client.poll():
                 self._ended(done)
 
     def wait(self, jobs: Iterable[int], timeout: float) -> tuple[int, ...]:
-        """Wait for these, at most ``timeout`` seconds. Returns those that have not ended."""
+        """Wait for these jobs, at most ``timeout`` seconds. Returns those that have not ended."""
         left = self.outstanding(jobs)
         if left:
             for done in self.client.wait(left, max(0.0, timeout)).values():
@@ -52,10 +52,11 @@ class WaitedJobs:
         return self.outstanding(left)
 
     def stop(self, jobs: Iterable[int], timeout: float, *, cancel: bool) -> tuple[int, ...]:
-        """Wait until these no longer access the GPU's blocks. Returns those that still may after ``timeout`` seconds.
+        """Wait until these jobs no longer access the GPU's blocks. Returns those that still may after ``timeout``
+        seconds.
 
         Args:
-            cancel: decline those that have not started.
+            cancel: decline jobs that have not started.
         """
         left = self.outstanding(jobs)
         if not left:
@@ -65,7 +66,8 @@ class WaitedJobs:
         return tuple(pending)
 
     def end(self, jobs: Iterable[int], timeout: float, reason: str) -> None:
-        """Cancel what has not started. What runs after ``timeout`` seconds ends with the session: see `give_up`."""
+        """Cancel jobs that have not started. Those that still run after ``timeout`` seconds end with the session: see
+        `give_up`."""
         if left := self.stop(jobs, timeout, cancel=True):
             self.give_up(left, reason)
 

@@ -37,7 +37,7 @@ READERS = 8
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz")
 TEXTS = (".json", ".py", ".yaml", ".yml")
-"""Read whole: configuration and code of the model. All other files are sampled."""
+"""Suffixes of files that are read whole: configuration and code of the model. All other files are sampled."""
 HUB_SNAPSHOT = re.compile(r".*/models--(?P<name>[^/]*)/snapshots/(?P<commit>[0-9a-f]{40})", re.DOTALL)
 """Path of a model's directory in the hub's local cache."""
 IGNORED_NAMES = (
@@ -75,7 +75,7 @@ def digest_of(model: str | Path, cache: DigestCache | None = None) -> str | None
 
 
 def files_of(model: Path) -> list[Path]:
-    """The files of a directory that are read, by name; of a file, the file itself."""
+    """The files of a directory that are read, in the order of their names; for a file, the file itself."""
     if not model.is_dir():
         return [model]
     return sorted(

@@ -29,7 +29,7 @@ class WeightsVersion:
 
     Args:
         hash_bytes: width of a hash.
-        name: of the weights at the start; None for none.
+        name: the name of the weights at the start; None for none.
         used: names from before the start, which therefore name older weights.
         token: makes a unique name.
     """
@@ -50,8 +50,8 @@ class WeightsVersion:
         """Begin a new version: the weights may have changed.
 
         Args:
-            name: of the new weights. A name that this engine has used before counts as none: it names other weights,
-                or was not updated.
+            name: the name of the new weights. A name that this engine has used before counts as none: it names other
+                weights, or was not updated.
 
         Returns:
             Whether the version has the name. If not, no other engine shares it.
@@ -71,7 +71,7 @@ class WeightsVersion:
         return self._mask is self._first
 
     def return_to_first(self) -> None:
-        """The weights are those of the start again."""
+        """Return to the weights of the start."""
         self._mask = self._first
 
     @property

@@ -1,4 +1,4 @@
-"""Puts a call around a function of an engine that tells a connector nothing of it."""
+"""Wraps functions of an engine that gives a connector no hook for them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 End = Callable[[], None]
-"""Ends what the function that returns it has begun, unless somebody has wrapped the same again."""
+"""Undoes a wrapping, unless the same function has been wrapped again since."""
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> End:
-    """From now on, ``call(original, ...)`` is called instead of ``owner.name(...)``."""
+    """Replace ``owner.name``: from now on a call of it becomes ``call(original, ...)``."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

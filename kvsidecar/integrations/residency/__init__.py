@@ -1,1 +1,1 @@
-"""Which of the daemon's blocks an engine announces to routers, for every engine's integration. Imports no engine."""
+"""Announces the daemon's blocks to routers, for every engine's integration. Imports no engine."""

@@ -1,7 +1,7 @@
-"""What an engine has announced to routers, and what it must take back.
+"""What an engine has announced to routers, and what it must retract.
 
-A block of a medium is announced or it is not: to announce it twice is to announce it once. Whoever counted instead
-would believe for ever in a block that was cleared and stored again before its first announcement had been taken back.
+A block of a medium is announced or it is not: announcing it twice is the same as announcing it once. A count would keep
+a block for ever that was cleared and stored again before its first announcement was retracted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ RETRACTED_PER_STEP = 1024
 
 
 class Announcements:
-    """Makes each event once, and takes it back once.
+    """Announces each block once, and retracts it once.
 
     Args:
-        indexes: of the groups, which share `MAX_ANNOUNCED`, in the pool and on the disk.
+        indexes: the indexes of the groups, which share `MAX_ANNOUNCED`, in the pool and on the disk.
         stored: makes the event that announces a block of the group with this index.
         removed: makes the event that retracts these blocks.
     """
@@ -44,7 +44,7 @@ class Announcements:
         return block_hash in self._announced[index]
 
     def confirm(self, index: int, block_hash: bytes) -> bool:
-        """Doubt a block no more. Returns whether it was doubted."""
+        """Stop doubting a block. Returns whether it was doubted."""
         if block_hash not in self._doubted[index]:
             return False
         del self._doubted[index][block_hash]
@@ -52,13 +52,13 @@ class Announcements:
         return True
 
     def doubt(self) -> None:
-        """What is announced may be gone."""
+        """Doubt all announced blocks: they may be gone."""
         for index, announced in self._announced.items():
             self._doubted[index] |= announced
             self._announced[index] = {}
 
     def doubt_no_more(self) -> None:
-        """What was not announced again since `doubt` is gone."""
+        """Retract, over the next steps, the blocks that are still in doubt: they are gone."""
         for index, doubted in self._doubted.items():
             self._to_retract[index] |= doubted
             self._doubted[index] = {}
@@ -68,7 +68,7 @@ class Announcements:
         if block_hash in announced or self.confirm(index, block_hash):
             return
         announced[block_hash] = None
-        if block_hash in lost:  # not taken back yet: routers still believe in it
+        if block_hash in lost:  # not retracted yet: routers still believe in it
             del lost[block_hash]
         else:
             self._stored(index, block_hash, info)
@@ -79,7 +79,7 @@ class Announcements:
                 lost[each] = None
 
     def retract(self, index: int, hashes: Iterable[bytes]) -> None:
-        """Those that are announced."""
+        """Retract those of the blocks that are announced."""
         announced, doubted = self._announced[index], self._doubted[index]
         gone = [each for each in hashes if each in announced or each in doubted]
         for each in gone:
@@ -89,22 +89,22 @@ class Announcements:
             self._removed(index, gone)
 
     def retract_early(self, index: int, block_hash: bytes) -> None:
-        """Over the next steps: the block is there, and its tokens are remembered no more."""
+        """Retract, over the next steps, a block that is still held but whose tokens are forgotten."""
         if self._announced[index].pop(block_hash, self) is None or self._doubted[index].pop(block_hash, self) is None:
             self._to_retract[index][block_hash] = None
 
     def retract_all(self, index: int) -> None:
-        """Over the next steps."""
+        """Retract all blocks of a group, over the next steps."""
         self._to_retract[index] |= self._announced[index] | self._doubted[index]
         self._announced[index], self._doubted[index] = {}, {}
 
     def retract_everything(self) -> None:
-        """The same for all groups."""
+        """Retract the blocks of all groups, over the next steps."""
         for index in self._announced:
             self.retract_all(index)
 
     def forget(self) -> None:
-        """Routers have been told that everything is gone."""
+        """Forget all blocks: routers have been informed that everything is gone."""
         for each in (self._announced, self._doubted, self._to_retract):
             for index in each:
                 each[index] = {}

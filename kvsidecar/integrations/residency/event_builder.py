@@ -1,6 +1,6 @@
-"""Builds KV cache events, one of a chain of blocks, as routers read them: of an engine's own classes, or as maps.
+"""Builds KV cache events for routers, one for each chain of blocks, from an engine's own classes or as maps.
 
-What an event says of a block besides its name, parent and tokens comes from each engine's ``events.py``, and from
+The other fields of an event, besides names, parent and tokens, come from each engine's ``events.py``, and from
 `kvsidecar.publisher.events`.
 """
 
@@ -16,11 +16,11 @@ class EventBuilder(Generic[_Event]):
     """Builds events, and keeps them until they are taken.
 
     Args:
-        stored: makes a ``BlockStored`` of its fields. It keeps the lists that it is given: a block whose parent is the
-            last one of the last event is added to them.
-        removed: the same for ``BlockRemoved``.
-        most_blocks: in one event.
-        most_tokens: the same in tokens, unless one block has more.
+        stored: makes a ``BlockStored`` from its fields. It must keep the lists that it is given: a block whose parent
+            is the last one of the last event is added to them.
+        removed: makes a ``BlockRemoved`` from its fields.
+        most_blocks: most blocks in one event.
+        most_tokens: most tokens in one event, unless a single block has more.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class EventBuilder(Generic[_Event]):
         return bool(self._events)
 
     def store(self, block: Any, parent: Any, tokens: list[int], **fields: Any) -> None:
-        """A block has come: its name, that of its parent, or None, and what else its event says."""
+        """Add a stored block: its name, its parent's name or None, its tokens, and the other fields of its event."""
         if self._last is not None:
             blocks, before, same = self._last
             has_room = len(blocks) < self._most_blocks and len(before) + len(tokens) <= self._most_tokens
@@ -57,7 +57,7 @@ class EventBuilder(Generic[_Event]):
         self._events.append(self._removed(block_hashes=blocks, **fields))
 
     def restart(self, *events: _Event) -> None:
-        """These instead of all that were not taken."""
+        """Replace all events that were not taken."""
         self._events, self._last = [*events], None
 
     def take(self) -> list[_Event]:

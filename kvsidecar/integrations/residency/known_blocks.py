@@ -1,4 +1,4 @@
-"""What KV events say about blocks besides their hashes: tokens and parents, as far as this engine knows them."""
+"""The contents of KV events besides hashes: tokens and parents of blocks, as far as this engine knows them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.residency.note_format import NoteFormat
 
 MAX_KNOWN_BYTES = 88 << 20
-"""Of blocks whose tokens are remembered: 260,000 of 16 tokens. Bytes, not blocks: who notes chooses how many tokens a
-block has. Beyond it the oldest go."""
+"""Memory for blocks whose tokens are remembered: 260,000 of 16 tokens. In bytes, not blocks, because the sender of
+notes chooses the number of tokens in a block. Beyond it, the oldest are forgotten."""
 INFO_BYTES = 290
-"""Of a block that is remembered, besides its tokens."""
+"""Memory of a remembered block, besides its tokens."""
 
 
 class Group(Protocol):
-    """What is needed of an engine's KV cache group."""
+    """The required part of an engine's KV cache group."""
 
     @property
     def index(self) -> int: ...
@@ -41,7 +41,7 @@ class BlockInfo:
     lora_name: str | None = None
     extra_keys: Any = None
     own: bool = True
-    """From a request of this engine, whose router knows the parent."""
+    """Whether a request of this engine had it, whose router knows the parent."""
 
     @property
     def tokens(self) -> list[int]:
@@ -52,10 +52,10 @@ UNKNOWN = BlockInfo(b"", None)
 
 
 class KnownBlocks:
-    """By group and hash, in the order in which they became known.
+    """Blocks by group and hash, in the order in which they became known.
 
-    Engines tell each other by notes, which the daemon passes on with the blocks that they store. Blocks that also
-    depend on an adapter, an image or a salt are not noted.
+    Engines exchange them in notes, which the daemon passes on with the blocks that they store. Blocks that also depend
+    on an adapter, an image or a salt are not noted.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class KnownBlocks:
         self.hash_bytes = hash_bytes
         self._infos: dict[tuple[int, bytes], BlockInfo] = {}
         self._forgotten = forgotten
-        """Called with each block that is remembered no more, to make room."""
+        """Called with each block that is forgotten to make room."""
         self.nbytes = 0
-        """Of all that is remembered, about."""
+        """Approximate memory of all remembered blocks."""
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -88,12 +88,12 @@ class KnownBlocks:
             self.shrink(self.nbytes - MAX_KNOWN_BYTES + MAX_KNOWN_BYTES // 64)
 
     def clear(self) -> None:
-        """Forget all of them, without a word to `forgotten`."""
+        """Forget all blocks, without calling ``forgotten``."""
         self._infos.clear()
         self.nbytes = 0
 
     def shrink(self, nbytes: int) -> None:
-        """Forget the oldest blocks, of so many bytes."""
+        """Forget the oldest blocks, until this many bytes are free."""
         # Many at once: each deletion at the front of a dict makes finding its first entry slower.
         enough = self.nbytes - nbytes
         for index, block_hash in list(self._infos):
@@ -115,14 +115,15 @@ class KnownBlocks:
         return b"".join(notes)
 
     def take_notes(self, index: int, hashes: bytes, notes: bytes) -> Iterator[bytes]:
-        """Remember what other engines have noted. Yields each hash that was not known.
+        """Remember the notes of other engines. Yields each hash that was not known.
 
         Args:
-            hashes: joined, of this engine's weights: notes on blocks of others do not match them, and are ignored.
+            hashes: the joined hashes for this engine's weights: notes on blocks of other weights do not match them, and
+                are ignored.
         """
         form, count = self._formats[index], len(hashes) // self.hash_bytes
         if len(notes) != count * form.nbytes:
-            return  # of another version of this program
+            return  # from another version of this program
         for i, each in enumerate(split_hashes(hashes, count)):
             if (index, each) in self._infos:
                 continue

@@ -1,8 +1,8 @@
-"""What an engine notes on the blocks that it stores, for whoever announces them: tokens and parents.
+"""The notes that an engine attaches to the blocks it stores, for those who announce them: tokens and parents.
 
-The daemon keeps notes, and passes them on with the blocks, but does not read them. A note is one byte that says what
-follows, the first bytes of the block's hash, its parent's hash, and its tokens. It tells a reader who knows neither the
-engine nor its groups how long the hashes are and what the group needs.
+The daemon keeps notes, and passes them on with the blocks, but does not read them. A note is one byte that describes
+the rest, the first bytes of the block's hash, its parent's hash, and its tokens. A reader needs to know neither the
+engine nor its groups: the byte also gives the length of the hashes and what the group needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Self
 CHECK_BYTES = 8
 TOKEN_BYTES = 4
 NAME_BYTES = 8
-"""Of a hash, where an engine's events name blocks by its first bytes alone."""
+"""Bytes of a hash, for engines whose events name blocks by the first bytes alone."""
 
 _NOTHING, _FIRST, _WITH_PARENT = range(3)
 _KIND = 3
@@ -25,7 +25,7 @@ _CHAINED = 0x20
 
 @dataclass(frozen=True, slots=True)
 class NoteFormat:
-    """Of all notes on the blocks of one KV cache group."""
+    """The format of all notes on the blocks of one KV cache group."""
 
     hash_bytes: int
     block_tokens: int
@@ -37,11 +37,11 @@ class NoteFormat:
 
     @classmethod
     def of(cls, notes: bytes, count: int, hash_bytes: int) -> Self | None:
-        """The format of some notes; None if they say nothing, or are of another version of this program.
+        """The format of some notes; None if all are empty, or from another version of this program.
 
         Args:
-            notes: joined, on so many blocks.
-            hash_bytes: of the namespace.
+            notes: the joined notes on ``count`` blocks.
+            hash_bytes: the size of the namespace's hashes.
         """
         nbytes = len(notes) // max(1, count)
         head = next((notes[i] for i in range(0, len(notes), nbytes or 1) if notes[i] & _KIND != _NOTHING), 0)
@@ -52,7 +52,7 @@ class NoteFormat:
         return None if tokens < 1 or rest else cls(width, tokens, bool(head & _CHAINED))
 
     def pack(self, block_hash: bytes, parent: bytes | None, packed: bytes) -> bytes:
-        """A note.
+        """Make a note.
 
         Args:
             packed: the tokens, `TOKEN_BYTES` each.
@@ -64,11 +64,11 @@ class NoteFormat:
 
     @property
     def nothing(self) -> bytes:
-        """In place of a note."""
+        """An empty note."""
         return bytes(self.nbytes)
 
     def unpack(self, block_hash: bytes, note: bytes) -> tuple[bytes | None, bytes] | None:
-        """The parent and the packed tokens; None if the note says nothing, or is on another block."""
+        """The parent and the packed tokens; None if the note is empty, or on another block."""
         kind, start = note[0] & _KIND, 1 + CHECK_BYTES + self.hash_bytes
         if kind not in (_FIRST, _WITH_PARENT) or note[1 : 1 + CHECK_BYTES] != block_hash[:CHECK_BYTES]:
             return None

@@ -1,4 +1,4 @@
-"""Which blocks the daemon holds, as it tells, and which of them this engine announces."""
+"""The blocks that the daemon reports to hold, and the choice of those that this engine announces."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvsidecar.integrations.residency.known_blocks import BlockInfo, Group, Know
 from kvsidecar.types import OF_TIER
 
 MAX_TOLD = 1 << 19
-"""Most blocks that are remembered as held by the daemon, 110 bytes each; the oldest of more are not announced later."""
+"""Most blocks that are remembered as held by the daemon, 110 bytes each; older ones are not announced later."""
 MAX_GONE = 1 << 16
-"""Latest blocks that are remembered as gone: the reports of stores that this overtook come within seconds."""
+"""Most blocks that are remembered as gone, the latest: reports of stores that a removal overtook arrive within
+seconds."""
 STEP_BYTES = 32 * 1024
-"""Of what the daemon has told, this much is read per step, and a message at least."""
+"""Bytes of the daemon's reports that a step reads, and at least one report."""
 STEP_BLOCKS = 512
 """Most blocks that one step looks at: a millisecond, if each is announced."""
 
 
 DISK = 1 << 16
-"""Is added to a group's index for its blocks on the node's disk: they are told, announced and retracted for themselves.
-"""
+"""Added to a group's index for its blocks on the node's disk: they are reported, announced and retracted separately."""
 
 _OF_DISK = {of_tier: kind for kind, of_tier in OF_TIER.items()}
 
@@ -44,7 +44,7 @@ def media(groups: Iterable[_Group]) -> dict[int, _Group]:
 
 
 class Watch(Protocol):
-    """The part of `kvsidecar.client.Client` that is needed."""
+    """The required part of `kvsidecar.client.Client`."""
 
     @property
     def has_residency(self) -> bool: ...
@@ -53,14 +53,14 @@ class Watch(Protocol):
 
 
 class Residents:
-    """Follows the daemon, a little in every step.
+    """Follows the daemon's reports, a few in every step.
 
     A block is announced when the daemon holds it, its tokens are known, and its parent is announced, or this engine has
-    had it and the daemon does not hold it. Routers ignore blocks without tokens, and blocks whose parent they have not
-    heard of.
+    had the parent and the daemon does not hold it. Routers ignore blocks without tokens, and blocks whose parent they
+    do not know.
 
     Args:
-        keys: between hashes and the daemon's keys, joined, in both directions.
+        keys: converts between hashes and the daemon's keys, joined, in both directions.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Residents:
         self._groups = media(groups)
         self._watch, self._known, self._announcements, self._keys = watch, known, announcements, keys
         self.live = False
-        """The daemon tells everything: since a snapshot has begun."""
+        """Whether the daemon reports everything, which it does once a snapshot has begun."""
         self._told: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
-        """By group: the daemon's keys of what it holds, announced or not."""
+        """The daemon's keys of the blocks that it holds, announced or not, by group."""
         self._most, self._most_gone = max(1, MAX_TOLD // len(groups)), max(1, MAX_GONE // len(groups))
         self._orphans: dict[tuple[int, bytes], dict[bytes, None]] = {}
-        """By group and parent: blocks that wait for its announcement."""
+        """Blocks that wait for their parent's announcement, by group and parent."""
         self._num_orphans = 0
         self._released: deque[tuple[int, dict[bytes, None]]] = deque()
-        """By group: blocks whose parent was announced. Clients choose how many have one parent: a step takes some."""
+        """Blocks whose parent was announced, by group. Clients choose how many share a parent: a step takes some."""
         self._gone: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
-        """By group: keys of what the daemon has told and does not hold any more, the oldest first."""
+        """Keys of blocks that the daemon has reported and no longer holds, by group, the oldest first."""
         self._changes: deque[ResidencyChange] = deque()
         self._rest: deque[tuple[int, bytes]] = deque()
         """Blocks of the last change that were not looked at yet."""
@@ -95,19 +95,19 @@ class Residents:
         return bool(self._released or self._rest or self._changes) or self._watch.has_residency
 
     def is_held(self, index: int, block_hash: bytes) -> bool:
-        """Whether the daemon has told so."""
+        """Whether the daemon has reported that it holds this block."""
         return self._keys(block_hash) in self._told[index]
 
     def was_removed(self, index: int, block_hash: bytes) -> bool:
-        """Whether the daemon has told lately that it does not hold this block any more, or was lost with it."""
+        """Whether the daemon has recently reported that it no longer holds this block, or was lost with it."""
         return self._keys(block_hash) in self._gone[index]
 
     def forget_gone(self) -> None:
-        """What is stored from now on is reported by another daemon, and it may tell nothing."""
+        """Forget the blocks that are gone: another daemon reports the next stores, and may report nothing."""
         self._gone = {index: {} for index in self._groups}
 
     def reconsider(self) -> None:
-        """Look at all that the daemon holds again: nothing of it is announced any more, or under other names."""
+        """Look at all blocks of the daemon again: they are no longer announced, or have other names."""
         self._rest.clear()
         self._released.clear()
         self._orphans, self._num_orphans = {}, 0
@@ -115,7 +115,7 @@ class Residents:
             self._rest.extend((index, each) for each in self._split(self._keys(b"".join(told))))
 
     def step(self) -> None:
-        """Look at some of what the daemon has told."""
+        """Handle some of the daemon's reports."""
         left = STEP_BLOCKS
         while left > 0:
             if self._released:
@@ -132,7 +132,7 @@ class Residents:
                 return
 
     def announce(self, index: int, block_hash: bytes) -> None:
-        """Announce a block if all that is needed has come together; those that wait for it follow in the next steps."""
+        """Announce a block if nothing is missing. The blocks that wait for it follow in the next steps."""
         if not self.is_held(index, block_hash):
             return
         info = None if self._announcements.confirm(index, block_hash) else self._to_announce(index, block_hash)
@@ -145,7 +145,7 @@ class Residents:
                     self._released.append((medium, orphans))
 
     def _announce_released(self) -> None:
-        """One of them."""
+        """Announce one block whose parent was announced."""
         index, orphans = self._released[0]
         each, _ = orphans.popitem()
         if not orphans:
@@ -153,7 +153,7 @@ class Residents:
         self.announce(index, each)
 
     def _to_announce(self, index: int, block_hash: bytes) -> BlockInfo | None:
-        """What to say of a block; None: it waits, or was announced."""
+        """The contents of a block's announcement; None: it waits, or was announced."""
         info = self._known.get(group_of(index), block_hash)
         if info is None or self._announcements.is_announced(index, block_hash):
             return None
@@ -162,8 +162,8 @@ class Residents:
         media = (index, index ^ DISK)
         if any(self._announcements.is_announced(each, info.parent) for each in media):
             return info
-        # The router knows the parent of an own block from the GPU, or does not any more: if it is to be announced as
-        # well, that comes first.
+        # The router knows the parent of an own block from the GPU, or no longer does. If the parent will be announced
+        # as well, it must come first.
         comes = any(self.is_held(each, info.parent) for each in media) and self._known.get(group_of(index), info.parent)
         if info.own and not comes:
             return info
@@ -175,7 +175,7 @@ class Residents:
         return None
 
     def wait_no_more(self, index: int, block_hash: bytes, info: BlockInfo) -> None:
-        """The block needs its parent no more: it is gone, or remembered no more."""
+        """Stop waiting for the parent of a block that is gone or forgotten."""
         if info.parent is not None and (orphans := self._orphans.get((index, info.parent))) is not None:
             self._num_orphans -= orphans.pop(block_hash, self) is None
             if not orphans:
@@ -192,7 +192,7 @@ class Residents:
         self._rest.extend((index, each) for each in self._split(self._keys(hashes)))
 
     def _take(self, change: ResidencyChange) -> int:
-        """Returns how many blocks it has looked at."""
+        """Handle one report. Returns how many blocks were looked at."""
         if change.kind.is_change and change.group not in self._groups:
             return 0
         kind, index = change.kind, change.group
@@ -241,7 +241,7 @@ class Residents:
         self._rest.clear()
 
     def _remember_gone(self, index: int, keys: Collection[bytes]) -> None:
-        """The latest of them: to remember all that a large pool had would take as long as many steps."""
+        """Remember the latest of these keys: remembering all of a large pool would take as long as many steps."""
         gone = self._gone[index]
         gone |= dict.fromkeys(islice(keys, max(0, len(keys) - self._most_gone), None))
         if len(gone) > self._most_gone:
