@@ -1,4 +1,4 @@
-"""``python -m kvsidecar``. kvsidecar-client, which has no commands, has this file, too: it says who has them."""
+"""``python -m kvsidecar``. kvsidecar-client, which has no commands, has this file, too: it names who has them."""
 
 from __future__ import annotations
 

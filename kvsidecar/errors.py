@@ -95,7 +95,7 @@ class PoolRefused(KVSidecarError):
     """The pool exceeds a memory limit; nothing was allocated. The text names the size and the limit.
 
     Args:
-        lasting: a later start is refused, too, unless somebody changes a limit or a setting.
+        lasting: whether later starts are refused, too, until a limit or a setting is changed.
     """
 
     def __init__(self, message: str, *, lasting: bool = False) -> None:
@@ -112,7 +112,7 @@ class PinStopped(KVSidecarError):
 
 
 class KeptRefused(KVSidecarError):
-    """What an earlier run has left of the pool cannot be taken over; the pool starts empty. The text says why."""
+    """The pool of an earlier run cannot be taken over; the pool starts empty. The text says why."""
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class ProtocolMismatch(KVSidecarError):
 
 
 class UnknownPeer(KVSidecarError):
-    """The token belongs to no client that is there, or the client has gone."""
+    """The client cannot be identified: its token or certificate is not valid, or its connection has ended."""
 
 
 class AccessDenied(KVSidecarError):

@@ -27,7 +27,7 @@ MAX_IDLE_SECONDS = (1 << 22) - 1
 bits for it."""
 
 NO_NEXT_USE = (1 << 32) - 1
-"""In place of the seconds until a prompt is used again: it will not be."""
+"""Value in place of the seconds until a prompt is used again: it never will be."""
 
 MAX_TEXT_BYTES = 1024
 """Longest text from a client that the daemon keeps, in bytes of UTF-8. Namespaces outlive their engines, and every
@@ -55,11 +55,11 @@ class Priority(IntEnum):
 
 
 EVICTION_ORDER = (Priority.LOW, Priority.NORMAL, Priority.HIGH)
-"""Which blocks of a share go first."""
+"""The priorities in the order in which a share's blocks are evicted."""
 
 
 class Eviction(StrEnum):
-    """Which blocks of a priority a full pool evicts first."""
+    """The policy by which a full pool chooses the blocks of a priority to evict first."""
 
     LRU = "lru"
     """The least recently used ones."""
@@ -109,7 +109,7 @@ class Outcome(StrEnum):
 
 
 class Verify(StrEnum):
-    """Which blocks are checked against the checksums of their slots."""
+    """The choice of blocks that are checked against the checksums of their slots."""
 
     OFF = "off"
     SAMPLE = "sample"
@@ -126,7 +126,7 @@ class Residency(Enum):
     CLEARED = "cleared"
     """No block of the group can be looked up any longer."""
     NOTES = "notes"
-    """What a client has noted about them."""
+    """A client's notes about them."""
     TIER_STORED = "tier_stored"
     """The node's disk has them."""
     TIER_REMOVED = "tier_removed"
@@ -142,7 +142,7 @@ class Residency(Enum):
 
     @property
     def is_change(self) -> bool:
-        """Whether it concerns certain blocks, and is a change on the wire."""
+        """Whether this concerns certain blocks, and is a change on the wire."""
         return self not in (Residency.RESET, Residency.COMPLETE, Residency.LOST)
 
 
@@ -151,7 +151,7 @@ OF_TIER = {
     Residency.REMOVED: Residency.TIER_REMOVED,
     Residency.CLEARED: Residency.TIER_CLEARED,
 }
-"""What watchers are told of the node's disk, by what it tells itself."""
+"""The changes that watchers receive about the node's disk, by the changes that the disk reports."""
 
 
 class LookupMode(Enum):
@@ -188,7 +188,7 @@ class Namespace:
     extra: str = ""
 
     def problem(self) -> str | None:
-        """One sentence that says what is wrong with this namespace, or None."""
+        """One sentence on what is wrong with this namespace, or None."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "extra" and not value:
@@ -201,7 +201,7 @@ class Namespace:
 
     @property
     def digest(self) -> str:
-        """Six digits by which people tell namespaces of the same name apart."""
+        """Six digits by which people distinguish namespaces of the same name."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:6]
 
     def __str__(self) -> str:
@@ -213,7 +213,7 @@ class Namespace:
 class Region:
     """One strided piece of an engine's allocation, in bytes.
 
-    Row ``r`` of block ``b`` lies at ``offset + r * row_stride + b * block_stride`` and is ``row_bytes`` wide.
+    Row ``r`` of block ``b`` begins at ``offset + r * row_stride + b * block_stride`` and is ``row_bytes`` wide.
     Rows are layers, or layers x K/V.
     """
 
@@ -244,7 +244,7 @@ class GroupLayout:
     num_blocks: int
     """Block ids are ``0 .. num_blocks - 1``."""
     shard: int
-    """Which shard of a block this rank holds."""
+    """Index of the shard of each block that this rank holds."""
     num_shards: int
     """A block is readable when this many shards are sealed; 1 for replicated KV (MLA), whatever the TP size."""
     regions: tuple[Region, ...]
