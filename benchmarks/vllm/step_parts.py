@@ -19,7 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 from kvsidecar.client import Client, local_stream, send_queue
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.local_transport import LocalTransport
-from kvsidecar.client.session import Session
+from kvsidecar.client.session import AttachSession
 from kvsidecar.integrations.stored_filter import StoredFilter
 from kvsidecar.integrations.vllm import selection, stores
 from kvsidecar.integrations.vllm.loads import Loads
@@ -45,7 +45,7 @@ PARTS: tuple[tuple[int, Any, str, str], ...] = (
     (0, WorkerSide, "submit_stores", "send the store"),
     (1, Client, "load", "of the load: the client"),
     (1, Client, "store", "of the store: the client"),
-    (2, Session, "send", "of both: the session"),
+    (2, AttachSession, "send", "of both: the session"),
     (3, send_queue, "fill_job", "make them messages"),
     (3, local_stream, "frame", "serialize them"),
     (3, local_stream.LocalStream, "_write", "the system calls"),

@@ -13,7 +13,7 @@ from kvsidecar.client.inbox import Inbox
 from kvsidecar.client.jobs import Jobs
 from kvsidecar.client.ledger import Ledger
 from kvsidecar.client.local_operator import Operator
-from kvsidecar.client.lookups import LeaseRenewal, Lookups, PendingLookup
+from kvsidecar.client.lookups import LeaseRenewal, LookupCalls, PendingLookup
 from kvsidecar.client.messages import (
     MAX_TTL_SECONDS,
     LookupQuery,
@@ -105,7 +105,7 @@ class Client(OperatorCalls):
     def _new_supervisor(self, *, idle: bool = False) -> None:
         self._supervisor = Supervisor(self._dialling, self._ledger, self._monitor, idle=idle)
         self._jobs = Jobs(self._supervisor, self._ledger, self._monitor, self._job_timeout)
-        self._lookups = Lookups(self._supervisor, self._dialling)
+        self._lookups = LookupCalls(self._supervisor, self._dialling)
 
     # -- the rank --------------------------------------------------------------------------------------------------
 

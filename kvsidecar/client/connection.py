@@ -27,7 +27,7 @@ from kvsidecar.types import PROTOCOL
 from kvsidecar.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
-    from kvsidecar.client.session import Session
+    from kvsidecar.client.session import AttachSession
 
 _MAX_WELCOME_BYTES = 64 * 1024
 _QUEUE_FULL_SECONDS = 0.005
@@ -75,7 +75,7 @@ class LostDaemon:
         session: the session that ended.
     """
 
-    def __init__(self, process: DaemonProcess, session: Session | None = None) -> None:
+    def __init__(self, process: DaemonProcess, session: AttachSession | None = None) -> None:
         self.session = session
         self._process = process
         self._gone = False

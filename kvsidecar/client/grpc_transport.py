@@ -14,7 +14,7 @@ from kvsidecar.client.channel_options import CHANNEL_OPTIONS
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.messages import TransportError, method_of
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.transport import AttachStream, OnAnswer, Query, Transport
+from kvsidecar.client.transport import DaemonStream, OnAnswer, Query, Transport
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.protocol.paths import grpc_address
 from kvsidecar.types import TOKEN_METADATA
@@ -59,7 +59,7 @@ class GrpcTransport(Transport):
                 self._made = pb_grpc.SidecarStub(self._channel)
             return self._made
 
-    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
+    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> DaemonStream:
         return GrpcStream(self._stub, send_queue, monitor)
 
     def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:
@@ -129,7 +129,7 @@ class GrpcTransport(Transport):
         self.connection.close()
 
 
-class GrpcStream(AttachStream):
+class GrpcStream(DaemonStream):
     """The Attach stream over gRPC, which sends in a thread of its own."""
 
     def __init__(self, stub: pb_grpc.SidecarStub, send_queue: SendQueue, monitor: Monitor) -> None:

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsidecar.client.ledger import Flush, Job, Ledger
+from kvsidecar.client.ledger import Flush, Ledger, SubmittedJob
 from kvsidecar.client.ordering import Completion, EventRing, Order
-from kvsidecar.client.session import Session
+from kvsidecar.client.session import AttachSession
 from kvsidecar.client.supervisor import Supervisor
 from kvsidecar.client.types import BACKPRESSURE, CLOSED, DAEMON_LOST, NOT_ATTACHED, Blocks, Default, JobDone
 from kvsidecar.client.waiting import Monitor
@@ -36,18 +36,18 @@ class Jobs:
 
     def new(
         self, direction: Direction, blocks: Sequence[Blocks], timeout: float | Default | None, traceparent: str | None
-    ) -> Job:
+    ) -> SubmittedJob:
         """Make a job to `submit`. It may not start later than ``timeout`` seconds from now; None: no limit."""
         seconds = self._job_timeout if isinstance(timeout, Default) else timeout
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout is nan: it must be a number of seconds, or None")
-        job = Job(
+        job = SubmittedJob(
             self._ledger.next_number(), direction, blocks, traceparent=(traceparent or "").encode(errors="replace")
         )
         job.deadline = None if seconds is None else time.monotonic() + seconds
         return job
 
-    def submit(self, job: Job, after: Completion | Order | None) -> int:
+    def submit(self, job: SubmittedJob, after: Completion | Order | None) -> int:
         """Send a job. Returns its number. Raises ClientError if it is after ``Order.DEVICE`` and there is no ring."""
         if isinstance(after, Order) and self.events is None:
             raise ClientError("after=DEVICE needs a ring of events: pass attach(events=...)")
@@ -86,7 +86,7 @@ class Jobs:
             return "attach() was called without events=..."
         return session.device_order_refused or "this daemon does not wait for events"
 
-    def _decline(self, number: int, session: Session | None) -> None:
+    def _decline(self, number: int, session: AttachSession | None) -> None:
         error = str(self._supervisor.error or "")
         if self._closed:
             reason = CLOSED
@@ -148,7 +148,7 @@ class Jobs:
         self._closed = True
         self._host_order.close(timeout)
 
-    def _reader(self) -> Session | None:
+    def _reader(self) -> AttachSession | None:
         """The session that reads the answers a thread waits for. With the lock held."""
         return self._supervisor.session if self._ledger.count else None
 
@@ -157,8 +157,8 @@ class Jobs:
 class _Ordered:
     """A job that waits for its event, until the thread that sends it takes it."""
 
-    session: Session
-    job: Job
+    session: AttachSession
+    job: SubmittedJob
     after: Completion
     taken: bool = False
 
@@ -181,7 +181,7 @@ class HostOrder:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, session: Session, job: Job, after: Completion) -> None:
+    def add(self, session: AttachSession, job: SubmittedJob, after: Completion) -> None:
         each = _Ordered(session, job, after)
         with self._lock:
             if self._thread is None and not self._closed:

@@ -36,7 +36,7 @@ _NEXT = {Phase.WAITING: Phase.QUEUED, Phase.QUEUED: Phase.SENT}
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SubmittedJob:
     """One store or load from its submission to its end. Once it is in the ledger, only the ledger changes it."""
 
     number: int
@@ -68,7 +68,7 @@ class Ledger:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._numbers = itertools.count(1)
-        self._outstanding: dict[int, Job] = {}
+        self._outstanding: dict[int, SubmittedJob] = {}
         self._under_way = 0
         """Outstanding jobs that do not wait for their events."""
         self._new = 0
@@ -91,12 +91,12 @@ class Ledger:
     def is_full(self) -> bool:
         return len(self._outstanding) >= self._limit
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SubmittedJob) -> None:
         self._outstanding[job.number] = job
         if job.phase is not Phase.WAITING:
             self._begun()
 
-    def advance(self, job: Job, phase: Phase) -> bool:
+    def advance(self, job: SubmittedJob, phase: Phase) -> bool:
         """Move a job on. False: it has ended, and must not be sent. Raises ClientError unless the phase comes next."""
         if not self.is_outstanding(job.number):
             return False
@@ -115,7 +115,7 @@ class Ledger:
         """Whether this job has not ended. Needs no lock: the next call sees what this one misses."""
         return number in self._outstanding
 
-    def outstanding(self) -> list[Job]:
+    def outstanding(self) -> list[SubmittedJob]:
         return list(self._outstanding.values())
 
     def is_overdue(self, now: float) -> bool:
@@ -144,7 +144,7 @@ class Ledger:
         """Report a job that was never added."""
         self._keep(JobDone(number, Outcome.DECLINED, reason, error))
 
-    def cancel_unsent(self, jobs: Iterable[Job], reason: str) -> None:
+    def cancel_unsent(self, jobs: Iterable[SubmittedJob], reason: str) -> None:
         """Decline the jobs that were not sent."""
         for job in jobs:
             if job.phase is not Phase.SENT:
@@ -166,7 +166,7 @@ class Ledger:
         """Report all jobs: their copies can no longer run."""
         self._end(reason, error, lambda _: True)
 
-    def _end(self, reason: str, error: str, which: Callable[[Job], bool]) -> None:
+    def _end(self, reason: str, error: str, which: Callable[[SubmittedJob], bool]) -> None:
         for job in self.outstanding():
             if which(job):
                 self.finish(JobDone(job.number, Outcome.FAILED, reason, error))
@@ -214,7 +214,7 @@ class Flush:
         ]
         if cancel:
             ledger.cancel_unsent(jobs, Refusal.CANCELLED)
-        self._pending: dict[int, Job] = {job.number: job for job in jobs}
+        self._pending: dict[int, SubmittedJob] = {job.number: job for job in jobs}
         self._requested: set[int] = set()
 
     def pending(self) -> frozenset[int]:

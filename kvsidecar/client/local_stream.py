@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from kvsidecar.client.connection import Connection
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.transport import AttachStream
+from kvsidecar.client.transport import DaemonStream
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.protocol.framing import FrameReader, FrameTooLong, frame
 from kvsidecar.support.polling import wait_readable
@@ -51,7 +51,7 @@ class ReplyReader:
             raise ConnectionError(f"a reply of the daemon does not parse: {error}") from error
 
 
-class LocalStream(AttachStream):
+class LocalStream(DaemonStream):
     """Takes over the socket of the rank's connection.
 
     A thread, started when it is first needed, sends what the socket has no room for.

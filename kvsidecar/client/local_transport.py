@@ -15,7 +15,7 @@ from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.local_calls import LocalCalls
 from kvsidecar.client.local_stream import LocalStream
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.transport import AttachStream, OnAnswer
+from kvsidecar.client.transport import DaemonStream, OnAnswer
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.v1 import sidecar_pb2 as pb
 
@@ -37,7 +37,7 @@ class LocalTransport(GrpcTransport):
         # made when two threads call at a time: a scheduler's lookup does not wait for another thread's lease.
         self._calls = LocalCalls(connect), LocalCalls(connect)
 
-    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
+    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> DaemonStream:
         return LocalStream(self.connection, send_queue, monitor)
 
     def call(self, request: pb.LocalRequest, seconds: float, on_late: OnAnswer | None = None) -> Any:

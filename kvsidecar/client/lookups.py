@@ -31,7 +31,7 @@ class NoAnswer(Exception):
     """The call was not sent, or not answered in time. Its text is a reason of `kvsidecar.client.types`."""
 
 
-class Lookups:
+class LookupCalls:
     """Makes the calls unless the circuit breaker is open. See `Client` for each."""
 
     def __init__(self, supervisor: Supervisor, dialling: Dialling) -> None:
@@ -244,7 +244,7 @@ class Lookups:
 class PendingLookup:
     """A lookup sent by `Client.begin_lookup`. One thread calls `wait`, and then `result` or `cancel`, once."""
 
-    def __init__(self, lookups: Lookups, transport: Transport, query: LookupQuery) -> None:
+    def __init__(self, lookups: LookupCalls, transport: Transport, query: LookupQuery) -> None:
         self._lookups, self._transport, self._query = lookups, transport, query
         self._parts = LookupParts(query)
         self._part: LookupQuery | None = None

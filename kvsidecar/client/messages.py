@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvsidecar.client.inbox import Inbox
-from kvsidecar.client.ledger import Job
+from kvsidecar.client.ledger import SubmittedJob
 from kvsidecar.client.types import GroupHits, JobDone, LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.protocol.framing import MAX_MESSAGE_BYTES
@@ -131,7 +131,7 @@ class Watching:
         return pb.AttachRequest(watch=watch)
 
 
-def fill_job(job: Job, message: pb.AttachRequest, now: float) -> int:
+def fill_job(job: SubmittedJob, message: pb.AttachRequest, now: float) -> int:
     """Write a job into a message. Returns an upper bound of its bytes: ByteSize() takes as long as to serialize it.
 
     Args:

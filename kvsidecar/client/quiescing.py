@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvsidecar.client.messages import TransportError
-from kvsidecar.client.session import Session
+from kvsidecar.client.session import AttachSession
 from kvsidecar.client.transport import Transport
 from kvsidecar.support.breaker import Backoff
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -20,7 +20,7 @@ LOOKS = 50
 """How often to look at the fence during a query: no event signals that it is quiet."""
 
 
-def quiesce(transport: Transport, session: Session, end: Supervisor, *, given_up: bool) -> bool:
+def quiesce(transport: Transport, session: AttachSession, end: Supervisor, *, given_up: bool) -> bool:
     """Wait for proof that no copy of this session runs or will run. Returns whether its memory is unmapped, too.
 
     There are three kinds of proof:
@@ -64,7 +64,7 @@ def quiesce(transport: Transport, session: Session, end: Supervisor, *, given_up
     return process.gone()
 
 
-def has_ended(transport: Transport, session: Session, end: Supervisor, is_over: Callable[[], bool]) -> bool:
+def has_ended(transport: Transport, session: AttachSession, end: Supervisor, is_over: Callable[[], bool]) -> bool:
     """Whether the daemon answers that this session has ended. Asked in the background: what makes the answer
     superfluous (``is_over``) is noticed while the daemon hangs."""
     answers: list[pb.StatusReply | TransportError] = []

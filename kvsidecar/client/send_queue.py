@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvsidecar.client.ledger import Job, Ledger, Phase
+from kvsidecar.client.ledger import Ledger, Phase, SubmittedJob
 from kvsidecar.client.messages import MAX_REQUEST_BYTES, fill_job
 from kvsidecar.client.types import JobDone
 from kvsidecar.errors import Refusal
@@ -24,13 +24,13 @@ class SendQueue:
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         self._ledger = ledger
         self._clock = clock
-        self.waiting: deque[Job | pb.AttachRequest | None] = deque()
+        self.waiting: deque[SubmittedJob | pb.AttachRequest | None] = deque()
         """None marks the end."""
         self.is_finished = False
         """Whether the end was taken."""
         self._open = True
 
-    def put(self, *items: Job | pb.AttachRequest) -> None:
+    def put(self, *items: SubmittedJob | pb.AttachRequest) -> None:
         """Append items, unless the queue was finished or closed."""
         if self._open:
             self.waiting += items
@@ -50,7 +50,7 @@ class SendQueue:
         """Write the next item into a message, which is then sent. False if there is none to send: the item is the end,
         or a job that has ended, or that ends here because it cannot be sent."""
         item = self.waiting.popleft()
-        if isinstance(item, Job):
+        if isinstance(item, SubmittedJob):
             return self._take_job(item, message)
         if item is None:
             self.is_finished = True
@@ -58,7 +58,7 @@ class SendQueue:
         message.MergeFrom(item)
         return True
 
-    def _take_job(self, job: Job, message: pb.AttachRequest) -> bool:
+    def _take_job(self, job: SubmittedJob, message: pb.AttachRequest) -> bool:
         if not self._ledger.is_outstanding(job.number):
             return False
         reason, text = Refusal.INVALID_REQUEST, ""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from kvsidecar.client.inbox import Inbox
-from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
+from kvsidecar.client.ledger import Flush, Ledger, Phase, SubmittedJob
 from kvsidecar.client.messages import TransportError, job_done_from, to_milliseconds
 from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.send_queue import SendQueue
@@ -25,7 +25,7 @@ _IDLE = {idle: (pb.AttachRequest(idle=pb.Idle(idle=idle)),) for idle in (False, 
 """Shared, and never modified."""
 
 
-class Session:
+class AttachSession:
     """Sends jobs and handles the daemon's replies until the stream ends.
 
     The client's lock guards its fields.
@@ -86,12 +86,12 @@ class Session:
 
     @property
     def quiesced(self) -> bool:
-        """See `AttachStream.quiesced`. A watcher has neither copies nor memory."""
+        """See `DaemonStream.quiesced`. A watcher has neither copies nor memory."""
         return self._stream.quiesced or self._inbox is not None
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, job: Job) -> None:
+    def send(self, job: SubmittedJob) -> None:
         """Queue a job, unless it has ended by now."""
         with self._monitor.lock:
             if self._ledger.advance(job, Phase.QUEUED):
@@ -99,7 +99,7 @@ class Session:
                 self._put(*unsent, job)
                 self._monitor.changed.notify_all()
 
-    def fail(self, job: Job, error: str) -> None:
+    def fail(self, job: SubmittedJob, error: str) -> None:
         """End a job because its event could not be recorded or waited for: it is never sent."""
         with self._monitor.changed:
             self._ledger.finish(JobDone(job.number, Outcome.FAILED, EVENT_FAILED, error))
@@ -126,7 +126,7 @@ class Session:
         unsent, self.unsent = self.unsent, ()
         self._put(*unsent)
 
-    def take_event(self, job: Job) -> int | None:
+    def take_event(self, job: SubmittedJob) -> int | None:
         """Reserve a ring entry for this store; None if all are in use. With the lock held."""
         index = self._ring.take(job.number) if self.device_order else None
         if index is not None:
@@ -141,7 +141,7 @@ class Session:
             self._stream.pump()
 
     def cancel(self) -> None:
-        """See `AttachStream.cancel`."""
+        """See `DaemonStream.cancel`."""
         self._end_waiting()
         self._stream.cancel()
 
@@ -160,7 +160,7 @@ class Session:
         """Wait for the reading thread: every reply before the end was handled."""
         self._thread.join()
 
-    def _put(self, *items: Job | pb.AttachRequest) -> None:
+    def _put(self, *items: SubmittedJob | pb.AttachRequest) -> None:
         self._send_queue.put(*items)
         self._stream.pump()
 
@@ -180,7 +180,7 @@ class Session:
                 self._receive_lock.release()
 
     def wait_readable(self, seconds: float) -> bool:
-        """See `AttachStream.wait_readable`."""
+        """See `DaemonStream.wait_readable`."""
         return not self.ended and self._stream.wait_readable(seconds)
 
     def _read(self) -> None:

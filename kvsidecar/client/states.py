@@ -27,7 +27,7 @@ from enum import Enum
 from kvsidecar.errors import ClientError
 
 
-class State(Enum):
+class ConnectionState(Enum):
     IDLE = "idle"
     """The supervisor has no thread."""
     DIALLING = "dialling"
@@ -72,13 +72,15 @@ class Event(Enum):
     """The session is over."""
 
 
-CONNECTING = frozenset({State.DIALLING, State.TRYING, State.CONNECTING})
-PUBLISHED = frozenset({State.CONNECTED, State.ATTACHED})
-HUNG = frozenset({State.GIVEN_UP, State.ABANDONING})
-CLOSING = frozenset({State.LEAVING, State.ENDING, State.ABANDONING, State.CLOSED})
+CONNECTING = frozenset({ConnectionState.DIALLING, ConnectionState.TRYING, ConnectionState.CONNECTING})
+PUBLISHED = frozenset({ConnectionState.CONNECTED, ConnectionState.ATTACHED})
+HUNG = frozenset({ConnectionState.GIVEN_UP, ConnectionState.ABANDONING})
+CLOSING = frozenset(
+    {ConnectionState.LEAVING, ConnectionState.ENDING, ConnectionState.ABANDONING, ConnectionState.CLOSED}
+)
 
-S, E = State, Event
-_NEXT: dict[State, dict[Event, State]] = {
+S, E = ConnectionState, Event
+_NEXT: dict[ConnectionState, dict[Event, ConnectionState]] = {
     S.IDLE: {E.DIAL: S.DIALLING, E.START: S.CONNECTING, E.TRY: S.TRYING, E.CLOSE: S.CLOSED},
     S.DIALLING: {
         E.CONNECTED: S.CONNECTED, E.FAILED: S.DIALLING, E.START: S.CONNECTING, E.TRY: S.TRYING, E.CLOSE: S.CLOSED,
@@ -96,7 +98,7 @@ _NEXT: dict[State, dict[Event, State]] = {
 }  # fmt: skip
 
 
-def after(state: State, event: Event) -> State:
+def after(state: ConnectionState, event: Event) -> ConnectionState:
     """The state that follows. Raises ClientError if this event cannot happen in this state."""
     following = _NEXT[state].get(event)
     if following is not None:

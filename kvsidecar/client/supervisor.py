@@ -3,26 +3,26 @@
 How the client works
 ====================
 
-A client has one `Supervisor` and one `Ledger` for its whole life, and one `Transport` with one `Session` for each run
-of the daemon that it connects to. `states` draws the states of the connection. While it is connected, the supervisor
-waits for the end of the daemon's process, of the attach socket or of the stream, whichever is first, and makes the
-circuit breaker's probes. While a session ends, a job that was not sent ends at once; a store, when its daemon has said
-that it goes down; the others, when there is proof (`quiescing`) that no copy of the session runs. There is no new
-session with that run of the daemon before the memory of the last one is unmapped.
+A client has one `Supervisor` and one `Ledger` for its whole life, and one `Transport` with one `AttachSession` for each
+run of the daemon that it connects to. `states` draws the states of the connection. While it is connected, the
+supervisor waits for the end of the daemon's process, of the attach socket or of the stream, whichever is first, and
+makes the circuit breaker's probes. While a session ends, a job that was not sent ends at once; a store, when its daemon
+has announced its shutdown; the others, when there is proof (`quiescing`) that no copy of the session runs. There is no
+new session with that run of the daemon before the memory of the last one is unmapped.
 
 A store goes down through these layers; no layer calls back up::
 
-    Client.store -> Ledger.add -> Session.send -> SendQueue.put -> AttachStream.pump -> socket (or a thread of gRPC)
-                       '-> HostOrder, if it waits for an event: then Session.send
+    Client.store -> Ledger.add -> AttachSession.send -> SendQueue.put -> DaemonStream.pump -> socket, or gRPC's thread
+                       '-> HostOrder, if it waits for an event: then AttachSession.send
 
-Its result comes up: ``AttachStream.receive`` returns replies -> `Session` handles them -> `Ledger.finish` ->
+Its result comes up: ``DaemonStream.receive`` returns replies -> `AttachSession` handles them -> `Ledger.finish` ->
 ``Client.poll``.
 
 Threads
 -------
 
 the engine's
-    May call any method. A thread that waits or polls reads the answers itself (`Session.read_now`).
+    May call any method. A thread that waits or polls reads the answers itself (`AttachSession.read_now`).
 kvsidecar-keep, the supervisor's
     From `start` to `close`. Only this thread publishes, withdraws and closes a transport and a session.
 kvsidecar-read
@@ -40,8 +40,8 @@ Locks
 
 In the order in which they are taken:
 
-1. ``Session._receive_lock``: one thread at a time receives and handles replies, which keeps them in order. A thread
-   that only helps does not wait for it.
+1. ``AttachSession._receive_lock``: one thread at a time receives and handles replies, which keeps them in order. A
+   thread that only helps does not wait for it.
 2. ``Monitor.lock``, with the condition ``Monitor.changed``: guards the ledger, the send queue, the session's fields,
    the stream's unsent bytes, and what the supervisor publishes. Every change notifies the condition. No system call
    that may wait is made under it. A step reads ``Supervisor.transport`` and ``.session``, ``Ledger.finished`` and
@@ -70,8 +70,8 @@ from kvsidecar.client.ledger import Ledger
 from kvsidecar.client.local_transport import LocalTransport
 from kvsidecar.client.messages import Registration, TransportError, Watching
 from kvsidecar.client.quiescing import has_ended, quiesce
-from kvsidecar.client.session import Session
-from kvsidecar.client.states import CLOSING, CONNECTING, HUNG, PUBLISHED, Event, State, after
+from kvsidecar.client.session import AttachSession
+from kvsidecar.client.states import CLOSING, CONNECTING, HUNG, PUBLISHED, ConnectionState, Event, after
 from kvsidecar.client.transport import Transport
 from kvsidecar.client.types import CLOSED, DAEMON_LOST
 from kvsidecar.client.waiting import DaemonPoller, Monitor, Waker
@@ -117,7 +117,7 @@ class Supervisor:
         self._changed = monitor.changed
         self._monitor = monitor
         self._registration: Registration | Watching | None = None
-        self._state = State.IDLE
+        self._state = ConnectionState.IDLE
         self._close_at = math.inf
         self._wake = Waker()
         self._poller = DaemonPoller(self._wake)
@@ -131,7 +131,7 @@ class Supervisor:
         self._attached_before = False
         self.transport: Transport | None = None
         """Set while connected; may be read without the lock."""
-        self.session: Session | None = None
+        self.session: AttachSession | None = None
         """Set while attached; may be read without the lock."""
         self.idle = idle
         """Whether the GPU is idle, for every session."""
@@ -168,7 +168,7 @@ class Supervisor:
         with self._changed:
             self._enter(Event.DIAL)
 
-    def _enter(self, event: Event) -> State:
+    def _enter(self, event: Event) -> ConnectionState:
         """The only place where the state changes. With the lock held."""
         self._state = after(self._state, event)
         if self._state not in PUBLISHED:
@@ -184,7 +184,7 @@ class Supervisor:
         with self._changed:
             return self._changed.wait_for(lambda: self.attempts > before or self._state in CLOSING, timeout)
 
-    def wait_session(self, timeout: float) -> Session | None:
+    def wait_session(self, timeout: float) -> AttachSession | None:
         """Wait until there is a session, or an attempt has failed. None after ``timeout`` seconds, too."""
         with self._changed:
             self._changed.wait_for(lambda: self.session or self.error or self._state in CLOSING, timeout)
@@ -274,10 +274,10 @@ class Supervisor:
         self._poller = DaemonPoller(self._wake, transport.connection)
         return transport
 
-    def _connect(self, registration: Registration | Watching | None) -> tuple[Transport, Session | None]:
+    def _connect(self, registration: Registration | Watching | None) -> tuple[Transport, AttachSession | None]:
         fds, fenced = registration.fds if registration else [], isinstance(registration, Registration)
         transport = self._open(fds, fenced=fenced, cancel=self._cancel.fd)
-        self._wait_until_unmapped(transport, lambda: self._state is State.CLOSED)
+        self._wait_until_unmapped(transport, lambda: self._state is ConnectionState.CLOSED)
         return transport, None if registration is None else self._attach(transport, registration)
 
     def _wait_until_unmapped(self, transport: Transport, is_late: Callable[[], bool]) -> None:
@@ -303,9 +303,9 @@ class Supervisor:
             self.wait_until(is_over, delays.next())
         self.lost_daemon = None
 
-    def _attach(self, transport: Transport, registration: Registration | Watching) -> Session:
+    def _attach(self, transport: Transport, registration: Registration | Watching) -> AttachSession:
         """Register, and wait for the answer. On DaemonUnreachable and AttachRefused the transport is closed."""
-        session = Session(
+        session = AttachSession(
             transport,
             registration.message(transport.connection.token),
             self._ledger,
@@ -318,7 +318,7 @@ class Supervisor:
         )
         with self._changed:
             self._changed.wait_for(
-                lambda: session.id or session.ended or self._state is State.CLOSED, self._dialling.timeout
+                lambda: session.id or session.ended or self._state is ConnectionState.CLOSED, self._dialling.timeout
             )
             if session.id and not session.ended:
                 self._attached_before = True
@@ -341,7 +341,7 @@ class Supervisor:
         raise AttachRefused(error.text)
 
     def _log_failure(self, error: ClientError) -> None:
-        if self._state is State.CLOSED:
+        if self._state is ConnectionState.CLOSED:
             return
         text, socket = str(error), self._dialling.socket
         if isinstance(error, AttachRefused) and text != self._refused_before:
@@ -356,14 +356,14 @@ class Supervisor:
     def _tell(self, level: int, text: str, *arguments: object) -> None:
         _log.log(logging.DEBUG if self._dialling.quiet else level, text, *arguments, stacklevel=2)
 
-    def _pause(self, begun: State) -> None:
+    def _pause(self, begun: ConnectionState) -> None:
         """Wait for the next attempt."""
         self._poller = DaemonPoller(self._wake)
         self.wait_until(lambda: self._state is not begun, self._dialling.backoff.next())
 
     # -- connected ---------------------------------------------------------------------------------------------------
 
-    def _publish(self, transport: Transport, session: Session | None) -> None:
+    def _publish(self, transport: Transport, session: AttachSession | None) -> None:
         self._dialling.backoff.reset()
         self._dialling.breaker.reset()
         if (session is None or isinstance(self._registration, Watching)) and self._lost:
@@ -387,7 +387,7 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - the connection is there all the same
             _unexpected("tell of a connection", error)
 
-    def _wait_until_lost(self, transport: Transport, session: Session | None) -> str:
+    def _wait_until_lost(self, transport: Transport, session: AttachSession | None) -> str:
         """Wait until the daemon is lost. Returns how; empty if this client disconnects first."""
         while self._state in PUBLISHED:
             if lost := _how_lost(transport, session):
@@ -431,7 +431,7 @@ class Supervisor:
 
     # -- ending a session, and for `quiescing` -------------------------------------------------------------------------
 
-    def _end_session_surely(self, transport: Transport, session: Session) -> bool:
+    def _end_session_surely(self, transport: Transport, session: AttachSession) -> bool:
         """Call `_end_session`, and again after an unexpected error: its jobs must end."""
         delays = Backoff(0.02, 1.0)
         while True:
@@ -443,7 +443,7 @@ class Supervisor:
                 return False
             self.wait_until(lambda: False, delays.next())
 
-    def _end_session(self, transport: Transport, session: Session) -> bool:
+    def _end_session(self, transport: Transport, session: AttachSession) -> bool:
         """Receive a session's last replies and report its jobs. Returns whether the daemon has unmapped the memory.
 
         A job that was not sent ends at once. One that was sent may still move bytes: a load would overwrite blocks of
@@ -483,7 +483,7 @@ class Supervisor:
             end(DAEMON_LOST if self._lost else CLOSED, self._lost)
             self._changed.notify_all()
 
-    def _drain_stream(self, transport: Transport, session: Session) -> None:
+    def _drain_stream(self, transport: Transport, session: AttachSession) -> None:
         """Wait until the stream has ended, or break it off. Every reply that has arrived is handled."""
         process = transport.connection.process
 
@@ -513,7 +513,7 @@ def _unexpected(what: str, error: Exception) -> str:
     return f"an unexpected error of the client: {type(error).__name__}: {error}"
 
 
-def _how_lost(transport: Transport, session: Session | None) -> str:
+def _how_lost(transport: Transport, session: AttachSession | None) -> str:
     """How the daemon was lost; empty while it is connected."""
     if transport.connection.process.gone():
         return "its process has ended"

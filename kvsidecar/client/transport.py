@@ -16,7 +16,7 @@ OnAnswer = Callable[[Any], None]
 """Called with the reply's message, or with the TransportError that says why there is none."""
 
 
-class AttachStream(Protocol):
+class DaemonStream(Protocol):
     """One Attach stream. Its owner's thread alternates `wait` and `receive` until the stream has ended, then calls
     `close`."""
 
@@ -62,7 +62,7 @@ class Transport(Protocol):
     is_local: bool
     """Whether its messages use the local protocol."""
 
-    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
+    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> DaemonStream:
         """Open the Attach stream; once.
 
         Args:

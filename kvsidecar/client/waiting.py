@@ -20,7 +20,7 @@ from kvsidecar.support.kernel_calls import needed
 from kvsidecar.support.polling import wait_readable
 
 if TYPE_CHECKING:
-    from kvsidecar.client.session import Session
+    from kvsidecar.client.session import AttachSession
 
 NAP_SECONDS: Final = cpu_sleep.NAP_SECONDS if cpu_sleep.CORES_TO_SPARE else 5e-3
 LIGHT_SECONDS = 0.05
@@ -37,7 +37,9 @@ class Monitor:
         """Entering it takes a quarter of the time that entering the condition takes."""
         self.changed = threading.Condition(self.lock)
 
-    def wait_until(self, is_done: Callable[[], bool], deadline: float, session: Callable[[], Session | None]) -> None:
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: float, session: Callable[[], AttachSession | None]
+    ) -> None:
         """Wait for a change that an answer of the daemon, or the end of a connection, causes.
 
         The waiting thread reads the answers itself, and naps at first: each saves a wake-up that takes longer than a

@@ -11,14 +11,14 @@ from typing import Any
 
 from kvsidecar.client.messages import TransportError
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.transport import AttachStream, OnAnswer, Transport
+from kvsidecar.client.transport import DaemonStream, OnAnswer, Transport
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.support.fence import Fence
 from kvsidecar.v1 import sidecar_pb2 as pb
 from tests.harness import SECONDS
 
 
-class FakeStream(AttachStream):
+class FakeStream(DaemonStream):
     """Takes everything out of the send_queue at once, unless it is ``full``."""
 
     def __init__(self, send_queue: SendQueue) -> None:
@@ -102,7 +102,7 @@ class FakeTransport(Transport):
     def stream(self) -> FakeStream:
         return self.streams[-1]
 
-    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> AttachStream:
+    def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> DaemonStream:
         self.streams.append(FakeStream(send_queue))
         self.stream.reply(registered=pb.Registered(epoch=self.epoch, session=self.session))
         return self.stream

@@ -11,7 +11,7 @@ import pytest
 
 from kvsidecar.client import Client
 from kvsidecar.client.jobs import HostOrder, Jobs
-from kvsidecar.client.ledger import MAX_UNPOLLED, Flush, Job, Ledger, Phase
+from kvsidecar.client.ledger import MAX_UNPOLLED, Flush, Ledger, Phase, SubmittedJob
 from kvsidecar.client.types import BACKPRESSURE, NOT_ATTACHED, JobDone
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, Outcome
@@ -33,7 +33,7 @@ class FakeSession:
         self.named: list[int] = []
         """The jobs of all flushes."""
 
-    def send(self, job: Job) -> None:
+    def send(self, job: SubmittedJob) -> None:
         self.sent.append(job.number)
 
     def flush(self, flush: Flush, jobs: list[int], seconds: float) -> None:
@@ -62,7 +62,7 @@ def test_the_end_of_jobs_is_looked_for_unless_all_were_added_since_the_last_time
     jobs = jobs_of(ledger, session)
 
     def add(number: int, phase: Phase = Phase.SENT) -> None:
-        ledger.add(Job(number, Direction.STORE, (), phase=phase))
+        ledger.add(SubmittedJob(number, Direction.STORE, (), phase=phase))
 
     assert (jobs.poll(), session.looked) == ([], 0)
     add(0, Phase.WAITING)
@@ -94,7 +94,7 @@ def test_a_flush_that_is_over_is_forgotten_whether_its_jobs_have_ended_or_not() 
     ledger = Ledger(2)
     session = FakeSession(ledger)
     jobs = jobs_of(ledger, session)
-    ledger.add(Job(1, Direction.STORE, (), phase=Phase.SENT))
+    ledger.add(SubmittedJob(1, Direction.STORE, (), phase=Phase.SENT))
     assert jobs.flush([1], 0.05, cancel=False) == {1}
     assert (session.named, session.flushes) == ([1], [])
 
@@ -131,7 +131,7 @@ def test_a_job_that_cannot_be_sent_when_its_event_comes_ends_the_session_and_oth
     broken.send = lambda _: 1 // 0  # type: ignore[assignment, method-assign, return-value]
     broken.failed = failures.append  # type: ignore[attr-defined]
     for number, session in (1, broken), (2, works):
-        job = Job(number, Direction.STORE, ())
+        job = SubmittedJob(number, Direction.STORE, ())
         ledger.add(job)
         order.add(session, job, SimpleNamespace(synchronize=lambda: None))  # type: ignore[arg-type]
     order.close(SECONDS)

@@ -14,7 +14,7 @@ import pytest
 from kvsidecar.client import Client, LeaseRenewal, LookupMode, Namespace
 from kvsidecar.client.grpc_transport import GrpcTransport
 from kvsidecar.client.local_transport import LocalTransport
-from kvsidecar.client.lookups import Lookups
+from kvsidecar.client.lookups import LookupCalls
 from kvsidecar.client.messages import LookupQuery, TransportError
 from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.support.breaker import CircuitBreaker
@@ -104,10 +104,10 @@ class Lookup(FakeTransport):
         self.on_answer = on_late
         return TransportError(grpc.StatusCode.DEADLINE_EXCEEDED, "", comes_late=True)
 
-    def lookups(self) -> Lookups:
+    def lookups(self) -> LookupCalls:
         supervisor: Any = SimpleNamespace(transport=self, late_answers=self.late, wake=self.wake, attempts=1)
         dialling: Any = SimpleNamespace(breaker=CircuitBreaker(), step_budget=1.0, socket="")
-        return Lookups(supervisor, dialling)
+        return LookupCalls(supervisor, dialling)
 
     def wake(self) -> None:
         self.woken = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvsidecar.client.ledger import Flush, Job, Ledger, Phase
+from kvsidecar.client.ledger import Flush, Ledger, Phase, SubmittedJob
 from kvsidecar.client.ordering import RingSlots
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.types import Blocks, JobDone
@@ -19,8 +19,10 @@ def ledger() -> Ledger:
     return Ledger(10)
 
 
-def job(ledger: Ledger, number: int, direction: Direction = Direction.STORE, phase: Phase = Phase.WAITING) -> Job:
-    added = Job(number, direction, [Blocks(0, hashes(number), [number])], phase=phase)
+def job(
+    ledger: Ledger, number: int, direction: Direction = Direction.STORE, phase: Phase = Phase.WAITING
+) -> SubmittedJob:
+    added = SubmittedJob(number, direction, [Blocks(0, hashes(number), [number])], phase=phase)
     ledger.add(added)
     return added
 
@@ -191,9 +193,9 @@ def test_a_flush_that_cancels_ends_here_what_was_not_sent(ledger: Ledger) -> Non
 
 def test_a_job_is_overdue_once_it_could_be_sent_and_its_deadline_is_past() -> None:
     ledger = Ledger(10)
-    job = Job(1, Direction.LOAD, [], deadline=5.0)
+    job = SubmittedJob(1, Direction.LOAD, [], deadline=5.0)
     ledger.add(job)
-    ledger.add(Job(2, Direction.LOAD, [], phase=Phase.SENT))
+    ledger.add(SubmittedJob(2, Direction.LOAD, [], phase=Phase.SENT))
     assert not ledger.is_overdue(6.0), "it waits for its event, and the other one has no deadline"
     for job.phase in (Phase.QUEUED, Phase.SENT):
         assert (ledger.is_overdue(5.0), ledger.is_overdue(5.1)) == (False, True)

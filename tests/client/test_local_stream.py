@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kvsidecar.client.ledger import Job, Ledger, Phase
+from kvsidecar.client.ledger import Ledger, Phase, SubmittedJob
 from kvsidecar.client.local_stream import LocalStream, ReplyReader
 from kvsidecar.client.send_queue import SendQueue
-from kvsidecar.client.session import Session
+from kvsidecar.client.session import AttachSession
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.protocol.framing import frame
@@ -39,7 +39,7 @@ class Stream:
         """Stores of so many bytes; those whose number is a multiple of ten have ended."""
         with self.monitor.lock:
             for number in numbers:
-                job = Job(number, Direction.STORE, [Blocks(0, bytes(nbytes), [])], phase=Phase.QUEUED)
+                job = SubmittedJob(number, Direction.STORE, [Blocks(0, bytes(nbytes), [])], phase=Phase.QUEUED)
                 if number % 10:
                     self.ledger.add(job)
                 self.send_queue.put(job)
@@ -134,9 +134,9 @@ def test_whoever_waits_reads_the_answers_itself_and_each_is_taken_once_and_in_or
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connection, taken = FakeConnection(), []
-    monkeypatch.setattr(Session, "_handle", lambda _, reply: taken.append(reply.done.job))
+    monkeypatch.setattr(AttachSession, "_handle", lambda _, reply: taken.append(reply.done.job))
     transport: Any = SimpleNamespace(open_stream=lambda *args: LocalStream(connection, *args))  # type: ignore[arg-type]
-    session = Session(
+    session = AttachSession(
         transport, pb.AttachRequest(register=pb.Register()), Ledger(1), Monitor(), ring_size=0, wake=lambda: None
     )
     stop = threading.Event()

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from kvsidecar.client.ledger import Job, Ledger, Phase
+from kvsidecar.client.ledger import Ledger, Phase, SubmittedJob
 from kvsidecar.client.messages import TransportError
-from kvsidecar.client.session import Session
+from kvsidecar.client.session import AttachSession
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, State
@@ -26,7 +26,7 @@ class Opened:
         self.ledger, self.monitor, self.woken = Ledger(10), Monitor(), threading.Event()
         transport = FakeTransport()
         register = pb.Register(instance="test")
-        self.session = Session(
+        self.session = AttachSession(
             transport, pb.AttachRequest(register=register), self.ledger, self.monitor, ring_size=1, wake=self.woken.set
         )  # fmt: skip
         self.stream: FakeStream = transport.stream
@@ -37,8 +37,8 @@ class Opened:
         with self.monitor.changed:
             assert self.monitor.changed.wait_for(is_done, SECONDS)  # type: ignore[arg-type]
 
-    def job(self, number: int) -> Job:
-        job = Job(number, Direction.STORE, [Blocks(0, hashes(number), [number])])
+    def job(self, number: int) -> SubmittedJob:
+        job = SubmittedJob(number, Direction.STORE, [Blocks(0, hashes(number), [number])])
         with self.monitor.lock:
             self.ledger.add(job)
         return job

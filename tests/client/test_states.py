@@ -8,15 +8,15 @@ from collections.abc import Set
 import pytest
 
 from kvsidecar.client import states
-from kvsidecar.client.states import CLOSING, CONNECTING, HUNG, PUBLISHED, Event, State, after
+from kvsidecar.client.states import CLOSING, CONNECTING, HUNG, PUBLISHED, ConnectionState, Event, after
 from kvsidecar.errors import ClientError
 
 ENGINES = {Event.DIAL, Event.GIVE_UP, Event.CLOSE}
 """What the engine's threads may do at any time."""
-SESSION_ENDS = {State.QUIESCING, State.LEAVING, State.ENDING, *HUNG}
+SESSION_ENDS = {ConnectionState.QUIESCING, ConnectionState.LEAVING, ConnectionState.ENDING, *HUNG}
 
 
-def taken(state: State) -> dict[Event, State]:
+def taken(state: ConnectionState) -> dict[Event, ConnectionState]:
     """The events that a state takes, and what follows."""
     following = {}
     for event in Event:
@@ -25,7 +25,7 @@ def taken(state: State) -> dict[Event, State]:
     return following
 
 
-def reached(*begin: State, without: Set[Event] = frozenset()) -> set[State]:
+def reached(*begin: ConnectionState, without: Set[Event] = frozenset()) -> set[ConnectionState]:
     found, left = set(begin), list(begin)
     while left:
         for event, state in taken(left.pop()).items():
@@ -36,29 +36,29 @@ def reached(*begin: State, without: Set[Event] = frozenset()) -> set[State]:
 
 
 def test_every_state_is_reached_and_leads_to_the_end() -> None:
-    assert reached(State.IDLE) == set(State)
-    for state in State:
-        assert State.CLOSED in reached(state), state
+    assert reached(ConnectionState.IDLE) == set(ConnectionState)
+    for state in ConnectionState:
+        assert ConnectionState.CLOSED in reached(state), state
 
 
 def test_what_is_not_drawn_raises() -> None:
-    where = {event: {state for state in State if event in taken(state)} for event in set(Event) - ENGINES}
-    attempts = CONNECTING | {State.CLOSED}
+    where = {event: {state for state in ConnectionState if event in taken(state)} for event in set(Event) - ENGINES}
+    attempts = CONNECTING | {ConnectionState.CLOSED}
     assert where == {
-        Event.START: {State.IDLE, State.DIALLING, State.CONNECTED, *CLOSING},
-        Event.TRY: {State.IDLE, State.DIALLING, State.CONNECTED, *CLOSING},
-        Event.CONNECTED: attempts, Event.FAILED: attempts, Event.ATTACHED: attempts - {State.DIALLING},
+        Event.START: {ConnectionState.IDLE, ConnectionState.DIALLING, ConnectionState.CONNECTED, *CLOSING},
+        Event.TRY: {ConnectionState.IDLE, ConnectionState.DIALLING, ConnectionState.CONNECTED, *CLOSING},
+        Event.CONNECTED: attempts, Event.FAILED: attempts, Event.ATTACHED: attempts - {ConnectionState.DIALLING},
         Event.LOST: PUBLISHED, Event.ENDED: SESSION_ENDS,
     }  # fmt: skip
     with pytest.raises(ClientError, match="is impossible while the connection is idle"):
-        after(State.IDLE, Event.LOST)
+        after(ConnectionState.IDLE, Event.LOST)
 
 
-@pytest.mark.parametrize("state", State)
-def test_the_engine_may_dial_and_give_up_and_close_at_any_time(state: State) -> None:
+@pytest.mark.parametrize("state", ConnectionState)
+def test_the_engine_may_dial_and_give_up_and_close_at_any_time(state: ConnectionState) -> None:
     assert set(taken(state)) >= ENGINES
     assert after(state, Event.CLOSE) in CLOSING
-    assert (after(state, Event.GIVE_UP) is state) == (state is not State.ATTACHED)
+    assert (after(state, Event.GIVE_UP) is state) == (state is not ConnectionState.ATTACHED)
 
 
 def test_nothing_is_begun_after_close() -> None:
@@ -76,12 +76,12 @@ def test_who_was_given_up_stays_it_until_the_session_has_ended() -> None:
 
 def test_an_attempt_ends_in_whatever_state_there_is_by_then() -> None:
     """The supervisor reports what it has found; the engine's threads have changed the state meanwhile."""
-    for begun in (State.TRYING, State.CONNECTING):
+    for begun in (ConnectionState.TRYING, ConnectionState.CONNECTING):
         during = reached(begun, without=set(Event) - ENGINES)
-        assert during == {begun, State.CLOSED}
+        assert during == {begun, ConnectionState.CLOSED}
         assert all({Event.ATTACHED, Event.FAILED} <= set(taken(state)) for state in during)
-    dialling = reached(State.DIALLING, without=set(Event) - ENGINES - {Event.START, Event.TRY})
-    assert dialling == {*CONNECTING, State.CLOSED}
+    dialling = reached(ConnectionState.DIALLING, without=set(Event) - ENGINES - {Event.START, Event.TRY})
+    assert dialling == {*CONNECTING, ConnectionState.CLOSED}
     assert all({Event.CONNECTED, Event.FAILED} <= set(taken(state)) for state in dialling)
 
 

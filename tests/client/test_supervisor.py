@@ -15,7 +15,7 @@ import pytest
 
 from kvsidecar.client import supervisor as module
 from kvsidecar.client.buffers import KVBuffers
-from kvsidecar.client.ledger import Job, Ledger
+from kvsidecar.client.ledger import Ledger, SubmittedJob
 from kvsidecar.client.messages import Registration, TransportError
 from kvsidecar.client.supervisor import Dialling, Supervisor
 from kvsidecar.client.types import Blocks
@@ -72,8 +72,10 @@ class Node:
         assert daemon.stream.next().HasField("register")
         return daemon
 
-    def submit(self, number: int, direction: Direction = Direction.STORE, deadline: float | None = None) -> Job:
-        job = Job(number, direction, [Blocks(0, hashes(number), [number])], deadline=deadline)
+    def submit(
+        self, number: int, direction: Direction = Direction.STORE, deadline: float | None = None
+    ) -> SubmittedJob:
+        job = SubmittedJob(number, direction, [Blocks(0, hashes(number), [number])], deadline=deadline)
         with self.monitor.lock:
             self.ledger.add(job)
             assert self.supervisor.session is not None

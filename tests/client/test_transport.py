@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from kvsidecar.client import HostBuffer
-from kvsidecar.client.ledger import Job, Ledger, Phase
+from kvsidecar.client.ledger import Ledger, Phase, SubmittedJob
 from kvsidecar.client.messages import LookupQuery, Registration, TransportError
 from kvsidecar.client.send_queue import SendQueue
 from kvsidecar.client.supervisor import open_transport
-from kvsidecar.client.transport import AttachStream, Transport
+from kvsidecar.client.transport import DaemonStream, Transport
 from kvsidecar.client.types import Blocks
 from kvsidecar.client.waiting import Monitor
 from kvsidecar.types import Direction, LookupMode
@@ -50,7 +50,7 @@ class Rank:
     def __init__(self, transport: Transport, buffer: HostBuffer, *, register: bool = True) -> None:
         self.ledger, self.monitor = Ledger(1000), Monitor()
         self.send_queue = SendQueue(self.ledger)
-        self.stream: AttachStream = transport.open_stream(self.send_queue, self.monitor)
+        self.stream: DaemonStream = transport.open_stream(self.send_queue, self.monitor)
         self.replies: list[pb.AttachReply] = []
         if register:
             registration = Registration("contract", NAMESPACE, buffer.kv_buffers(), (layout(),), 0, 1)
@@ -62,8 +62,8 @@ class Rank:
             self.send_queue.put(*items)
             self.stream.pump()
 
-    def store(self, number: int) -> Job:
-        job = Job(number, Direction.STORE, [Blocks(0, hashes(number), [number % 4])], phase=Phase.QUEUED)
+    def store(self, number: int) -> SubmittedJob:
+        job = SubmittedJob(number, Direction.STORE, [Blocks(0, hashes(number), [number % 4])], phase=Phase.QUEUED)
         with self.monitor.lock:
             self.ledger.add(job)
         self.put(job)
@@ -141,7 +141,7 @@ def test_a_registration_that_is_refused_ends_the_stream_with_the_daemons_words(
 
 def test_a_job_that_ends_in_the_outbox_is_told_to_who_waits(transport: Transport, buffer: HostBuffer) -> None:
     rank = Rank(transport, buffer)
-    late = Job(1, Direction.STORE, [Blocks(0, hashes(1), [1])], deadline=time.monotonic())
+    late = SubmittedJob(1, Direction.STORE, [Blocks(0, hashes(1), [1])], deadline=time.monotonic())
     with rank.monitor.changed:
         rank.ledger.add(late)
         rank.put(late)
