@@ -140,7 +140,9 @@ def families() -> list[Metric]:
 
 def publisher_families() -> list[Metric]:
     """Those of `kvsidecar publish`, without its process."""
-    return [family for family in publisher.Metrics().registry.collect() if family.name.startswith("kvsidecar_")]
+    return [
+        family for family in publisher.PublisherMetrics().registry.collect() if family.name.startswith("kvsidecar_")
+    ]
 
 
 def exported_name(family: Metric) -> str:

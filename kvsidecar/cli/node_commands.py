@@ -205,10 +205,10 @@ def publish(log_format: str, node: str | None, **given: Any) -> None:
     import socket
 
     from kvsidecar.errors import AddressUnavailable, ConfigError
-    from kvsidecar.publisher.options import Options
+    from kvsidecar.publisher.options import PublisherOptions
 
     try:
-        options = Options(node=socket.gethostname() if node is None else node, **given)
+        options = PublisherOptions(node=socket.gethostname() if node is None else node, **given)
         from kvsidecar.publisher.run import run
 
         run(options, log_format)

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvsidecar.errors import AddressUnavailable, ConfigError
 from kvsidecar.publisher import zmtp
-from kvsidecar.publisher.metrics import Metrics, Reason, RouterRefused
+from kvsidecar.publisher.metrics import PublisherMetrics, Reason, RouterRefused
 from kvsidecar.support import log
 from kvsidecar.support import peer as peers
 from kvsidecar.support.accepting import accept
@@ -47,12 +47,12 @@ _EACH = Reason.CONNECTIONS, f"one address or user has more than {MAX_CONNECTIONS
 _FULL = Reason.FULL, f"there are more than {MAX_CONNECTIONS} connections: whoever has most loses one"
 
 
-class Connection:
+class RouterConnection:
     """The accepted connection of one router."""
 
     def __init__(self, sock: socket.socket, who: object) -> None:
         self.sock, self.who = sock, who
-        self.reader = zmtp.Reader()
+        self.reader = zmtp.ZmtpReader()
         self.subscriptions: Counter[bytes] = Counter()
         self._subscription_bytes = 0
         self.lock = asyncio.Lock()
@@ -98,7 +98,7 @@ class Connection:
         await asyncio.sleep(0)  # `sock_sendall` does not wait while there is room: others have their turn here
 
 
-Handler = Callable[[Connection], Awaitable[None]]
+Handler = Callable[[RouterConnection], Awaitable[None]]
 """Serves one connection after its handshake, and returns when it is over."""
 
 
@@ -114,9 +114,11 @@ class Endpoint:
         ConfigError: the address is invalid.
     """
 
-    def __init__(self, option: str, endpoint: str, socket_type: bytes, handler: Handler, metrics: Metrics) -> None:
+    def __init__(
+        self, option: str, endpoint: str, socket_type: bytes, handler: Handler, metrics: PublisherMetrics
+    ) -> None:
         self._option, self._socket_type, self._handler, self._metrics = option, socket_type, handler, metrics
-        self._connections: dict[Connection, None] = {}
+        self._connections: dict[RouterConnection, None] = {}
         self._path: str | None = None
         try:
             self._sock = self._listen(endpoint)
@@ -188,7 +190,7 @@ class Endpoint:
         else:
             who = address[0]  # type: ignore[index]
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(sock, who)
+        connection = RouterConnection(sock, who)
         counts = Counter(each.who for each in self._connections)
         counts[who] += 1
         most = max(counts, key=counts.__getitem__)
@@ -211,7 +213,7 @@ class Endpoint:
         self._metrics.refuse(self._option, reason)
         _caused.warning(f"router refused: {reason.value}", endpoint=self._option, error=text)
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: RouterConnection) -> None:
         try:
             await connection.send([zmtp.GREETING, zmtp.ready(self._socket_type)], GREETING_SECONDS)
             await self._handler(connection)
@@ -235,11 +237,11 @@ class Endpoint:
             self._path = None
 
 
-async def frames(connection: Connection, on_frame: Callable[[zmtp.Frame], None]) -> None:
+async def frames(connection: RouterConnection, on_frame: Callable[[zmtp.Frame], None]) -> None:
     """Read frames until the router disconnects. Answers its heartbeats, and sends some if its version supports them.
 
     Raises:
-        RouterRefused: see `zmtp.Reader`; or the router is silent.
+        RouterRefused: see `zmtp.ZmtpReader`; or the router is silent.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()

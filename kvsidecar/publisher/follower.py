@@ -125,7 +125,7 @@ class _Part(Watch):
         self._dialect = dialect_of(form.hash_bytes)
         self._holder = topic.hold(self._dialect, index)
         groups = [_Group(index, form.block_tokens)]
-        self._told: deque[ResidencyChange] = deque()
+        self._unread: deque[ResidencyChange] = deque()
         self._announcements = Announcements(media(groups), self._stored, self._removed)
         self.known = KnownBlocks(groups, form.hash_bytes, self._forgotten)
         self._residents = Residents(groups, self, self.known, self._announcements, lambda hashes: hashes)
@@ -137,16 +137,16 @@ class _Part(Watch):
             return
         if self._form.hash_bytes != self._hash_bytes:
             change = replace(change, hashes=first_bytes(change.hashes, self._hash_bytes, self._form.hash_bytes))
-        self._told.append(change)
+        self._unread.append(change)
 
     @property
     def has_residency(self) -> bool:
-        return bool(self._told)
+        return bool(self._unread)
 
     def take_residency(self, most_bytes: int) -> list[ResidencyChange]:
         taken = []
-        while self._told and most_bytes > 0:
-            taken.append(self._told.popleft())
+        while self._unread and most_bytes > 0:
+            taken.append(self._unread.popleft())
             most_bytes -= len(taken[-1].hashes) + len(taken[-1].notes)
         return taken
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvsidecar.publisher.metrics import Metrics
+from kvsidecar.publisher.metrics import PublisherMetrics
 from kvsidecar.server.aiohttp_server import web
 from kvsidecar.server.http_server import HttpServer
 from kvsidecar.server.renderings import Rendering
@@ -19,7 +19,7 @@ _log = log.get("publish")
 class MetricsServer:
     """``start`` and ``stop`` are to be called from the event loop."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: PublisherMetrics) -> None:
         tasks = TaskSet(lambda name, error: _log.error("a task failed", task=name, error=repr(error)))
         self._text = Rendering(metrics.rendering, tasks, LoopTime())
         application = web.Application()

@@ -62,7 +62,7 @@ class RouterRefused(InvalidRequest):
         self.reason = reason
 
 
-class Metrics:
+class PublisherMetrics:
     """All metrics of one publisher, in a registry of its own."""
 
     def __init__(self) -> None:

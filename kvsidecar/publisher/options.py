@@ -9,7 +9,7 @@ from kvsidecar.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PublisherOptions:
     bind: str
     """ZeroMQ endpoint for subscribers."""
     replay: str | None

@@ -16,13 +16,13 @@ from fnmatch import fnmatchcase
 from kvsidecar.client import Client, ClientError, Namespace
 from kvsidecar.protocol.wire import namespace_from_wire
 from kvsidecar.publisher import zmtp
-from kvsidecar.publisher.endpoint import SILENCE_SECONDS, Connection, Endpoint, both, frames
+from kvsidecar.publisher.endpoint import SILENCE_SECONDS, Endpoint, RouterConnection, both, frames
 from kvsidecar.publisher.engine_dialects import Event
 from kvsidecar.publisher.events import Topic
 from kvsidecar.publisher.follower import Follower, keep_below
 from kvsidecar.publisher.http import MetricsServer
-from kvsidecar.publisher.metrics import Metrics, Reason, RouterRefused
-from kvsidecar.publisher.options import Options
+from kvsidecar.publisher.metrics import PublisherMetrics, Reason, RouterRefused
+from kvsidecar.publisher.options import PublisherOptions
 from kvsidecar.publisher.sequence import END, Sequence
 from kvsidecar.support import free_memory, log
 from kvsidecar.v1 import sidecar_pb2 as pb
@@ -59,7 +59,7 @@ class Publisher:
         ConfigError: an endpoint is invalid.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PublisherOptions) -> None:
         self._options = options
         self._sequence = Sequence()
         self._topics: dict[str, Topic] = {}
@@ -73,7 +73,7 @@ class Publisher:
         """How many namespaces were too many to follow at the last look."""
         self._more = asyncio.Event()
         """Set, and replaced, when a message is added to the sequence."""
-        self.metrics = Metrics()
+        self.metrics = PublisherMetrics()
         self._out = Endpoint("bind", options.bind, b"XPUB", self._serve_subscriber, self.metrics)
         self._endpoints = [self._out]
         try:
@@ -257,7 +257,7 @@ class Publisher:
             self._news.set()
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _serve_subscriber(self, connection: Connection) -> None:
+    async def _serve_subscriber(self, connection: RouterConnection) -> None:
         def hear(frame: zmtp.Frame) -> None:
             name, topic = zmtp.split_command(frame.body) if frame.is_command else (b"", frame.body[1:])
             if name == b"SUBSCRIBE" or (not name and frame.body[:1] == b"\x01"):
@@ -269,7 +269,7 @@ class Publisher:
 
         await both(frames(connection, hear), self._send_all(connection))
 
-    async def _send_all(self, connection: Connection) -> None:
+    async def _send_all(self, connection: RouterConnection) -> None:
         """Send every message from now on. A router that falls behind what is kept misses some."""
         first = self._sequence.next
         while True:
@@ -281,7 +281,7 @@ class Publisher:
             if first >= self._sequence.next:
                 await more.wait()
 
-    async def _serve_replays(self, connection: Connection) -> None:
+    async def _serve_replays(self, connection: RouterConnection) -> None:
         wanted: asyncio.Queue[int] = asyncio.Queue()
         parts: list[bytes] = []
 
@@ -303,7 +303,7 @@ class Publisher:
 
         await both(frames(connection, hear), self._replay(connection, wanted))
 
-    async def _replay(self, connection: Connection, wanted: asyncio.Queue[int]) -> None:
+    async def _replay(self, connection: RouterConnection, wanted: asyncio.Queue[int]) -> None:
         while True:
             first = await wanted.get()
             kept = self._sequence.has(first)

@@ -9,7 +9,7 @@ from typing import Final
 
 import uvloop
 
-from kvsidecar.publisher.options import Options
+from kvsidecar.publisher.options import PublisherOptions
 from kvsidecar.publisher.publisher import Publisher
 from kvsidecar.support import log
 
@@ -20,7 +20,7 @@ do. Nobody waits for what is published."""
 _log = log.get("publish")
 
 
-def run(options: Options, log_format: str) -> None:
+def run(options: PublisherOptions, log_format: str) -> None:
     """Publish until SIGTERM or SIGINT.
 
     Args:
@@ -36,7 +36,7 @@ def run(options: Options, log_format: str) -> None:
         runner.run(_run(options))
 
 
-async def _run(options: Options) -> None:
+async def _run(options: PublisherOptions) -> None:
     publisher = Publisher(options)
     running = asyncio.ensure_future(publisher.run())
     loop = asyncio.get_running_loop()

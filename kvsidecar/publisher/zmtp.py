@@ -26,7 +26,7 @@ class Frame:
     is_command: bool = False
 
 
-class Reader:
+class ZmtpReader:
     """Cuts a connection's bytes into frames. Keeps no more than one frame and one read of bytes."""
 
     def __init__(self) -> None:

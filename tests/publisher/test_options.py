@@ -11,7 +11,7 @@ from kvsidecar.cli.main import main
 from kvsidecar.daemon.setting_sources import PUBLISH_VARIABLES, load_settings, variable_of
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
-from kvsidecar.publisher.options import Options
+from kvsidecar.publisher.options import PublisherOptions
 
 GOOD: dict[str, Any] = {
     "bind": "tcp://*:5557",
@@ -25,8 +25,8 @@ GOOD: dict[str, Any] = {
 
 
 def test_topics_have_the_node_and_the_model() -> None:
-    assert Options(**GOOD).topic_of("chat/llama") == "kv@n@chat/llama"
-    assert Options(**{**GOOD, "topic": "all"}).topic_of("m") == "all"
+    assert PublisherOptions(**GOOD).topic_of("chat/llama") == "kv@n@chat/llama"
+    assert PublisherOptions(**{**GOOD, "topic": "all"}).topic_of("m") == "all"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_topics_have_the_node_and_the_model() -> None:
 )
 def test_a_bad_value_is_named(option: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^--{option} "):
-        Options(**{**GOOD, option: value})
+        PublisherOptions(**{**GOOD, option: value})
 
 
 def test_its_variables_do_not_stop_a_daemon_that_has_them_too() -> None:

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.publisher import zmtp
-from kvsidecar.publisher.zmtp import Frame, Reader
+from kvsidecar.publisher.zmtp import Frame, ZmtpReader
 
 
 @given(st.lists(st.binary(max_size=zmtp.MAX_FRAME_BYTES), min_size=1, max_size=5), st.integers(1, 200))
 def test_frames_are_read_however_they_are_cut(parts: list[bytes], size: int) -> None:
     sent = zmtp.GREETING + zmtp.ready(b"SUB") + b"".join(zmtp.message(parts))
-    reader = Reader()
+    reader = ZmtpReader()
     found: list[Frame] = []
     for first in range(0, len(sent), size):
         found += reader.feed(sent[first : first + size])
@@ -26,7 +26,7 @@ def test_frames_are_read_however_they_are_cut(parts: list[bytes], size: int) -> 
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
 def test_whatever_is_sent_is_refused_or_kept_within_a_frame(pieces: list[bytes]) -> None:
-    reader = Reader()
+    reader = ZmtpReader()
     try:
         list(reader.feed(zmtp.GREETING))
         for each in pieces:
@@ -48,4 +48,4 @@ def test_whatever_is_sent_is_refused_or_kept_within_a_frame(pieces: list[bytes])
 )
 def test_what_is_no_zmtp_or_too_long_is_refused(sent: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        list(Reader().feed(sent))
+        list(ZmtpReader().feed(sent))
