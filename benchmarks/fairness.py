@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from kvsidecar.bench.engine import Engine, attached
+from kvsidecar.bench.engine import AttachedEngine, attached
 from kvsidecar.bench.layouts import Form, Layout
-from kvsidecar.bench.processes import Child, private_daemon, serve
+from kvsidecar.bench.processes import BenchChild, private_daemon, serve
 from kvsidecar.client import Blocks
 from kvsidecar.support.units import KiB, MiB
 
@@ -39,7 +39,9 @@ class Tenant:
 
     def __init__(self, stack: ExitStack, socket: str, number: int) -> None:
         rng = np.random.default_rng(number)
-        self.engine: Engine = stack.enter_context(attached(socket, LAYOUT, None, run=f"tenant-{number}", rng=rng))
+        self.engine: AttachedEngine = stack.enter_context(
+            attached(socket, LAYOUT, None, run=f"tenant-{number}", rng=rng)
+        )
         self._hashes = self.engine.fresh(BLOCKS)
         self.engine.finish(self.engine.client.store(self._blocks(BLOCKS)))
 
@@ -92,7 +94,7 @@ def measure(python: str, directory: Path, device: str, rounds: int, count: int) 
             private_daemon(directory, device, 256 * MiB, ["--memory-check", "off"], python=(python, "-P"))
         )
         tenants = [Tenant(stack, daemon.socket, number) for number in range(TENANTS - 1)]
-        greedy = stack.enter_context(closing(Child("benchmarks.fairness", {"socket": daemon.socket}, directory)))
+        greedy = stack.enter_context(closing(BenchChild("benchmarks.fairness", {"socket": daemon.socket}, directory)))
         found: dict[str, list[list[float]]] = {"alone": [], "beside": []}
         for _ in range(rounds):
             for when, taken in found.items():

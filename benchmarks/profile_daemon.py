@@ -34,8 +34,8 @@ from kvsidecar.bench import machine
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.bench.job_rate import per_second
 from kvsidecar.bench.layouts import TINY
-from kvsidecar.bench.options import Options
-from kvsidecar.bench.processes import Child
+from kvsidecar.bench.options import BenchOptions
+from kvsidecar.bench.processes import BenchChild
 from kvsidecar.bench.setting import Setting
 from kvsidecar.support.units import MiB
 from kvsidecar.types import Direction
@@ -177,7 +177,7 @@ def ranks_seconds(daemon: int) -> float:
 
 
 class Ranks:
-    def __init__(self, children: Sequence[Child], directions: Sequence[str]) -> None:
+    def __init__(self, children: Sequence[BenchChild], directions: Sequence[str]) -> None:
         self._children = children
         self._directions = directions
         self.rates: dict[str, float] = {}
@@ -201,7 +201,7 @@ class Ranks:
 def at_work(options: argparse.Namespace, directory: Path) -> Iterator[tuple[int, Ranks]]:
     """The daemon's process id, and its ranks."""
     flags = () if options.carrier == "local" else ("--local-protocol", "off")
-    setting = Setting(Options(device="host", pool_bytes=POOL, serve_flags=flags), directory, lambda _: None)
+    setting = Setting(BenchOptions(device="host", pool_bytes=POOL, serve_flags=flags), directory, lambda _: None)
     with ExitStack() as stack:
         stack.callback(setting.close)
         pid = setting.daemon().pid

@@ -28,7 +28,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.turns import Script, ratio, turns
-from kvsidecar.bench.engine import Engine, Held, attached
+from kvsidecar.bench.engine import AttachedEngine, LeasedBlocks, attached
 from kvsidecar.bench.layouts import Form, Layout
 from kvsidecar.bench.processes import PrivateDaemon, private_daemon
 from kvsidecar.support.units import parse_size
@@ -58,7 +58,7 @@ while True:
 """
 """Follow what they are told; a line is the question of how many blocks that were."""
 
-Sides = Mapping[bool, tuple[PrivateDaemon, Engine]]
+Sides = Mapping[bool, tuple[PrivateDaemon, AttachedEngine]]
 """A daemon without, and one with what is measured; and a rank of each in this process."""
 
 
@@ -112,7 +112,7 @@ def compare(sides: Sides, arguments: argparse.Namespace, *, noted: bool = False,
         print(f"{what:10} {median(off) * 1e6:11.1f} {median(on_too) * 1e6:9.1f}   {ratio(off, on_too)}")
 
 
-def stores(engine: Engine, count: int, num_blocks: int, *, noted: bool) -> float:
+def stores(engine: AttachedEngine, count: int, num_blocks: int, *, noted: bool) -> float:
     """Seconds per job."""
     jobs = engine.jobs([engine.fresh(num_blocks) for _ in range(count)])
     if noted:
@@ -122,7 +122,7 @@ def stores(engine: Engine, count: int, num_blocks: int, *, noted: bool) -> float
     return (time.perf_counter() - began) / count
 
 
-def lookups(engine: Engine, held: Held, count: int, lease_seconds: float) -> float:
+def lookups(engine: AttachedEngine, held: LeasedBlocks, count: int, lease_seconds: float) -> float:
     """Median seconds of one, while nothing is stored."""
     taken, hashes = [], b"".join(held.hashes)
     for _ in range(count):

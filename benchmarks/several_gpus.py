@@ -25,8 +25,8 @@ from kvsidecar.bench import machine
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.layouts import Layout
 from kvsidecar.bench.memory import engine_memory
-from kvsidecar.bench.options import Options
-from kvsidecar.bench.processes import Child, serve
+from kvsidecar.bench.options import BenchOptions
+from kvsidecar.bench.processes import BenchChild, serve
 from kvsidecar.bench.setting import Setting
 from kvsidecar.client import Blocks, Client, Outcome
 from kvsidecar.support import cuda_driver
@@ -96,13 +96,13 @@ class Group:
     """The ranks of one layout, a device each."""
 
     def __init__(self, setting: Setting, socket: str, layout: Layout, devices: list[str], stack: ExitStack) -> None:
-        self.ranks: list[Child] = []
+        self.ranks: list[BenchChild] = []
         for number, device in enumerate(devices):
             config = {
                 "socket": socket, "cuda": setting.cuda is not None, "ordinal": number, "on": device, "rank": number,
                 "ranks": len(devices), "layout": layout.to_json(), "run": setting.run,
             }  # fmt: skip
-            child = Child("benchmarks.several_gpus", config, setting.directory)
+            child = BenchChild("benchmarks.several_gpus", config, setting.directory)
             stack.callback(child.close)
             self.ranks.append(child)
         for child in self.ranks:
@@ -136,7 +136,9 @@ def hit(group: Group, blocks: int) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
     setting = Setting(
-        Options(device=options.device, serve_flags=tuple(options.serve), pool_bytes=options.pool_mib * MiB or None),
+        BenchOptions(
+            device=options.device, serve_flags=tuple(options.serve), pool_bytes=options.pool_mib * MiB or None
+        ),
         directory,
         lambda text: console.print(text, style="dim"),
     )

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.metrics import metric
-from kvsidecar.bench.engine import Engine, attached, throughput
+from kvsidecar.bench.engine import AttachedEngine, attached, throughput
 from kvsidecar.bench.layouts import CONTIGUOUS, STACKED, Layout
 from kvsidecar.bench.machine import children_of
 from kvsidecar.bench.processes import PrivateDaemon, private_daemon
@@ -65,7 +65,7 @@ class Side:
 
     name: str
     daemon: PrivateDaemon
-    engine: Engine
+    engine: AttachedEngine
     figures: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def metric(self, name: str) -> float:

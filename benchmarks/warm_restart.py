@@ -26,13 +26,13 @@ import numpy as np
 from rich.table import Table
 
 from kvsidecar.bench import machine
-from kvsidecar.bench.engine import TIMEOUT, Engine, attached
+from kvsidecar.bench.engine import TIMEOUT, AttachedEngine, attached
 from kvsidecar.bench.errors import BadOption, BenchError
 from kvsidecar.bench.layouts import CONTIGUOUS, Layout
-from kvsidecar.bench.options import Options
+from kvsidecar.bench.options import BenchOptions
 from kvsidecar.bench.pinning import PIN_FIELDS
 from kvsidecar.bench.processes import PrivateDaemon
-from kvsidecar.bench.report import Measurement, Report, Row
+from kvsidecar.bench.report import BenchReport, Measurement, Row
 from kvsidecar.bench.run import run
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.tables import new_table, number
@@ -181,11 +181,11 @@ def kill(daemon: PrivateDaemon) -> float:
         return round(time.perf_counter() - began, 3)
 
 
-def rank(setting: Setting, daemon: PrivateDaemon, layout: Layout) -> AbstractContextManager[Engine]:
+def rank(setting: Setting, daemon: PrivateDaemon, layout: Layout) -> AbstractContextManager[AttachedEngine]:
     return attached(daemon.socket, layout, setting.cuda, run=setting.run, rng=setting.rng)
 
 
-def fill(engine: Engine, content: Content, count: int) -> list[bytes]:
+def fill(engine: AttachedEngine, content: Content, count: int) -> list[bytes]:
     """Store so many blocks, each with content of its own. Returns their hashes."""
     hashes = engine.fresh(count)
     for first in range(0, count, JOB_BLOCKS):
@@ -198,7 +198,7 @@ def fill(engine: Engine, content: Content, count: int) -> list[bytes]:
     return hashes
 
 
-def check(engine: Engine, content: Content, hashes: list[bytes], rng: np.random.Generator) -> Row:
+def check(engine: AttachedEngine, content: Content, hashes: list[bytes], rng: np.random.Generator) -> Row:
     """Look up all blocks, and load a sample of those that are there."""
     found = np.zeros(len(hashes), bool)
     for first in range(0, len(hashes), JOB_BLOCKS):
@@ -222,7 +222,7 @@ def check(engine: Engine, content: Content, hashes: list[bytes], rng: np.random.
     }  # fmt: skip
 
 
-def tables(report: Report, rows: list[Row]) -> Iterable[Table]:
+def tables(report: BenchReport, rows: list[Row]) -> Iterable[Table]:
     size = format_size(rows[0]["pool_bytes"])
     columns = (
         "start", "round", "pages", "ready", "pool", "pin", "prefault", "register", "ms/GiB", "adoption", "kept",
@@ -272,7 +272,7 @@ def main() -> None:
         for name, value in (("rounds", plan.rounds), ("blocks", plan.blocks or 1), ("limit", plan.seconds)):
             if value < 1:
                 raise BadOption(f"--{name}={value} is not at least 1")
-        options = Options.checked(only=None, **chosen)
+        options = BenchOptions.checked(only=None, **chosen)
         sys.exit(run(options, {NAME: partial(measure, plan)}, {NAME: tables}))
     except KVSidecarError as error:
         sys.exit(f"benchmarks.warm_restart: {error}")

@@ -18,7 +18,7 @@ from statistics import median
 
 import numpy as np
 
-from kvsidecar.bench.engine import Engine, attached
+from kvsidecar.bench.engine import AttachedEngine, attached
 from kvsidecar.bench.layouts import Form, Layout
 from kvsidecar.bench.processes import private_daemon
 from kvsidecar.cache.block_cache import BlockCache
@@ -39,7 +39,7 @@ SECONDS = 1.0
 SIZES = (1, 32, 512)
 
 
-def store(engine: Engine, seconds: float) -> float:
+def store(engine: AttachedEngine, seconds: float) -> float:
     """GB/s of new blocks, one job after another."""
     stored, began = 0, time.perf_counter()
     while (took := time.perf_counter() - began) < seconds:
@@ -47,7 +47,7 @@ def store(engine: Engine, seconds: float) -> float:
     return stored / took / 1e9
 
 
-def clear(engine: Engine) -> tuple[int, float]:
+def clear(engine: AttachedEngine) -> tuple[int, float]:
     """Bytes, and seconds until they are zeroed."""
     used, began = engine.client.status().pool.used_bytes, time.perf_counter()
     engine.clear()

@@ -10,7 +10,7 @@ import sys
 
 from benchmarks.daemon import footprint, interference, pacing
 from benchmarks.daemon.tables import TABLES
-from kvsidecar.bench.options import Options
+from kvsidecar.bench.options import BenchOptions
 from kvsidecar.bench.run import Measure, run
 from kvsidecar.errors import KVSidecarError
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE|-")
     parser.add_argument("serve_flags", nargs="*", metavar="-- SERVE_OPTION", help="of the daemon that is started")
     try:
-        options = Options.checked(measurements=MEASURE, **vars(parser.parse_args()))
+        options = BenchOptions.checked(measurements=MEASURE, **vars(parser.parse_args()))
         sys.exit(run(options, MEASURE, TABLES))
     except KVSidecarError as error:
         sys.exit(f"benchmarks.daemon: {error}")

@@ -8,7 +8,7 @@ from statistics import median
 
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.probe import why_no_torch
-from kvsidecar.bench.processes import Child
+from kvsidecar.bench.processes import BenchChild
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.token_copy import BLOCKS, IN_FLIGHT, LOAD, STORE, meanwhile, traffic_layout
@@ -22,7 +22,7 @@ TRAFFIC: tuple[tuple[Direction, ...], ...] = ((STORE,), (LOAD,), (STORE, LOAD))
 def measure(setting: Setting, out: Measurement) -> None:
     if missing := "needs a GPU" if setting.cuda is None else why_no_torch():
         raise Skipped(missing)
-    work = Child("benchmarks.daemon.work", {}, setting.directory)
+    work = BenchChild("benchmarks.daemon.work", {}, setting.directory)
     with closing(work), setting.rank(traffic_layout(setting), BLOCKS, IN_FLIGHT, (STORE, LOAD)) as rank:
         for kind, repeats in REPEATS.items():
             for directions in TRAFFIC:
@@ -33,8 +33,8 @@ def measure(setting: Setting, out: Measurement) -> None:
 def _slowdown(
     setting: Setting,
     out: Measurement,
-    work: Child,
-    rank: Child,
+    work: BenchChild,
+    rank: BenchChild,
     kind: str,
     repeats: int,
     directions: Sequence[Direction],

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from benchmarks.daemon.targets import ratio
 from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.layouts import BLOCK_COUNTS
-from kvsidecar.bench.report import SYSTEM, Report, Row
+from kvsidecar.bench.report import SYSTEM, BenchReport, Row
 from kvsidecar.support.units import format_size
 
 DPI = 160
@@ -44,9 +44,9 @@ STYLE: dict[str, Any] = {
 }
 
 
-def write_plots(report: Report, peers: Sequence[Row], directory: Path) -> list[Path]:
+def write_plots(report: BenchReport, peers: Sequence[Row], directory: Path) -> list[Path]:
     """Draw what the report and those of other systems have rows for. Returns the files that were written."""
-    drawings: dict[str, Callable[[Report, Sequence[Row]], Figure | None]] = {
+    drawings: dict[str, Callable[[BenchReport, Sequence[Row]], Figure | None]] = {
         "bandwidth.png": bandwidth,
         "systems.png": systems,
         "token-latency.png": token_latency,
@@ -63,7 +63,7 @@ def write_plots(report: Report, peers: Sequence[Row], directory: Path) -> list[P
     return written
 
 
-def _figure(report: Report, title: str, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
+def _figure(report: BenchReport, title: str, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
     """A figure with a title and, below it, the machine and the day."""
     figure, axes = plt.subplots(1, columns, figsize=(width, height), sharey=True, squeeze=False)
     margins = {"top": 1 - (1.1 if columns > 1 else 0.85) / height, "bottom": 1.05 / height}
@@ -79,7 +79,7 @@ def _figure(report: Report, title: str, width: float, height: float, columns: in
 # -- bandwidth ---------------------------------------------------------------------------------------------------
 
 
-def bandwidth(report: Report, _: Sequence[Row] = ()) -> Figure | None:
+def bandwidth(report: BenchReport, _: Sequence[Row] = ()) -> Figure | None:
     """Store and load side by side, as shares of the limit, by layout and blocks of a job."""
     layouts = list(dict.fromkeys(row["layout"] for row in report.rows("bandwidth", mode=UNPACED, in_flight=1)))
     if not layouts or report.limit("store") is None:
@@ -116,7 +116,7 @@ def _limit_line(axis: Any, title: str, places: int) -> None:
     axis.set_title(title)
 
 
-def _layout_label(report: Report, name: str) -> str:
+def _layout_label(report: BenchReport, name: str) -> str:
     """Name over shape, in lines short enough to stand beside each other; a size in the name is the shape's again."""
     row = report.find("bandwidth", layout=name)
     if row is None:
@@ -134,7 +134,7 @@ def _legend(figure: Figure, handles: Sequence[Any], columns: int | None = None) 
 # -- other systems -----------------------------------------------------------------------------------------------
 
 
-def systems(report: Report, peers: Sequence[Row]) -> Figure | None:
+def systems(report: BenchReport, peers: Sequence[Row]) -> Figure | None:
     """This system beside others: the largest jobs, the best figure of each whatever the jobs in flight."""
     peers = [row for row in peers if row.get("blocks") == max(BLOCK_COUNTS)]
     own = [{**row, "system": SYSTEM} for row in report.rows("bandwidth", mode=UNPACED, blocks=max(BLOCK_COUNTS))]
@@ -186,7 +186,7 @@ def _best(rows: Sequence[Row], layout: str, **match: str) -> Row | None:
 # -- several GPUs ------------------------------------------------------------------------------------------------
 
 
-def scaling(report: Report, _: Sequence[Row] = ()) -> Figure | None:
+def scaling(report: BenchReport, _: Sequence[Row] = ()) -> Figure | None:
     """Stores and loads at once by number of GPUs: a line for each layout and size of job, and plain copies."""
     rows = list(report.rows("scaling"))
     if not rows:
@@ -225,7 +225,7 @@ def scaling(report: Report, _: Sequence[Row] = ()) -> Figure | None:
 # -- latency ----------------------------------------------------------------------------------------------------
 
 
-def token_latency(report: Report, _: Sequence[Row] = ()) -> Figure | None:
+def token_latency(report: BenchReport, _: Sequence[Row] = ()) -> Figure | None:
     """What stores cost an engine's own small copy: a curve over the knob, and the modes."""
     curve = [row for row in report.rows("pacing") if row["chunk"]]
     points = {mode: report.find("token", traffic="store", mode=mode) for mode in (UNPACED, PACED)}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.errors import BadOption
-from kvsidecar.bench.report import SCHEMA, Measurement, Report, Row
+from kvsidecar.bench.report import SCHEMA, BenchReport, Measurement, Row
 
 
-def read(files: Sequence[Path]) -> Report:
+def read(files: Sequence[Path]) -> BenchReport:
     """One report of several runs on a machine: what each has measured, or the last of those that have the same.
 
     Raises:
@@ -23,14 +23,14 @@ def read(files: Sequence[Path]) -> Report:
     return reports[0]
 
 
-def _report(file: Path, content: Any) -> Report:
+def _report(file: Path, content: Any) -> BenchReport:
     try:
         _check_schema(content)
         measured = {name: Measurement(**fields) for name, fields in content["measurements"].items()}
         about = {name: content[name] for name in ("version", "date", "device", "machine", "options")}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _no_result(file, error) from error
-    return Report(**about, measurements=measured)
+    return BenchReport(**about, measurements=measured)
 
 
 def _content(file: Path) -> Any:

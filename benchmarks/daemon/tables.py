@@ -8,25 +8,25 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsidecar.bench.bandwidth import UNPACED
-from kvsidecar.bench.report import SYSTEM, Report, Row
+from kvsidecar.bench.report import SYSTEM, BenchReport, Row
 from kvsidecar.bench.tables import RATES, TIMES, Cell, Tables, new_table, number, share, table_of
 from kvsidecar.support.units import MiB
 
 
-def _pacing(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _pacing(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     named = [{**row, "chunk": row["chunk"] or "no stores"} for row in rows]
     columns = {"chunk": "chunk", **TIMES, "store GB/s": RATES["store GB/s"]}
     yield table_of("The same by --store-chunk of the daemon", named, columns)
 
 
-def _interference(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _interference(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     shown = [{**row, "slower": f"{row['slowdown']:+.2%}"} for row in rows]
     columns: dict[str, Cell] = {"work": "work", "daemon's traffic": "traffic", "alone ms": ("alone_ms", 3)}
     columns |= {"meanwhile ms": ("under_ms", 3), "slower by": "slower", **RATES}
     yield table_of("An engine's work meanwhile", shown, columns)
 
 
-def _footprint(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _footprint(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     columns = "GPU memory", "host memory beyond the pool", "blocks", "with them", "bytes a block"
     table = new_table("The daemon itself", *columns)
     for row in rows:
@@ -43,7 +43,7 @@ def _footprint(_: Report, rows: list[Row]) -> Iterable[Table]:
 TABLES: Mapping[str, Tables] = {"footprint": _footprint, "pacing": _pacing, "interference": _interference}
 
 
-def other_systems(report: Report, peers: list[Row]) -> Iterable[Table]:
+def other_systems(report: BenchReport, peers: list[Row]) -> Iterable[Table]:
     """Every shape that another system has a figure of."""
     bandwidth = [row for row in peers if "gbps" in row]
     if bandwidth:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.latency import SUBMIT_BLOCKS
 from kvsidecar.bench.layouts import CONTIGUOUS, STACKED
-from kvsidecar.bench.report import Report, Row
+from kvsidecar.bench.report import BenchReport, Row
 from kvsidecar.support.units import GiB, MiB
 
 YES, NO, OVERLAPPED, UNKNOWN = "yes", "no", "4 in flight", "-"
@@ -22,11 +22,11 @@ Verdict = tuple[str, str]
 class Target:
     what: str
     goal: str
-    judge: Callable[[Report], Verdict | None]
+    judge: Callable[[BenchReport], Verdict | None]
     """None: the run does not say."""
 
 
-def evaluate(report: Report) -> list[Row]:
+def evaluate(report: BenchReport) -> list[Row]:
     """One row a target."""
     rows = []
     for target in TARGETS:
@@ -40,7 +40,7 @@ def _yes(met: bool) -> str:
 
 
 def ratio(
-    report: Report, layout: str, blocks: int, direction: str, in_flight: int, mode: str = UNPACED
+    report: BenchReport, layout: str, blocks: int, direction: str, in_flight: int, mode: str = UNPACED
 ) -> float | None:
     """GB/s of a bandwidth row, as a share of the limit."""
     row = report.find("bandwidth", layout=layout, blocks=blocks, direction=direction, in_flight=in_flight, mode=mode)
@@ -48,8 +48,8 @@ def ratio(
     return None if row is None or not limit else float(row["gbps"]) / limit
 
 
-def _bandwidth(layout: str, blocks: int, goals: tuple[float, float]) -> Callable[[Report], Verdict | None]:
-    def judge(report: Report) -> Verdict | None:
+def _bandwidth(layout: str, blocks: int, goals: tuple[float, float]) -> Callable[[BenchReport], Verdict | None]:
+    def judge(report: BenchReport) -> Verdict | None:
         texts, met = [], []
         for in_flight in (1, 4):
             ratios = [ratio(report, layout, blocks, direction, in_flight) for direction in ("store", "load")]
@@ -63,8 +63,8 @@ def _bandwidth(layout: str, blocks: int, goals: tuple[float, float]) -> Callable
     return judge
 
 
-def _one_block(goals_ms: tuple[float, float]) -> Callable[[Report], Verdict | None]:
-    def judge(report: Report) -> Verdict | None:
+def _one_block(goals_ms: tuple[float, float]) -> Callable[[BenchReport], Verdict | None]:
+    def judge(report: BenchReport) -> Verdict | None:
         texts, met = [], True
         for layout in (CONTIGUOUS.name, STACKED.name):
             rows = [
@@ -81,10 +81,10 @@ def _one_block(goals_ms: tuple[float, float]) -> Callable[[Report], Verdict | No
     return judge
 
 
-def _lookups(goals_us: Sequence[tuple[int, int, float]]) -> Callable[[Report], Verdict | None]:
+def _lookups(goals_us: Sequence[tuple[int, int, float]]) -> Callable[[BenchReport], Verdict | None]:
     """A check of lookups by (hashes, hits, microseconds); hits are looked up with a lease, as schedulers do."""
 
-    def judge(report: Report) -> Verdict | None:
+    def judge(report: BenchReport) -> Verdict | None:
         rows = [
             report.find("lookup", hashes=hashes, hits=hits, lease=bool(hits), mode="prefix")
             for hashes, hits, _ in goals_us
@@ -98,8 +98,8 @@ def _lookups(goals_us: Sequence[tuple[int, int, float]]) -> Callable[[Report], V
     return judge
 
 
-def _submit(goal_us: float, goal_poll_us: float) -> Callable[[Report], Verdict | None]:
-    def judge(report: Report) -> Verdict | None:
+def _submit(goal_us: float, goal_poll_us: float) -> Callable[[BenchReport], Verdict | None]:
+    def judge(report: BenchReport) -> Verdict | None:
         poll = report.find("submit", call="poll")
         if poll is None:
             return None
@@ -116,7 +116,7 @@ def _submit(goal_us: float, goal_poll_us: float) -> Callable[[Report], Verdict |
     return judge
 
 
-def _token(report: Report) -> Verdict | None:
+def _token(report: BenchReport) -> Verdict | None:
     row = report.find("token", traffic="store", mode=PACED)
     if row is None:
         return None
@@ -124,7 +124,7 @@ def _token(report: Report) -> Verdict | None:
     return f"{row['p50_us']:.0f} / {row['p99_us']:.0f} µs at {row['store_gbps']:.1f} GB/s", _yes(met)
 
 
-def _decode(report: Report) -> Verdict | None:
+def _decode(report: BenchReport) -> Verdict | None:
     row = report.find("interference", work="decode", traffic="store+load")
     if row is None:
         return None
@@ -132,7 +132,7 @@ def _decode(report: Report) -> Verdict | None:
     return f"{row['slowdown']:.2%} at {gbps:.1f} GB/s", _yes(row["slowdown"] <= 0.015)
 
 
-def _pin_delay(report: Report) -> Verdict | None:
+def _pin_delay(report: BenchReport) -> Verdict | None:
     idle, pins = (report.find("pin", phase=phase) for phase in ("idle", "daemon pins"))
     pool = report.find("pin", phase="pool")
     if idle is None or pins is None or pool is None:
@@ -142,7 +142,7 @@ def _pin_delay(report: Report) -> Verdict | None:
     return text, _yes(delay <= 1.0)
 
 
-def _pin_register(report: Report) -> Verdict | None:
+def _pin_register(report: BenchReport) -> Verdict | None:
     pool = report.find("pin", phase="pool")
     if pool is None:
         return None
@@ -150,14 +150,14 @@ def _pin_register(report: Report) -> Verdict | None:
     return f"{beyond:.0f} of {pool['ms_per_gib']:.0f} ms/GiB ({pool['pages']})", _yes(beyond <= 35)
 
 
-def _gpu_memory(report: Report) -> Verdict | None:
+def _gpu_memory(report: BenchReport) -> Verdict | None:
     row = report.find("footprint")
     if row is None or row["gpu_bytes"] is None:
         return None
     return f"{row['gpu_bytes'] / MiB:.0f} MiB", _yes(row["gpu_bytes"] <= 280 * MiB)
 
 
-def _host_memory(report: Report) -> Verdict | None:
+def _host_memory(report: BenchReport) -> Verdict | None:
     row = report.find("footprint")
     if row is None or row["host_bytes"] is None or not row["blocks"]:
         return None
@@ -166,7 +166,7 @@ def _host_memory(report: Report) -> Verdict | None:
     return text, _yes(met)
 
 
-def _jobs(report: Report) -> Verdict | None:
+def _jobs(report: BenchReport) -> Verdict | None:
     rows = [
         report.find("jobs", ranks=8, attached=8, device="host", cores=2, direction=direction)
         for direction in ("store", "load")

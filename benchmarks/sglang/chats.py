@@ -32,7 +32,7 @@ from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50, p90, p99
 from benchmarks.vllm.throughput import WARM_SEED, refusals
 from kvsidecar.bench.errors import BenchError
-from kvsidecar.bench.processes import Child, PrivateDaemon
+from kvsidecar.bench.processes import BenchChild, PrivateDaemon
 from kvsidecar.client import Client
 
 MODES = ("none", "kvsidecar", "hicache", "resident")
@@ -69,7 +69,7 @@ def run(mode: str, options: argparse.Namespace, directory: Path, pool: int, save
             save("prompts", mode, prompts(options, child, 0 if mode == "resident" else facts["gpu_tokens"]))
 
 
-def prompts(options: argparse.Namespace, child: Child, evict_tokens: int) -> dict[str, Any]:
+def prompts(options: argparse.Namespace, child: BenchChild, evict_tokens: int) -> dict[str, Any]:
     """Time to the first token of each prompt.
 
     Args:
@@ -92,7 +92,7 @@ def prompts(options: argparse.Namespace, child: Child, evict_tokens: int) -> dic
 @contextmanager
 def engine(
     mode: str, options: argparse.Namespace, directory: Path, pool: int, server: PrivateDaemon | None
-) -> Iterator[Child]:
+) -> Iterator[BenchChild]:
     model = runs.model_folder(directory, model_config(options.tiny))
     arguments = {
         **engine_arguments(options.tiny, options.concurrency),
@@ -115,7 +115,7 @@ def engine(
             del arguments["max_total_tokens"]
     arguments |= json.loads(options.engine)
     config = {"model": str(model), "tiny": options.tiny, "arguments": arguments}
-    child = Child("benchmarks.sglang.engine", config, directory)
+    child = BenchChild("benchmarks.sglang.engine", config, directory)
     try:
         yield child
         ask(child, "end")
@@ -130,7 +130,7 @@ def daemon(mode: str, options: argparse.Namespace, directory: Path, pool: int) -
     return runs.daemon(options, directory, pool) if mode == "kvsidecar" else nullcontext()
 
 
-def wait_until_it_offloads(options: argparse.Namespace, server: PrivateDaemon, child: Child) -> None:
+def wait_until_it_offloads(options: argparse.Namespace, server: PrivateDaemon, child: BenchChild) -> None:
     """The engine serves without the daemon as long as it is not attached."""
     deadline = time.monotonic() + ATTACH_SECONDS
     first = FIRST_OF_ATTACH

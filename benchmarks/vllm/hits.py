@@ -25,7 +25,7 @@ from benchmarks.vllm import runs
 from benchmarks.vllm.engine import kv_bytes_per_token
 from benchmarks.vllm.runs import ask, console, p50
 from benchmarks.warm_restart import kill
-from kvsidecar.bench.processes import Child, PrivateDaemon
+from kvsidecar.bench.processes import BenchChild, PrivateDaemon
 from kvsidecar.client import Client
 from kvsidecar.support.units import format_size
 
@@ -38,17 +38,17 @@ ATTACH_ATTEMPTS, ATTACH_SECONDS = 60, 0.5
 """An engine tries to attach again at growing distances, of seconds at most."""
 
 
-def phase(child: Child, first: int, options: argparse.Namespace) -> dict[str, Any]:
+def phase(child: BenchChild, first: int, options: argparse.Namespace) -> dict[str, Any]:
     ask(child, "phase", first=WARM, count=1, length=options.tokens)
     return ask(child, "phase", first=first, count=options.prompts, length=options.tokens)
 
 
-def reset(child: Child, connector: bool = False) -> None:
+def reset(child: BenchChild, connector: bool = False) -> None:
     if not ask(child, "reset", connector=connector)["reset"]:
         raise SystemExit("the engine's prefix cache could not be reset: it still holds blocks")
 
 
-def measure(child: Child, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(child: BenchChild, mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """All phases of one engine."""
     found: dict[str, Any] = {"facts": ask(child, "facts")}
     ask(child, "phase", first=WARM, count=4, length=options.tokens)
@@ -68,13 +68,13 @@ def measure(child: Child, mode: str, options: argparse.Namespace) -> dict[str, A
     return found
 
 
-def restart(child: Child, options: argparse.Namespace) -> dict[str, Any]:
+def restart(child: BenchChild, options: argparse.Namespace) -> dict[str, Any]:
     """An engine that begins: its very first requests find what an earlier one stored."""
     facts = ask(child, "facts")
     return {"facts": facts, "first": ask(child, "phase", first=0, count=options.prompts, length=options.tokens)}
 
 
-def restart_daemon(child: Child, daemon: PrivateDaemon, options: argparse.Namespace) -> dict[str, Any]:
+def restart_daemon(child: BenchChild, daemon: PrivateDaemon, options: argparse.Namespace) -> dict[str, Any]:
     """The daemon is killed and started again while the engine keeps running. The engine's own cache is empty then, so
     that every hit is of what the daemon has kept."""
     ask(child, "drain")
@@ -100,7 +100,7 @@ def restart_daemon(child: Child, daemon: PrivateDaemon, options: argparse.Namesp
     }  # fmt: skip
 
 
-def hit_check(child: Child, options: argparse.Namespace) -> dict[str, Any]:
+def hit_check(child: BenchChild, options: argparse.Namespace) -> dict[str, Any]:
     """What these prompts give that hit in the connector: what is recomputed differs by bf16's rounding."""
     checked = {"first": CHECKED, "count": options.checked, "length": options.tokens}
     ask(child, "check", **checked)
@@ -121,7 +121,7 @@ def wait_written(daemon: PrivateDaemon) -> dict[str, Any]:
 
 
 def read_tier(
-    child: Child, daemon: PrivateDaemon, stored: dict[str, Any], options: argparse.Namespace
+    child: BenchChild, daemon: PrivateDaemon, stored: dict[str, Any], options: argparse.Namespace
 ) -> dict[str, Any]:
     """An engine and a daemon that begin: what they hit was in the tier, the second time in the pool."""
     found = {"facts": ask(child, "facts")}
@@ -136,7 +136,7 @@ def read_tier(
     return {**found, **read, "equal_tokens": _same(stored, after), "cached": after["cached"]}
 
 
-def share(one: Child, other: Child, options: argparse.Namespace) -> dict[str, Any]:
+def share(one: BenchChild, other: BenchChild, options: argparse.Namespace) -> dict[str, Any]:
     """Each stores half of the prompts; each hits the other's."""
     half = max(1, options.prompts // 2)
     for index, child in enumerate((one, other)):

@@ -18,7 +18,7 @@ from benchmarks.peers import servers
 from benchmarks.vllm import peers
 from benchmarks.vllm.engine import kv_bytes_per_token, model_config, transfer_config
 from kvsidecar.bench.machine import facts as machine_facts
-from kvsidecar.bench.processes import Child, PrivateDaemon, private_daemon
+from kvsidecar.bench.processes import BenchChild, PrivateDaemon, private_daemon
 from kvsidecar.cli.size.kv import kv_of
 from kvsidecar.cli.size.models import load
 from kvsidecar.support.units import parse_size
@@ -184,7 +184,7 @@ def engine(
     *,
     time_hooks: bool = True,
     **llm: Any,
-) -> AbstractContextManager[Child]:
+) -> AbstractContextManager[BenchChild]:
     """An engine that starts; its `started` waits."""
     extra = extra_of(mode, json.loads(options.extra))
     config = {
@@ -194,7 +194,7 @@ def engine(
         "options": {**llm, **json.loads(options.llm)},
         "time_hooks": time_hooks,
     }
-    return closing(Child("benchmarks.vllm.engine", config, directory))
+    return closing(BenchChild("benchmarks.vllm.engine", config, directory))
 
 
 def extra_of(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def extra_of(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if whose[name] == mode}
 
 
-def ask(child: Child, do: str, **arguments: Any) -> dict[str, Any]:
-    """As `Child.call`, with the patience that an engine needs."""
+def ask(child: BenchChild, do: str, **arguments: Any) -> dict[str, Any]:
+    """As `BenchChild.call`, with the patience that an engine needs."""
     child.ask(do, **arguments)
     return child.answer(START_SECONDS)
 

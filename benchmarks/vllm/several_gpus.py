@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.vllm import runs
 from benchmarks.vllm.runs import ask, console, p50
 from benchmarks.vllm.throughput import GPU, SHAPE, conversations_bytes
-from kvsidecar.bench.processes import Child
+from kvsidecar.bench.processes import BenchChild
 from kvsidecar.support import cuda_driver
 
 WARM_SEED = 1 << 20
@@ -36,7 +36,7 @@ def visible(ordinal: int | None) -> Iterator[None]:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
-def at_once(engines: list[Child], do: str, **arguments: Any) -> list[dict[str, Any]]:
+def at_once(engines: list[BenchChild], do: str, **arguments: Any) -> list[dict[str, Any]]:
     for number, engine in enumerate(engines):
         engine.ask(do, **arguments, seed=number)
     return [engine.answer(runs.START_SECONDS) for engine in engines]

@@ -34,7 +34,7 @@ from benchmarks.vllm import runs
 from benchmarks.vllm.peers import PEERS
 from benchmarks.vllm.runs import ask, console, p50, p99
 from kvsidecar.bench.errors import BenchError
-from kvsidecar.bench.processes import Child, PrivateDaemon
+from kvsidecar.bench.processes import BenchChild, PrivateDaemon
 from kvsidecar.client import Client
 
 SHAPE = {
@@ -67,7 +67,7 @@ class System:
     """An engine of a mode that starts, and what it offloads to, which is ready."""
 
     mode: str
-    engine: Child
+    engine: BenchChild
     server: PrivateDaemon | Server | None
 
 

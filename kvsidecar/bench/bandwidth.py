@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from statistics import median
 
-from kvsidecar.bench.engine import Engine, Finished, Held, throughput
+from kvsidecar.bench.engine import AttachedEngine, Finished, LeasedBlocks, throughput
 from kvsidecar.bench.errors import BenchError, Skipped
 from kvsidecar.bench.layouts import BLOCK_COUNTS, CONTIGUOUS, IN_FLIGHT, STACKED, Layout
 from kvsidecar.bench.report import Measurement, Row
@@ -43,7 +43,7 @@ def measure(setting: Setting, out: Measurement) -> None:
 class _Layout:
     """All figures of one layout."""
 
-    def __init__(self, setting: Setting, out: Measurement, engine: Engine) -> None:
+    def __init__(self, setting: Setting, out: Measurement, engine: AttachedEngine) -> None:
         self._setting = setting
         self._out = out
         self._engine = engine
@@ -86,7 +86,7 @@ class _Layout:
             self._add(direction, mode, blocks, in_flight, self._rounds(direction, blocks, jobs, in_flight, held))
 
     def _rounds(
-        self, direction: Direction, blocks: int, jobs: int, in_flight: int, held: list[Held]
+        self, direction: Direction, blocks: int, jobs: int, in_flight: int, held: list[LeasedBlocks]
     ) -> list[list[Finished]]:
         rounds: list[list[Finished]] = []
         until = 0.0

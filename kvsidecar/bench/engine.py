@@ -39,14 +39,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LeasedBlocks:
     """Sealed blocks of one job, under a lease."""
 
     hashes: list[bytes]
     lease: int
 
 
-class Engine:
+class AttachedEngine:
     """An attached rank. Made by `attached`."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
             for blocks in self.jobs([self.fresh(count) for _ in range(jobs)])
         ]
 
-    def loads(self, held: Sequence[Held], jobs: int) -> list[Callable[[], int]]:
+    def loads(self, held: Sequence[LeasedBlocks], jobs: int) -> list[Callable[[], int]]:
         """Functions that submit one load each, of these blocks in turn."""
         used = [held[job % len(held)] for job in range(jobs)]
         return [
@@ -84,7 +84,9 @@ class Engine:
             for blocks, each in zip(self.jobs([each.hashes for each in used]), used, strict=True)
         ]
 
-    def submits(self, direction: Direction, count: int, jobs: int, held: Sequence[Held]) -> list[Callable[[], int]]:
+    def submits(
+        self, direction: Direction, count: int, jobs: int, held: Sequence[LeasedBlocks]
+    ) -> list[Callable[[], int]]:
         """Functions that submit jobs of one direction."""
         return self.stores(count, jobs) if direction is Direction.STORE else self.loads(held, jobs)
 
@@ -118,12 +120,12 @@ class Engine:
         return finished
 
     @contextmanager
-    def held(self, count: int, jobs: int, seconds: float = TIMEOUT) -> Iterator[list[Held]]:
+    def held(self, count: int, jobs: int, seconds: float = TIMEOUT) -> Iterator[list[LeasedBlocks]]:
         """Store ``jobs`` times ``count`` blocks and keep them from eviction."""
         hashes = [self.fresh(count) for _ in range(jobs)]
         for blocks in self.jobs(hashes):
             self.finish(self.client.store(blocks))
-        leases: list[Held] = []
+        leases: list[LeasedBlocks] = []
         try:
             for of_job in hashes:
                 found = self.client.lookup(self.namespace, {0: of_job}, lease_seconds=seconds, timeout=TIMEOUT)
@@ -132,7 +134,7 @@ class Engine:
                     raise BenchError(
                         f"only {hits} of {count} blocks of {self.layout.name} that were just stored are hits"
                     )
-                leases.append(Held(of_job, found.lease))
+                leases.append(LeasedBlocks(of_job, found.lease))
             yield leases
         finally:
             for each in leases:
@@ -153,7 +155,7 @@ def attached(
     rng: np.random.Generator,
     name: str = "kvsidecar-bench",
     host: str = "host",
-) -> Iterator[Engine]:
+) -> Iterator[AttachedEngine]:
     """Allocate, attach, and wait until the daemon is ready; detach and free the memory at the end.
 
     Args:
@@ -173,7 +175,7 @@ def attached(
         readiness = client.wait_ready(TIMEOUT)
         if not readiness.ready:
             raise BenchError(f"the daemon is not ready: {readiness.state}: {readiness.reason}")
-        yield Engine(client, layout, memory, run, rng)
+        yield AttachedEngine(client, layout, memory, run, rng)
     finally:
         unmapped = client.close(TIMEOUT)
         if unmapped:  # else the daemon may still write there, and freeing it is undefined

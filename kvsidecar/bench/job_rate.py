@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from kvsidecar.bench.layouts import TINY
-from kvsidecar.bench.processes import Child, Daemon
+from kvsidecar.bench.processes import BenchChild, Daemon
 from kvsidecar.bench.report import Measurement, Row
 from kvsidecar.bench.setting import Setting
 from kvsidecar.support.units import MiB
@@ -52,7 +52,7 @@ def _rates(
         devices: the ranks' devices, in turn; empty: one device for all.
     """
     with ExitStack() as stack:
-        children: list[Child] = []
+        children: list[BenchChild] = []
         for number in range(max(numbers)):
             setting.say(f"attaching rank {number} on {device}")
             rank = setting.rank(
@@ -76,7 +76,7 @@ def _rates(
 
 
 def rates(
-    children: list[Child],
+    children: list[BenchChild],
     directions: Sequence[Direction],
     what: str,
     seconds: float,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvsidecar.bench.engine import Engine
+from kvsidecar.bench.engine import AttachedEngine
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.bench.layouts import TINY
 from kvsidecar.bench.report import Measurement
@@ -37,7 +37,7 @@ def lookups(setting: Setting, out: Measurement) -> None:
 
 
 def time_lookups(
-    engine: Engine,
+    engine: AttachedEngine,
     hashes: Callable[[], list[bytes]],
     hits: int,
     samples: int,

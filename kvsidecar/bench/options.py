@@ -45,7 +45,7 @@ MIN_POOL = 4 * MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BenchOptions:
     """The options of ``kvsidecar bench``; see its ``--help``. Sizes in bytes."""
 
     device: str = "auto"
@@ -65,7 +65,7 @@ class Options:
     def checked(
         cls, *, only: str | None, layouts: str | None = None, pool_size: str | None, pin_size: str | None = None,
         serve_flags: Iterable[str], measurements: Collection[str] = tuple(MEASUREMENTS), **rest: Any,
-    ) -> Options:  # fmt: skip
+    ) -> BenchOptions:  # fmt: skip
         """The options from the command line, where ``only`` may name these measurements. Raises BadOption."""
         return cls(
             only=_names("--only", "measurement", only, measurements),

@@ -29,7 +29,7 @@ STEP_COPIES = 8
 HOST_STEP_BYTES = 4 * MiB
 
 
-class Step(Protocol):
+class EngineStep(Protocol):
     """Runs one step of an engine, and returns when its work is over."""
 
     what: str
@@ -136,7 +136,7 @@ class Probe:
 
     def steps(self) -> dict[str, Any]:
         """Run steps in a thread until `steps_over`: those of a decode graph if torch is installed."""
-        step: Step
+        step: EngineStep
         if self._cuda is None:
             step = HostStep()
         elif why_no_torch():
@@ -151,7 +151,7 @@ class Probe:
         self._thread.start()
         return {"what": step.what}
 
-    def _run_steps(self, step: Step) -> None:
+    def _run_steps(self, step: EngineStep) -> None:
         clock, steps = time.perf_counter, self._steps
         before = clock()
         while not self._stop.is_set():

@@ -166,7 +166,7 @@ def private_daemon(
 # -- children ----------------------------------------------------------------------------------------------------
 
 
-class Child:
+class BenchChild:
     """A process of the benchmark that answers JSON lines, one at a time, and ends with its standard input.
 
     `serve` is its other end.

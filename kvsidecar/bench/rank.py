@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvsidecar.bench.driver import Cuda
-from kvsidecar.bench.engine import Engine, Held, attached
+from kvsidecar.bench.engine import AttachedEngine, LeasedBlocks, attached
 from kvsidecar.bench.layouts import Layout
 from kvsidecar.bench.processes import serve
 from kvsidecar.support import cuda_driver
@@ -31,7 +31,9 @@ BATCH = 16
 class Traffic:
     """Jobs of one direction, one after another in a thread, from `start` to `stop`."""
 
-    def __init__(self, engine: Engine, direction: Direction, blocks: int, in_flight: int, held: list[Held]) -> None:
+    def __init__(
+        self, engine: AttachedEngine, direction: Direction, blocks: int, in_flight: int, held: list[LeasedBlocks]
+    ) -> None:
         self._engine = engine
         self._direction = direction
         self._blocks = blocks
@@ -86,7 +88,7 @@ class Traffic:
 class Rank:
     """Answers the parent's requests."""
 
-    def __init__(self, engine: Engine, traffics: dict[str, Traffic]) -> None:
+    def __init__(self, engine: AttachedEngine, traffics: dict[str, Traffic]) -> None:
         self._engine = engine
         self._traffics = traffics
 

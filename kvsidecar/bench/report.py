@@ -39,7 +39,7 @@ class Measurement:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """The result of a whole run."""
 
     version: str

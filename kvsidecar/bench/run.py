@@ -18,8 +18,8 @@ from rich.console import Console
 from kvsidecar import __version__
 from kvsidecar.bench import bandwidth, job_rate, latency, limit, machine, pinning, scaling, token_copy, verify
 from kvsidecar.bench.errors import Skipped
-from kvsidecar.bench.options import MEASUREMENTS, USUAL_SECONDS, Options
-from kvsidecar.bench.report import Measurement, Report
+from kvsidecar.bench.options import MEASUREMENTS, USUAL_SECONDS, BenchOptions
+from kvsidecar.bench.report import BenchReport, Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.tables import TABLES, WIDTH, Tables, console_of, print_report
 from kvsidecar.errors import KVSidecarError
@@ -43,7 +43,7 @@ MEASURE: Mapping[str, Measure] = {
 }
 
 
-def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapping[str, Tables] = TABLES) -> int:
+def run(options: BenchOptions, measure: Mapping[str, Measure] = MEASURE, tables: Mapping[str, Tables] = TABLES) -> int:
     """Measure and report. Returns the exit code: 1 if a measurement failed, 130 if it was interrupted.
 
     Args:
@@ -55,12 +55,12 @@ def run(options: Options, measure: Mapping[str, Measure] = MEASURE, tables: Mapp
     """
     # The limit belongs to everything that is compared with it.
     chosen = {name: each for name, each in measure.items() if not options.only or name in (*options.only, "limit")}
-    progress = Progress(Console(stderr=True))
+    progress = BenchProgress(Console(stderr=True))
     # SIGTERM ends a run as Ctrl-C does: in order, and with what there is.
     terminable = _handling(signal.default_int_handler, signal.SIGTERM)
     with terminable, tempfile.TemporaryDirectory(prefix="kvs-bench-") as directory, progress:
         setting = Setting(options, Path(directory), progress.detail)
-        report = Report(
+        report = BenchReport(
             version=__version__,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=setting.device,
@@ -85,7 +85,7 @@ def plan_text(names: Sequence[str], device: str, *, quick: bool) -> str:
     return f"measuring {', '.join(names)} on the {device} device{took}{less}"
 
 
-def _measure_all(setting: Setting, chosen: Mapping[str, Measure], report: Report, progress: Progress) -> bool:
+def _measure_all(setting: Setting, chosen: Mapping[str, Measure], report: BenchReport, progress: BenchProgress) -> bool:
     """Run the chosen measurements. Returns whether the run was interrupted."""
     interrupted = False
     try:
@@ -123,7 +123,7 @@ def _measure(measure: Measure, setting: Setting, measurement: Measurement) -> No
         measurement.seconds = round(time.perf_counter() - started, 2)
 
 
-def _show(report: Report, options: Options, tables: Mapping[str, Tables]) -> None:
+def _show(report: BenchReport, options: BenchOptions, tables: Mapping[str, Tables]) -> None:
     to_stdout = options.json == "-"
     print_report(report, console_of(WIDTH, stderr=to_stdout), tables)
     if to_stdout:
@@ -131,12 +131,12 @@ def _show(report: Report, options: Options, tables: Mapping[str, Tables]) -> Non
     _write(report, options)
 
 
-def _write(report: Report, options: Options) -> None:
+def _write(report: BenchReport, options: BenchOptions) -> None:
     if options.json not in (None, "-"):
         Path(str(options.json)).write_text(report.to_json() + "\n")
 
 
-class Progress:
+class BenchProgress:
     """Progress on standard error: what follows, a line for each measurement, and its steps. A terminal shows the
     current step in place. Elsewhere it is printed every ``every`` seconds while it lasts, which depends on the machine.
 
@@ -154,13 +154,13 @@ class Progress:
         self._step = "starting"
         self._clock = clock
         self._every = every
-        self._began = self._told = clock()
+        self._began = self._printed_at = clock()
         """When the step began, and when the last line was printed."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._remind, name="bench-progress", daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> BenchProgress:
         if self._status is not None:
             self._status.start()
         else:
@@ -198,8 +198,8 @@ class Progress:
         how many seconds to call this again."""
         with self._lock:
             now = self._clock()
-            if now < self._told + self._every:
-                return self._told + self._every - now
+            if now < self._printed_at + self._every:
+                return self._printed_at + self._every - now
             if self._status is None:
                 lasts = now - self._began
                 self._print(f"{self._step}, for {format_duration(lasts)}" if lasts >= self._every else self._step)
@@ -222,7 +222,7 @@ class Progress:
             self._status.update(self._step)
 
     def _print(self, text: str) -> None:
-        self._told = self._clock()
+        self._printed_at = self._clock()
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from statistics import median
 
 from kvsidecar.bench import machine
-from kvsidecar.bench.engine import Engine, attached
+from kvsidecar.bench.engine import AttachedEngine, attached
 from kvsidecar.bench.errors import Skipped
 from kvsidecar.bench.job_rate import rates
 from kvsidecar.bench.latency import time_lookups
 from kvsidecar.bench.layouts import TINY, Layout
 from kvsidecar.bench.limit import CUDA_BYTES
-from kvsidecar.bench.processes import Child, Daemon
+from kvsidecar.bench.processes import BenchChild, Daemon
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.support import cuda_driver
@@ -80,7 +80,7 @@ def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daem
         for layout in layouts:
             for blocks in BLOCKS:
                 with ExitStack() as stack:
-                    ranks: list[Child] = []
+                    ranks: list[BenchChild] = []
                     for number, device in enumerate(devices):
                         setting.say(f"attaching a rank on {device}")
                         rank = setting.rank(
@@ -108,7 +108,7 @@ def _all(setting: Setting, out: Measurement, layouts: list[Layout], daemon: Daem
 class Asker:
     """Looks blocks up as a scheduler does, and watches the CPU time of the daemon's processes meanwhile."""
 
-    def __init__(self, engine: Engine, daemon: Daemon) -> None:
+    def __init__(self, engine: AttachedEngine, daemon: Daemon) -> None:
         self._engine, self._pid = engine, daemon.pid
         self.p50_us = 0.0
         self.cores: dict[str, float] = {}

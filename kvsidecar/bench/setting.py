@@ -12,11 +12,11 @@ import numpy as np
 
 from kvsidecar.bench import machine
 from kvsidecar.bench.driver import Cuda
-from kvsidecar.bench.engine import Engine, attached
+from kvsidecar.bench.engine import AttachedEngine, attached
 from kvsidecar.bench.errors import BadOption, Skipped
 from kvsidecar.bench.layouts import ALL_LAYOUTS, LAYOUTS, MOST_BLOCKS, Layout
-from kvsidecar.bench.options import Options
-from kvsidecar.bench.processes import Child, Daemon, PrivateDaemon, RunningDaemon, private_daemon
+from kvsidecar.bench.options import BenchOptions
+from kvsidecar.bench.processes import BenchChild, Daemon, PrivateDaemon, RunningDaemon, private_daemon
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.errors import DriverUnusable
 from kvsidecar.support import cuda_driver
@@ -43,7 +43,7 @@ class Setting:
         DaemonUnreachable, BenchError: there is no daemon at ``--socket``, or it is not ready.
     """
 
-    def __init__(self, options: Options, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, options: BenchOptions, directory: Path, say: Callable[[str], None]) -> None:
         self.options = options
         self.directory = directory
         self.say = say
@@ -53,7 +53,7 @@ class Setting:
         self._stack = ExitStack()
         self._private: PrivateDaemon | None = None
         self._daemon_stack = self._stack.enter_context(ExitStack())
-        self._probe: Child | None = None
+        self._probe: BenchChild | None = None
         self._running = RunningDaemon(options.socket) if options.socket is not None else None
         self.device = _device(options.device, self._running)
         self.cuda = Cuda() if self.device == "cuda" else None
@@ -154,7 +154,7 @@ class Setting:
         flags = [*self.options.serve_flags, *flags]
         return private_daemon(self.directory, device or self.device, pool_bytes, flags, cores=cores)
 
-    def engine(self, layout: Layout) -> AbstractContextManager[Engine]:
+    def engine(self, layout: Layout) -> AbstractContextManager[AttachedEngine]:
         """An attached engine of this process, with blocks in the layout."""
         return attached(self.daemon().socket, layout, self.cuda, run=self.run, rng=self.rng)
 
@@ -171,7 +171,7 @@ class Setting:
         cores: frozenset[int] | None = None,
         number: int = 0,
         on: str | None = None,
-    ) -> Iterator[Child]:
+    ) -> Iterator[BenchChild]:
         """A rank in a process of its own, attached; see `kvsidecar.bench.rank` for what it answers.
 
         Args:
@@ -189,20 +189,20 @@ class Setting:
             "seed": [self.options.seed, number],
             "name": f"kvsidecar-bench-rank-{number}",
         }
-        with closing(Child("kvsidecar.bench.rank", config, self.directory, cores=cores)) as child:
+        with closing(BenchChild("kvsidecar.bench.rank", config, self.directory, cores=cores)) as child:
             child.answer()
             yield child
 
-    def probe(self) -> Child:
+    def probe(self) -> BenchChild:
         """The process that plays an engine's own GPU work on the first GPU; started once."""
         if self._probe is None:
             self._probe = self._stack.enter_context(self.probe_on(0))
         return self._probe
 
-    def probe_on(self, ordinal: int) -> AbstractContextManager[Child]:
+    def probe_on(self, ordinal: int) -> AbstractContextManager[BenchChild]:
         """A process like `probe`, on this GPU."""
         config = {"cuda": self.cuda is not None, "ordinal": ordinal}
-        return closing(Child("kvsidecar.bench.probe", config, self.directory))
+        return closing(BenchChild("kvsidecar.bench.probe", config, self.directory))
 
     def need_private(self, what: str) -> None:
         """Check that the run has a daemon of its own. Raises Skipped with --socket."""

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from kvsidecar.bench.bandwidth import EVICTING, PACED, UNPACED
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT
-from kvsidecar.bench.report import Report, Row
+from kvsidecar.bench.report import BenchReport, Row
 from kvsidecar.support.units import format_size
 
-Tables = Callable[[Report, list[Row]], Iterable[Table]]
+Tables = Callable[[BenchReport, list[Row]], Iterable[Table]]
 """Makes the tables that show the rows of a measurement."""
 WIDTH = 100
 """Columns where standard output is no terminal. Every table fits."""
@@ -78,7 +78,7 @@ def _cell(row: Row, cell: Cell) -> str:
 # -- one part a measurement --------------------------------------------------------------------------------------
 
 
-def _limit(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _limit(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     table = new_table("Bulk limit: one large copy of pinned memory", "direction", "GB/s (median)", "best", "bytes")
     for row in rows:
         numbers = number(row["gbps"]), number(row["best_gbps"])
@@ -86,7 +86,7 @@ def _limit(_: Report, rows: list[Row]) -> Iterable[Table]:
     yield table
 
 
-def _verify(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _verify(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     table = new_table("Stored, loaded to other blocks, compared", "layout", "what", "blocks", "bytes", "wrong blocks")
     for row in rows:
         wrong = Text(str(row["wrong_blocks"]), style="bold red" if row["wrong_blocks"] else "")
@@ -94,7 +94,7 @@ def _verify(_: Report, rows: list[Row]) -> Iterable[Table]:
     yield table
 
 
-def _bandwidth(report: Report, rows: list[Row]) -> Iterable[Table]:
+def _bandwidth(report: BenchReport, rows: list[Row]) -> Iterable[Table]:
     for mode, meaning in _MODES.items():
         for direction in ("store", "load"):
             chosen = [row for row in rows if row["mode"] == mode and row["direction"] == direction]
@@ -140,23 +140,23 @@ def _ms(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def _lookup(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _lookup(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     asked = {name: name for name in ("hashes", "hits", "mode", "lease")}
     yield table_of("Lookups", rows, {**asked, **TIMES, "n": "n"})
 
 
-def _submit(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _submit(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     yield table_of("What the engine's thread spends", rows, {"call": "call", "blocks": "blocks", **TIMES, "n": "n"})
 
 
-def _jobs(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _jobs(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     # Older results were of one copier.
     names = ("attached", "device", *(["copiers"] if any("copiers" in row for row in rows) else []), "cores")
     columns = {"jobs": "direction", "ranks at work": "ranks", **{name: name for name in names}}
     yield table_of("One-block jobs", rows, {**columns, "jobs a second": ("jobs_per_second", 0)})
 
 
-def _scaling(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _scaling(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     title = "Stores and loads at once on one device after another, 2 jobs in flight each way"
     names = "layout", "blocks a job", "devices"
     table = new_table(title, *names, "GB/s of all", "store", "load", "times one", "% of bulk")
@@ -188,12 +188,12 @@ def _scaled(row: Row) -> tuple[str, str, str]:
     return row["layout"], str(row["blocks"] or "-"), str(row["devices"])
 
 
-def _token(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _token(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     columns = {"daemon's traffic": "traffic", "mode": "mode", **TIMES, **RATES}
     yield table_of("An engine's 4 KiB device-to-host copy meanwhile", rows, columns)
 
 
-def _pin(_: Report, rows: list[Row]) -> Iterable[Table]:
+def _pin(_: BenchReport, rows: list[Row]) -> Iterable[Table]:
     steps = [row for row in rows if "max_ms" in row]
     if steps:
         times = {"p50 ms": ("p50_ms", 3), "p99 ms": ("p99_ms", 3), "longest ms": ("max_ms", 3)}
@@ -227,7 +227,7 @@ TABLES: Mapping[str, Tables] = {
 }
 
 
-def print_report(report: Report, console: Console, tables: Mapping[str, Tables] = TABLES) -> None:
+def print_report(report: BenchReport, console: Console, tables: Mapping[str, Tables] = TABLES) -> None:
     """Print everything that was measured, and what was not and why."""
     console.print(Text(report.title, style="bold"))
     for measurement in report.measurements.values():

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvsidecar.bench.bandwidth import PACED, UNPACED
 from kvsidecar.bench.layouts import STACKED, Layout
-from kvsidecar.bench.processes import Child
+from kvsidecar.bench.processes import BenchChild
 from kvsidecar.bench.report import Measurement, Row
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import latency
@@ -49,14 +49,16 @@ def measure(setting: Setting, out: Measurement) -> None:
             out.add(traffic=traffic, mode=mode, **row)
 
 
-def under_traffic(setting: Setting, probe: Child, rank: Child, directions: Sequence[Direction], *, idle: bool) -> Row:
+def under_traffic(
+    setting: Setting, probe: BenchChild, rank: BenchChild, directions: Sequence[Direction], *, idle: bool
+) -> Row:
     """Time token copies while a rank keeps the daemon busy; stores are paced unless its engine is idle."""
     copies, gbps = meanwhile(setting, rank, directions, lambda: token(setting, probe), idle=idle)
     return {**copies, **gbps}
 
 
 def meanwhile(
-    setting: Setting, rank: Child, directions: Sequence[Direction], work: Callable[[], Result], *, idle: bool
+    setting: Setting, rank: BenchChild, directions: Sequence[Direction], work: Callable[[], Result], *, idle: bool
 ) -> tuple[Result, Row]:
     """Do work while a rank keeps the daemon busy. Returns its result, and the rank's GB/s by direction."""
     rank.call("start", directions=[direction.value for direction in directions], idle=idle)
@@ -88,6 +90,6 @@ def _rates(before: Row, after: Row) -> Row:
     return {f"{name}_gbps": round(value, 6) for name, value in gbps.items()}
 
 
-def token(setting: Setting, probe: Child) -> Row:
+def token(setting: Setting, probe: BenchChild) -> Row:
     """Time token copies."""
     return latency(probe.call("token", samples=setting.samples(SAMPLES))["seconds"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsidecar.bench.engine import TIMEOUT, Engine
+from kvsidecar.bench.engine import TIMEOUT, AttachedEngine
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.bench.layouts import BLOCK_COUNTS
 from kvsidecar.bench.memory import Bytes
@@ -50,7 +50,7 @@ def measure(setting: Setting, out: Measurement) -> None:
         raise BenchError(f"loaded bytes differ from stored bytes: {', '.join(wrong)}")
 
 
-def round_trip(engine: Engine, count: int, rng: np.random.Generator) -> int:
+def round_trip(engine: AttachedEngine, count: int, rng: np.random.Generator) -> int:
     """Store ``count`` blocks, load them to other ids, which are zero before. Returns how many came back different."""
     source, target = engine.layout.block_ids(count, 2, rng)
     content = Content(count, engine.layout.block_bytes, rng)

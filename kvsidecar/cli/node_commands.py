@@ -270,7 +270,7 @@ def bench(list_names: bool, **given: Any) -> None:
     """
     from kvsidecar.bench.errors import BadOption
     from kvsidecar.bench.layouts import ALL_LAYOUTS, LAYOUTS
-    from kvsidecar.bench.options import MEASUREMENTS, Options
+    from kvsidecar.bench.options import MEASUREMENTS, BenchOptions
     from kvsidecar.errors import KVSidecarError
 
     if list_names:
@@ -281,7 +281,7 @@ def bench(list_names: bool, **given: Any) -> None:
             click.echo(f"{'*' if layout in LAYOUTS else ' '} {layout.name:25} {layout.what}")
         return
     try:
-        options = Options.checked(**given)
+        options = BenchOptions.checked(**given)
         from kvsidecar.bench.run import run
 
         sys.exit(run(options))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.bench.layouts import BLOCK_COUNTS, IN_FLIGHT, LAYOUTS
-from kvsidecar.bench.report import Measurement, Report
+from kvsidecar.bench.report import BenchReport, Measurement
 from tests.harness import SECONDS, environment, eventually
 
 
@@ -61,7 +61,7 @@ def wait_line(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"it ended without saying {text!r}")
 
 
-def report(share: float = 0.97, *, pacing: bool = False) -> Report:
+def report(share: float = 0.97, *, pacing: bool = False) -> BenchReport:
     """A report in which every store and load reaches this share of the limit, with one job in flight and with more.
 
     Args:
@@ -92,10 +92,10 @@ def report(share: float = 0.97, *, pacing: bool = False) -> Report:
     for chunk, p50, gbps in (("", 40, 0), ("off", 900, 54), ("2 MiB", 58, 45)) if pacing else ():
         measurements["pacing"].add(chunk=chunk, **latency(p50), store_gbps=gbps, load_gbps=0)
     machine = {"gpu": "NVIDIA H200", "pcie": "32.0 GT/s PCIe x16"}
-    return Report("0.1.0", "2026-11-21T12:00:00+00:00", "cuda", machine, {}, measurements)
+    return BenchReport("0.1.0", "2026-11-21T12:00:00+00:00", "cuda", machine, {}, measurements)
 
 
-def whole_report() -> Report:
+def whole_report() -> BenchReport:
     """One with rows for every table, and figures as long as they get."""
     whole = report()
     measurements = whole.measurements

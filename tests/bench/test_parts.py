@@ -15,12 +15,12 @@ import pytest
 from kvsidecar.bench import engine as engines
 from kvsidecar.bench import run as runs
 from kvsidecar.bench import scaling, verify
-from kvsidecar.bench.engine import Engine, attached
+from kvsidecar.bench.engine import AttachedEngine, attached
 from kvsidecar.bench.errors import BenchError
 from kvsidecar.bench.layouts import LAYOUTS, TINY
 from kvsidecar.bench.memory import Bytes
-from kvsidecar.bench.options import Options
-from kvsidecar.bench.processes import Child, RunningDaemon
+from kvsidecar.bench.options import BenchOptions
+from kvsidecar.bench.processes import BenchChild, RunningDaemon
 from kvsidecar.bench.report import Measurement
 from kvsidecar.bench.setting import Setting
 from kvsidecar.bench.stats import latency
@@ -30,11 +30,11 @@ from tests.marks import lent_daemon
 
 pytestmark = lent_daemon
 
-QUICK = Options(device="host", quick=True, only=("verify",))
+QUICK = BenchOptions(device="host", quick=True, only=("verify",))
 
 
 @pytest.fixture
-def engine(daemon: DaemonProcess) -> Iterator[Engine]:
+def engine(daemon: DaemonProcess) -> Iterator[AttachedEngine]:
     with attached(daemon.socket, TINY, None, run="test", rng=np.random.default_rng(0)) as engine:
         yield engine
 
@@ -63,14 +63,14 @@ class Lies:
             into[-1] ^= 1
 
 
-def test_one_wrong_byte_is_one_wrong_block(engine: Engine) -> None:
+def test_one_wrong_byte_is_one_wrong_block(engine: AttachedEngine) -> None:
     rng = np.random.default_rng(0)
     assert verify.round_trip(engine, 10, rng) == 0
     engine.memory = Lies(engine.memory)
     assert verify.round_trip(engine, 10, rng) == 1
 
 
-def test_a_load_that_does_nothing_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_does_nothing_is_seen(engine: AttachedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.client, "load", lambda *_, **__: engine.client.store([]))
     assert verify.round_trip(engine, 10, np.random.default_rng(0)) == 10
 
@@ -80,7 +80,7 @@ def test_a_failed_verification_fails_the_run_and_not_the_rest(
 ) -> None:
     monkeypatch.setattr(verify, "round_trip", lambda engine, *_: 3 if engine.layout.name == "tp8-4k" else 0)
     file = tmp_path / "result.json"
-    options = Options(device="host", quick=True, only=("verify", "lookup"), json=str(file))
+    options = BenchOptions(device="host", quick=True, only=("verify", "lookup"), json=str(file))
     assert runs.run(options) == 1
     measured = json.loads(file.read_text())["measurements"]
     assert measured["verify"]["status"] == "failed"
@@ -99,7 +99,7 @@ def test_a_measurement_that_raises_anything_keeps_its_rows_and_the_others_go_on(
 
     monkeypatch.setitem(runs.MEASURE, "lookup", broken)
     file = tmp_path / "result.json"
-    assert runs.run(Options(device="host", quick=True, only=("lookup", "submit"), json=str(file))) == 1
+    assert runs.run(BenchOptions(device="host", quick=True, only=("lookup", "submit"), json=str(file))) == 1
     measured = json.loads(file.read_text())["measurements"]
     assert measured["lookup"]["reason"] == "ZeroDivisionError: a bug"
     assert len(measured["lookup"]["rows"]) == 1
@@ -116,7 +116,7 @@ def test_a_dead_daemon_is_replaced_for_the_next_measurement(setting: Setting) ->
         engine.finish(engine.client.store(engine.jobs([engine.fresh(3)])[0]))
 
 
-def test_a_job_that_is_declined_or_skips_blocks_is_no_sample(engine: Engine) -> None:
+def test_a_job_that_is_declined_or_skips_blocks_is_no_sample(engine: AttachedEngine) -> None:
     known = engine.fresh(2)
     engine.finish(engine.client.store([Blocks(0, known, [0, 1])]))
     with pytest.raises(BenchError, match="2 blocks were skipped"):
@@ -125,7 +125,7 @@ def test_a_job_that_is_declined_or_skips_blocks_is_no_sample(engine: Engine) -> 
         engine.finish(engine.client.load([Blocks(0, engine.fresh(1), [0])]))
 
 
-def test_never_more_jobs_are_outstanding_than_in_flight(engine: Engine) -> None:
+def test_never_more_jobs_are_outstanding_than_in_flight(engine: AttachedEngine) -> None:
     most = 0
 
     def submits() -> Iterator[Any]:
@@ -145,7 +145,7 @@ def test_never_more_jobs_are_outstanding_than_in_flight(engine: Engine) -> None:
     assert all(job.nbytes == TINY.block_bytes and job.seconds > 0 for job in finished)
 
 
-def test_held_blocks_can_be_loaded_until_the_end_of_the_block(engine: Engine) -> None:
+def test_held_blocks_can_be_loaded_until_the_end_of_the_block(engine: AttachedEngine) -> None:
     with engine.held(5, 2) as held:
         assert engine.client.status().pool.leases == 2
         assert all(job.nbytes == 5 * TINY.block_bytes for job in engine.run(engine.loads(held, 4), 2))
@@ -153,7 +153,7 @@ def test_held_blocks_can_be_loaded_until_the_end_of_the_block(engine: Engine) ->
 
 
 def test_lookups_beside_the_ranks_find_their_blocks_when_earlier_ones_are_gone(
-    engine: Engine, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+    engine: AttachedEngine, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scaling, "HASHES", 16)  # what the pool of a test has room for
     asker = scaling.Asker(engine, RunningDaemon(daemon.socket))
@@ -176,7 +176,7 @@ def test_a_child_reports_its_own_errors_and_goes_on(setting: Setting) -> None:
 
 
 def test_a_child_that_dies_says_what_it_said_last(tmp_path: Path) -> None:
-    child = Child("kvsidecar.bench.rank", {"layout": "none"}, tmp_path)
+    child = BenchChild("kvsidecar.bench.rank", {"layout": "none"}, tmp_path)
     with pytest.raises(BenchError, match=r"the rank process ended with exit code 1:[^$]*Error"):
         child.answer()
     child.close()

@@ -7,11 +7,11 @@ import io
 from rich.console import Console
 
 from kvsidecar.bench import tables
-from kvsidecar.bench.report import Measurement, Report
+from kvsidecar.bench.report import BenchReport, Measurement
 from tests.bench import support
 
 
-def shown(report: Report, width: int = tables.WIDTH) -> str:
+def shown(report: BenchReport, width: int = tables.WIDTH) -> str:
     console = Console(file=io.StringIO(), width=width)
     tables.print_report(report, console)
     assert isinstance(console.file, io.StringIO)

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from kvsidecar.bench.options import MEASUREMENTS, USUAL_SECONDS
 from kvsidecar.bench.report import Measurement
-from kvsidecar.bench.run import SAID_EVERY_SECONDS, Progress, plan_text
+from kvsidecar.bench.run import SAID_EVERY_SECONDS, BenchProgress, plan_text
 from tests.clock import Clock
 from tests.harness import SECONDS
 
 
 def test_outside_a_terminal_a_step_is_said_every_few_seconds() -> None:
     clock, out = Clock(0.0), io.StringIO()
-    progress = Progress(Console(file=out), clock)
+    progress = BenchProgress(Console(file=out), clock)
     progress.begin("bandwidth", "3 of 9, store and load")
     for second in range(12):
         clock.now = float(second)
@@ -32,7 +32,7 @@ def test_outside_a_terminal_a_step_is_said_every_few_seconds() -> None:
 
 def test_a_step_that_goes_on_is_said_again_also_one_that_began_just_after_a_line() -> None:
     clock, out = Clock(0.0), io.StringIO()
-    progress = Progress(Console(file=out), clock)
+    progress = BenchProgress(Console(file=out), clock)
     progress.begin("jobs", "6 of 9")
     clock.now = 1.0
     progress.detail("attaching rank 3")
@@ -65,7 +65,7 @@ class Lines(io.StringIO):
 
 def test_the_step_under_way_is_said_while_the_measurement_is_busy() -> None:
     out = Lines()
-    with Progress(Console(file=out), every=0.01) as progress:
+    with BenchProgress(Console(file=out), every=0.01) as progress:
         progress.begin("limit", "1 of 9")
         assert out.three.wait(SECONDS), "nothing but the reminder speaks here"
     assert out.getvalue().splitlines()[2].startswith("limit: 1 of 9, for ")
@@ -73,7 +73,7 @@ def test_the_step_under_way_is_said_while_the_measurement_is_busy() -> None:
 
 def test_a_terminal_shows_the_step_in_place() -> None:
     clock, out = Clock(0.0), io.StringIO()
-    progress = Progress(Console(file=out, force_terminal=True, width=80), clock)
+    progress = BenchProgress(Console(file=out, force_terminal=True, width=80), clock)
     progress.begin("jobs", "6 of 9")
     clock.now = 60.0
     assert progress.remind() == SAID_EVERY_SECONDS
