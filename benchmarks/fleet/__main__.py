@@ -35,7 +35,7 @@ from benchmarks.fleet.engine_cache import EAGER, MODES
 from benchmarks.fleet.fit import statistics
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Log, Prefill, Source, Task, load_uses, run_policy
 from benchmarks.fleet.trace import BLOCK_TOKENS
-from kvsidecar.cli.size.agentic import WARM_SECONDS, Sessions
+from kvsidecar.cli.size.agentic import WARM_SECONDS, SessionReplay
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.support.units import GiB, TiB, parse_size
 
@@ -177,8 +177,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     if options.quick:
         options.hours = 0.75
     if options.agentic:
-        hours = Sessions.hours if options.hours is None else options.hours
-        source: Source = Sessions(
+        hours = SessionReplay.hours if options.hours is None else options.hours
+        source: Source = SessionReplay(
             options.agentic,
             options.sessions,
             hours,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fleet.policies import CLAIRVOYANT, POLICIES, Prefill, Task, run_policy
-from kvsidecar.cli.size.agentic import Sessions
+from kvsidecar.cli.size.agentic import SessionReplay
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.types import Eviction
 
@@ -60,7 +60,7 @@ def measure(trace: Path, sessions: list[int], pool_tokens: int, hours: float, jo
     """Hits of every policy for each number of sessions."""
     names = [*POLICIES, CLAIRVOYANT]
     tasks = [
-        Task(Sessions(trace, count, hours), name, pool_tokens, PREFILL, STORE_TOKENS)
+        Task(SessionReplay(trace, count, hours), name, pool_tokens, PREFILL, STORE_TOKENS)
         for count in sessions
         for name in names
     ]

@@ -26,7 +26,7 @@ from benchmarks.fleet.__main__ import counts, tokens
 from benchmarks.fleet.policies import CLAIRVOYANT, Prefill, Task, run_policy
 from kvsidecar.cache import eviction_rhythm
 from kvsidecar.cache.eviction_rhythm import CLEARLY, FIRST_GAP, PATIENCE, STEPS
-from kvsidecar.cli.size.agentic import Sessions
+from kvsidecar.cli.size.agentic import SessionReplay
 from kvsidecar.cli.size.hits import STEP_TOKENS
 from kvsidecar.types import Eviction
 
@@ -80,7 +80,7 @@ def hits(run: Run, path: Path, hours: float) -> float:
     seed, half, cell, name = run
     sessions, pool = cell.split("/")
     policy = str(Eviction.RHYTHM) if name in SETTINGS else name
-    source = Sessions(path, int(sessions), hours, seed, half)
+    source = SessionReplay(path, int(sessions), hours, seed, half)
     with patch.multiple(eviction_rhythm, **SETTINGS.get(name, SETTINGS[SHIPPED])):
         found: float = run_policy(Task(source, policy, tokens(pool), Prefill(1.0, 1.0), STEP_TOKENS))["hits"]
     return found
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agentic", type=Path, required=True, help="a file of recorded sessions")
     parser.add_argument("--cells", default="16/0.5M,32/1M,16/1M,32/2M", help="sessions at once / tokens of the pool")
-    parser.add_argument("--hours", type=float, default=Sessions.hours)
+    parser.add_argument("--hours", type=float, default=SessionReplay.hours)
     parser.add_argument("--seeds", type=counts, default="0,1")
     parser.add_argument("--json", type=Path, help="file for the hits of each run")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

@@ -19,10 +19,10 @@ from benchmarks.fleet.engine_cache import Engine
 from benchmarks.fleet.trace import Mix, uses_of
 from kvsidecar.cache.arrays import Bools, Ints, first_of_each
 from kvsidecar.cache.grants import StoreGrant
-from kvsidecar.cli.size.agentic import Sessions, schedule
-from kvsidecar.cli.size.hits import HASH_BYTES, Pool
+from kvsidecar.cli.size.agentic import SessionReplay, schedule
+from kvsidecar.cli.size.hits import HASH_BYTES, SimulatedPool
 from kvsidecar.cli.size.log import read_log
-from kvsidecar.cli.size.progress import Progress
+from kvsidecar.cli.size.progress import ReplayProgress
 from kvsidecar.cli.size.uses import Use, Uses
 from kvsidecar.types import Eviction, LookupMode
 
@@ -79,7 +79,7 @@ class Tally:
         return {"hits": self.hit_tokens / self.tokens if self.tokens else 0.0, **counted}
 
 
-class CachePool(Pool):
+class CachePool(SimulatedPool):
     """The daemon's cache with one of its policies, and what it does with blocks, counted.
 
     Args:
@@ -200,7 +200,7 @@ class Log:
     path: Path
 
 
-Source = Sessions | Log | Mix | Path
+Source = SessionReplay | Log | Mix | Path
 """Sessions or a log, or the generated trace or the file of Mooncake that `load` takes."""
 
 
@@ -224,7 +224,7 @@ class Task:
 @lru_cache(maxsize=1)
 def load_uses(source: Source) -> Uses:
     """What is replayed. Raises BadFile: a file is not what it should be."""
-    if isinstance(source, Sessions):
+    if isinstance(source, SessionReplay):
         return schedule(source)
     if isinstance(source, Log):
         return read_log(source.path)
@@ -246,7 +246,7 @@ def replay(uses: Uses, task: Task) -> dict[str, Any]:
     else:
         pool = CachePool(task.policy, blocks, uses.block_tokens, task.store_tokens)
         asked = Engine(pool, engine, task.store_mode) if engine else pool
-    before, tally, progress = Tally(task.prefill), Tally(task.prefill), Progress()
+    before, tally, progress = Tally(task.prefill), Tally(task.prefill), ReplayProgress()
     for number, use in enumerate(uses.uses):
         pool.tally = counts = tally if use.at >= uses.warm else before
         if use.tokens:

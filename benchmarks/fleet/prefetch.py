@@ -27,7 +27,7 @@ from benchmarks.fleet.policies import CachePool, Prefill, Tally
 from benchmarks.fleet.trace import BLOCK_TOKENS
 from kvsidecar.cache.arrays import Bools, Ints
 from kvsidecar.cache.eviction_rhythm import FIRST_GAP, STEPS, moved
-from kvsidecar.cli.size.agentic import Sessions, schedule
+from kvsidecar.cli.size.agentic import SessionReplay, schedule
 from kvsidecar.cli.size.hits import HASH_BYTES, STEP_TOKENS, packed
 from kvsidecar.cli.size.uses import Use, Uses
 from kvsidecar.types import Eviction
@@ -136,10 +136,10 @@ def main() -> None:
     parser.add_argument("--agentic", type=Path, required=True, help="a file of recorded sessions")
     parser.add_argument("--sessions", type=int, required=True, help="how many run at once")
     parser.add_argument("--pool-tokens", type=tokens, required=True)
-    parser.add_argument("--hours", type=float, default=Sessions.hours)
+    parser.add_argument("--hours", type=float, default=SessionReplay.hours)
     parser.add_argument("--model", choices=MODELS, default="70b", help="bytes of a block")
     options = parser.parse_args()
-    uses = schedule(Sessions(options.agentic, options.sessions, options.hours))
+    uses = schedule(SessionReplay(options.agentic, options.sessions, options.hours))
     token_bytes = MODELS[options.model].block_bytes / BLOCK_TOKENS
     seconds = uses.uses[-1].at - uses.warm
     for way, ahead in WAYS:

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.vllm.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from kvsidecar.bench.processes import private_daemon
-from kvsidecar.cli.size.agentic import Session, read_sessions
+from kvsidecar.cli.size.agentic import RecordedSession, read_sessions
 from kvsidecar.support.units import parse_size
 
 NAME = "tiny"
@@ -53,7 +53,9 @@ COUNTED = re.compile(
 """Of the engine's metrics."""
 
 
-def weka_trace(name: str, session: Session, block_tokens: int, speed: float, most_tokens: int) -> dict[str, Any] | None:
+def weka_trace(
+    name: str, session: RecordedSession, block_tokens: int, speed: float, most_tokens: int
+) -> dict[str, Any] | None:
     """A session as AIPerf's ``WekaTrace``, up to its first prompt of more than ``most_tokens``; None: that is its
     first.
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.vllm.conversations import Timing, counted
-from kvsidecar.cli.size.agentic import MAX_THINK, Request, read_sessions
+from kvsidecar.cli.size.agentic import MAX_THINK, RecordedRequest, read_sessions
 
 Ints = npt.NDArray[np.int64]
 
@@ -141,7 +141,7 @@ class Sessions:
         fits = (self._prompt_tokens(each) + self._max_output_tokens <= self._max_tokens for each in requests)
         return next((number for number, each in enumerate(fits) if not each), len(requests))
 
-    def _prompt_tokens(self, request: Request) -> int:
+    def _prompt_tokens(self, request: RecordedRequest) -> int:
         return max(1, int(request.runs.lengths.sum()) * self._block_tokens)
 
     def _ask(self, name: str, number: int, agent: _Agent, now: float) -> Asked:

@@ -25,8 +25,8 @@ from benchmarks.fleet.policies import replay as replay_pool
 from benchmarks.fleet.replay import Case, Router, replay
 from benchmarks.fleet.trace import Mix, Request, Trace, generate, read, uses_of
 from kvsidecar.cache import eviction_rhythm
-from kvsidecar.cli.size.agentic import PERSON_SECONDS, TOOL_SECONDS, Sessions, read_sessions, schedule
-from kvsidecar.cli.size.hits import Pool
+from kvsidecar.cli.size.agentic import PERSON_SECONDS, TOOL_SECONDS, SessionReplay, read_sessions, schedule
+from kvsidecar.cli.size.hits import SimulatedPool
 from kvsidecar.cli.size.json_lines import BadFile
 from kvsidecar.cli.size.log import read_log
 from kvsidecar.cli.size.uses import Uses, runs_of
@@ -203,13 +203,13 @@ def test_what_is_stored_in_pieces_and_touched_loses_its_tail_first() -> None:
 
 def test_of_a_prompt_that_is_declined_as_a_whole_the_head_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that takes a step of the engine, 16 blocks, at most, and nothing from block 32 on."""
-    put = Pool.put
+    put = SimulatedPool.put
 
-    def put_some(pool: Pool, hashes: bytes) -> Any:
+    def put_some(pool: SimulatedPool, hashes: bytes) -> Any:
         declined = len(hashes) > 16 * 16 or int.from_bytes(hashes[:8], "little") >= 32
         return None if declined else put(pool, hashes)
 
-    monkeypatch.setattr(Pool, "put", put_some)
+    monkeypatch.setattr(SimulatedPool, "put", put_some)
     uses = uses_of(trace_of(tuple(range(40)), tuple(range(40))), 0.0)
     assert shares(uses, 64 * 512)["lru"] == 32 / 80
 
@@ -257,7 +257,7 @@ def test_an_answer_is_stored_as_far_as_a_later_prompt_names_it(tmp_path: Path) -
     file.write_text(
         session([0, 130, 70, 0, 2.5, [0, 2]], [9, 70, 9, 4000, 1, [9, 1]], [20, 330, 9, 20, 1, [0, 2, 4, 3]])
     )
-    uses = schedule(Sessions(file, 1, hours=0.2))
+    uses = schedule(SessionReplay(file, 1, hours=0.2))
     first, answer, other, later = uses.uses[:4]
     blocks = [each.runs.numbers().tolist() for each in (first, answer, other, later)]
     assert blocks == [[0, 1], [4], [9], [0, 1, 4, 5, 6]]
@@ -274,7 +274,7 @@ def test_at_the_end_of_each_request_it_may_be_said_what_comes(tmp_path: Path) ->
     file.write_text(
         session([0, 130, 70, 0, 2, [0, 2]], [9, 330, 9, 29, 1, [0, 2, 4, 3]], [20, 330, 9, 31, 1, [0, 2, 4, 3]])
     )
-    silent, uses = (schedule(Sessions(file, 1, hours=0.2, hints=hints)).uses for hints in (False, True))
+    silent, uses = (schedule(SessionReplay(file, 1, hours=0.2, hints=hints)).uses for hints in (False, True))
     assert {each.pause for each in silent} == {0.0}
     assert [(each.tokens, each.pause) for each in uses[:6]] == [
         (130, 0.0),
@@ -288,27 +288,29 @@ def test_at_the_end_of_each_request_it_may_be_said_what_comes(tmp_path: Path) ->
 
 
 def test_what_is_said_is_worth_hits_to_rhythm() -> None:
-    silent, said = (shares(schedule(Sessions(EXCERPT, 4, hours=1.0, hints=hints)), 40_000) for hints in (False, True))
+    silent, said = (
+        shares(schedule(SessionReplay(EXCERPT, 4, hours=1.0, hints=hints)), 40_000) for hints in (False, True)
+    )
     assert said["rhythm"] > silent["rhythm"] + 0.01
     assert said[CLAIRVOYANT] == silent[CLAIRVOYANT] > said["rhythm"]
 
 
 def test_sessions_that_follow_each_other_share_nothing() -> None:
-    uses = schedule(Sessions(EXCERPT, 3, hours=1.0))
+    uses = schedule(SessionReplay(EXCERPT, 3, hours=1.0))
     prompts = [each for each in uses.uses if each.tokens]
     assert [each.at for each in uses.uses] == sorted(each.at for each in uses.uses)
     assert len({int(each.runs.starts[0]) for each in prompts if len(each.runs.starts)}) > 3 * 7
-    assert schedule(Sessions(EXCERPT, 3, hours=1.0, seed=1)).uses[0] != uses.uses[0]
+    assert schedule(SessionReplay(EXCERPT, 3, hours=1.0, seed=1)).uses[0] != uses.uses[0]
 
 
 def test_a_cold_start_amid_sessions_is_counted_from_when_it_is_said() -> None:
-    usual = schedule(Sessions(EXCERPT, 3, hours=1.0))
-    cold = schedule(Sessions(EXCERPT, 3, hours=0.1, warm_seconds=24.0, midway=True, speed=10.0))
+    usual = schedule(SessionReplay(EXCERPT, 3, hours=1.0))
+    cold = schedule(SessionReplay(EXCERPT, 3, hours=0.1, warm_seconds=24.0, midway=True, speed=10.0))
     assert (usual.warm, cold.warm) == (1800.0, 24.0)
     assert max(each.at for each in cold.uses) < 360.0
     assert cold.uses[0].at == pytest.approx(usual.uses[0].at / 10)
     assert cold.uses[0].tokens != usual.uses[0].tokens
-    fast = schedule(Sessions(EXCERPT, 3, hours=0.1, speed=10.0))
+    fast = schedule(SessionReplay(EXCERPT, 3, hours=0.1, speed=10.0))
     assert [each.at * 10 for each in fast.uses] == pytest.approx([each.at for each in usual.uses])
 
 
@@ -318,7 +320,10 @@ def test_each_session_is_in_one_half() -> None:
     assert sizes[0] == sorted(sizes[1] + sizes[2])
     assert sizes[1]
     assert sizes[2]
-    assert schedule(Sessions(EXCERPT, 2, hours=0.2, half=1)).uses != schedule(Sessions(EXCERPT, 2, hours=0.2)).uses
+    assert (
+        schedule(SessionReplay(EXCERPT, 2, hours=0.2, half=1)).uses
+        != schedule(SessionReplay(EXCERPT, 2, hours=0.2)).uses
+    )
 
 
 def test_a_setting_is_chosen_on_one_half_and_judged_on_the_other() -> None:
@@ -382,13 +387,13 @@ def test_runs_that_the_file_has_are_not_run_again(
 
 @pytest.mark.parametrize("pool_tokens", [10_000, 40_000, 100_000])
 def test_no_policy_hits_more_than_one_that_knows_what_comes(pool_tokens: int) -> None:
-    found = shares(schedule(Sessions(EXCERPT, 4, hours=1.0)), pool_tokens)
+    found = shares(schedule(SessionReplay(EXCERPT, 4, hours=1.0)), pool_tokens)
     best = found.pop(CLAIRVOYANT)
     assert all(0.05 < each < best < 0.9 for each in found.values()), found
 
 
 def test_what_is_prefetched_is_hit_in_the_pool_instead_of_read() -> None:
-    uses = schedule(Sessions(EXCERPT, 4, hours=1.0))
+    uses = schedule(SessionReplay(EXCERPT, 4, hours=1.0))
     found = {way: prefetch.Replay(uses, 40_000, way, ahead).run() for way, ahead in prefetch.WAYS}
     none, foreseen = found["none"], found["foreseen"]
     assert none.prefetched == 0 < found["predicted"].prefetched

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvsidecar.cli.size.kv import ATTENTION_BLOCK, MLA_BLOCK, MLA_STATE_BLOCK, Kind, kv_of
+from kvsidecar.cli.size.kv import ATTENTION_BLOCK, MLA_BLOCK, MLA_STATE_BLOCK, KVKind, kv_of
 from kvsidecar.cli.size.models import KNOWN
 
 pytestmark = pytest.mark.older
@@ -120,7 +120,7 @@ def block_bytes(spec: KVCacheSpec, layers: int) -> int:
     return spec.page_size_bytes * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else layers)
 
 
-KINDS = ((SlidingWindowSpec, Kind.WINDOW), (MambaSpec, Kind.STATE), (KVCacheSpec, Kind.FULL))
+KINDS = ((SlidingWindowSpec, KVKind.WINDOW), (MambaSpec, KVKind.STATE), (KVCacheSpec, KVKind.FULL))
 
 
 @pytest.mark.parametrize("model", KNOWN)

@@ -1,5 +1,5 @@
-"""One engine of the demo: ``python -m kvsidecar.cli.demo.engine store|load CONFIG``, with the arguments of `Engine` as
-JSON.
+"""One engine of the demo: ``python -m kvsidecar.cli.demo.engine store|load CONFIG``, with the arguments of `DemoEngine`
+as JSON.
 
 It has two tensor-parallel ranks, each with its own buffer and connection, and writes JSON lines to standard output.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsidecar.bench.driver import Cuda
 from kvsidecar.bench.memory import EngineMemory, engine_memory
-from kvsidecar.cli.demo.shape import TP_SIZE, Shape
+from kvsidecar.cli.demo.shape import TP_SIZE, DemoShape
 from kvsidecar.client import Blocks, Client, JobDone, Outcome
 
 JOB_BLOCKS = 64
@@ -28,7 +28,7 @@ def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-class Engine:
+class DemoEngine:
     """Two ranks of one instance.
 
     Args:
@@ -36,7 +36,7 @@ class Engine:
         seed: determines the order in which this engine allocates block ids.
     """
 
-    def __init__(self, *, name: str, shape: Shape, socket: str, cuda: bool, seed: int) -> None:
+    def __init__(self, *, name: str, shape: DemoShape, socket: str, cuda: bool, seed: int) -> None:
         self.shape = shape
         self.hashes = shape.hashes()
         self.block_ids = list(range(shape.num_blocks))
@@ -138,7 +138,7 @@ def summary(done: list[JobDone], seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     action, config = sys.argv[1], json.loads(sys.argv[2])
-    engine = Engine(shape=Shape(**config.pop("shape")), **config)
+    engine = DemoEngine(shape=DemoShape(**config.pop("shape")), **config)
     say(attached=True)
     if action == "store":
         engine.store()

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from kvsidecar.cli.demo.shape import TP_SIZE, Shape, choose, pool_bytes
+from kvsidecar.cli.demo.shape import TP_SIZE, DemoShape, choose, pool_bytes
 from kvsidecar.client import Client, DaemonUnreachable, State
 from kvsidecar.device.host import HostPlatform
 from kvsidecar.device.platforms import open_platform
@@ -53,7 +53,7 @@ def run(*, blocks: int, device: str, disk: bool = False) -> int:
         return 1
 
 
-def _choose(blocks: int, device: str) -> tuple[str, Shape]:
+def _choose(blocks: int, device: str) -> tuple[str, DemoShape]:
     if not 1 <= blocks <= 100_000:
         raise DemoFailed(f"--blocks {blocks} is not between 1 and 100000")
     platform, _ = open_platform(device)
@@ -62,7 +62,7 @@ def _choose(blocks: int, device: str) -> tuple[str, Shape]:
     return kind, choose(blocks=blocks, cuda=kind == "cuda", lockable_bytes=HostPlatform().pin_limit())
 
 
-def _run(console: Console, kind: str, shape: Shape, directory: Path, disk: bool) -> int:
+def _run(console: Console, kind: str, shape: DemoShape, directory: Path, disk: bool) -> int:
     socket = str(directory / "kvsidecar.sock")
     where = "the GPU" if kind == "cuda" else "the host device (no GPU is used)"
     blocks, row = count(shape.num_blocks, "block"), format_size(shape.row_bytes)
@@ -154,13 +154,13 @@ def _show_pinning(console: Console, client: Client, daemon: subprocess.Popen[byt
             time.sleep(0.02)
 
 
-def engine_command(action: str, name: str, kind: str, shape: Shape, socket: str) -> list[str]:
+def engine_command(action: str, name: str, kind: str, shape: DemoShape, socket: str) -> list[str]:
     seed = random.randrange(2**32)
     config = {"name": name, "shape": asdict(shape), "socket": socket, "cuda": kind == "cuda", "seed": seed}
     return [sys.executable, "-m", "kvsidecar.cli.demo.engine", action, json.dumps(config)]
 
 
-def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
+def _engine_a(console: Console, kind: str, shape: DemoShape, socket: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     command = engine_command("store", "engine-a", kind, shape, socket)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, close_fds=False) as engine:
@@ -184,7 +184,7 @@ def _engine_a(console: Console, kind: str, shape: Shape, socket: str) -> list[di
     return lines
 
 
-def _engine_b(kind: str, shape: Shape, socket: str) -> list[dict[str, Any]]:
+def _engine_b(kind: str, shape: DemoShape, socket: str) -> list[dict[str, Any]]:
     command = engine_command("load", "engine-b", kind, shape, socket)
     try:
         engine = subprocess.run(
@@ -210,7 +210,7 @@ def _wait_until_detached(client: Client) -> None:
     _wait_until(lambda: still if client.status().ranks else "", 10)
 
 
-def _wait_until_written(client: Client, shape: Shape) -> None:
+def _wait_until_written(client: Client, shape: DemoShape) -> None:
     def problem() -> str:
         written = client.status().tiers[0].written_bytes
         if written >= shape.all_bytes:

@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DemoShape:
     """One rank's KV cache, layer-stacked: ``[layers, num_blocks, row_bytes]`` in one allocation."""
 
     layers: int
@@ -69,7 +69,7 @@ class Shape:
         return np.frombuffer(np.random.default_rng(seed).bytes(self.shard_bytes), np.uint8)
 
 
-def choose(*, blocks: int, cuda: bool, lockable_bytes: int | None) -> Shape:
+def choose(*, blocks: int, cuda: bool, lockable_bytes: int | None) -> DemoShape:
     """The largest shape that fits.
 
     Args:
@@ -77,17 +77,17 @@ def choose(*, blocks: int, cuda: bool, lockable_bytes: int | None) -> Shape:
         lockable_bytes: bytes that this process may mlock; None: no limit.
     """
     if cuda:
-        return Shape(layers=32, row_bytes=32 * 1024, num_blocks=blocks)
-    shape = Shape(layers=16, row_bytes=8 * 1024, num_blocks=blocks)
+        return DemoShape(layers=32, row_bytes=32 * 1024, num_blocks=blocks)
+    shape = DemoShape(layers=16, row_bytes=8 * 1024, num_blocks=blocks)
     # An ordinary user may lock 8 MiB on most systems: keep the number of blocks and shrink the heads instead.
     while lockable_bytes is not None and pool_bytes(shape) > lockable_bytes and shape.shard_bytes > 4096:
         if shape.row_bytes > 512:
-            shape = Shape(shape.layers, shape.row_bytes // 2, blocks)
+            shape = DemoShape(shape.layers, shape.row_bytes // 2, blocks)
         else:
-            shape = Shape(shape.layers // 2, shape.row_bytes, blocks)
+            shape = DemoShape(shape.layers // 2, shape.row_bytes, blocks)
     return shape
 
 
-def pool_bytes(shape: Shape) -> int:
+def pool_bytes(shape: DemoShape) -> int:
     """Size of a pool that holds all blocks of all ranks, with some spare space."""
     return (shape.all_bytes * 9 // 8 + 65535) // 65536 * 65536

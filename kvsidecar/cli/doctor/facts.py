@@ -87,7 +87,7 @@ class DaemonConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryFacts:
     available: int | None
     cgroups: tuple[CgroupLimit, ...]
     memlock: int | None
@@ -104,7 +104,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPool:
+class KeptPoolFacts:
     """The directory that keeps the pool over the daemon's end. Sizes in bytes."""
 
     directory: str = ""
@@ -186,7 +186,7 @@ class SocketFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Daemon:
+class DaemonFacts:
     """The daemon that answers at the socket."""
 
     state: State | None = None
@@ -219,7 +219,7 @@ class Isolation:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class InspectedEngine:
     """The process of --pid."""
 
     pid: int
@@ -246,15 +246,15 @@ class Facts:
     """Existing /dev/nvidia*."""
     closed_nvidia_nodes: tuple[str, ...]
     """Those of ``nvidia_nodes`` that this user may not open."""
-    memory: Memory
-    kept_pool: KeptPool
+    memory: MemoryFacts
+    kept_pool: KeptPoolFacts
     disk: DiskTier
     cluster: Cluster
     shared: DiskTier
     """The directory of the shared tier; nothing of it is measured or locked."""
     socket: SocketFacts
-    daemon: Daemon
+    daemon: DaemonFacts
     isolation: Isolation
     """The running daemon's, if its /proc entry is readable; otherwise the doctor's."""
-    engine: Engine | None
+    engine: InspectedEngine | None
     """None: no --pid was given."""

@@ -21,17 +21,17 @@ from typing import Any
 from kvsidecar import __version__
 from kvsidecar.cache import kernels
 from kvsidecar.cli.doctor.facts import (
-    Daemon,
     DaemonConfig,
+    DaemonFacts,
     Driver,
-    Engine,
     Facts,
     Gpu,
     Host,
+    InspectedEngine,
     Isolation,
-    KeptPool,
+    KeptPoolFacts,
     Kernel,
-    Memory,
+    MemoryFacts,
     SocketFacts,
 )
 from kvsidecar.cli.doctor.gather_tiers import cluster, disk_tier, existing, name_of, shared_tier, version_of
@@ -172,7 +172,7 @@ class _Limits(HostPlatform):
         return None
 
 
-def _memory(settings: Settings | None, driver: Driver) -> Memory:
+def _memory(settings: Settings | None, driver: Driver) -> MemoryFacts:
     thp = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     refusal = page_kind = ""
     if settings is not None:
@@ -183,7 +183,7 @@ def _memory(settings: Settings | None, driver: Driver) -> Memory:
             page_kind = HostPool(spec, _Limits("cuda" if cuda else "host")).check().kind.value
         except PoolRefused as error:
             refusal = str(error)
-    return Memory(
+    return MemoryFacts(
         available=memory_limits.meminfo().get("MemAvailable"),
         cgroups=memory_limits.memory_cgroups(),
         memlock=memory_limits.memlock_limit(),
@@ -195,9 +195,9 @@ def _memory(settings: Settings | None, driver: Driver) -> Memory:
     )
 
 
-def _kept_pool(settings: Settings | None) -> KeptPool:
+def _kept_pool(settings: Settings | None) -> KeptPoolFacts:
     if settings is None or settings.pool_dir is None:
-        return KeptPool()
+        return KeptPoolFacts()
     directory = Path(settings.pool_dir)
     place = existing(directory)
     try:
@@ -205,12 +205,12 @@ def _kept_pool(settings: Settings | None) -> KeptPool:
         opened.close()
         status, limit = place.stat(), os.statvfs(place)
     except (ConfigError, OSError) as error:
-        return KeptPool(str(directory), str(error).replace(f"='{place}'", f"='{directory}'"))
+        return KeptPoolFacts(str(directory), str(error).replace(f"='{place}'", f"='{directory}'"))
     pool: os.stat_result | None = None
     with contextlib.suppress(OSError):
         pool = os.lstat(directory / FILES[0])
     in_use = pool.st_blocks * 512 if pool else 0
-    return KeptPool(
+    return KeptPoolFacts(
         directory=str(directory),
         file_system="hugetlbfs" if opened.huge_page_bytes else "tmpfs",
         owner=name_of(status.st_uid),
@@ -253,7 +253,7 @@ def _socket(path: str, wanted_group: str | None) -> SocketFacts:
     return SocketFacts(owner, usable, stat.S_ISSOCK(found.st_mode), mode, name_of(found.st_uid), group, members, closed)
 
 
-def _daemon(path: str) -> Daemon:
+def _daemon(path: str) -> DaemonFacts:
     pid = 0
     with sockets.socket(sockets.AF_UNIX) as probe:
         probe.settimeout(2.0)
@@ -261,20 +261,20 @@ def _daemon(path: str) -> Daemon:
             probe.connect(path)
             pid = peer.credentials(probe).pid
         except PermissionError:
-            return Daemon(reason="permission denied", refused=True)
+            return DaemonFacts(reason="permission denied", refused=True)
         except FileNotFoundError:
-            return Daemon(reason="there is no socket")
+            return DaemonFacts(reason="there is no socket")
         except OSError as error:
-            return Daemon(reason=error.strerror or str(error))
+            return DaemonFacts(reason=error.strerror or str(error))
     try:
         with Client(path, name="kvsidecar doctor") as client:
             reply = client.status()
     except ClientError as error:
-        return Daemon(reason=str(error), pid=pid)
+        return DaemonFacts(reason=str(error), pid=pid)
     state = STATE_FROM_WIRE[reply.readiness.state]
     tiers = {tier.name: tier.off for tier in reply.tiers}
     ranks, pool = reply.totals.ranks, reply.pool
-    return Daemon(
+    return DaemonFacts(
         state, reply.readiness.reason, False, reply.version, pid, ranks, pool.carrier, tiers, pool.total_bytes
     )
 
@@ -295,18 +295,18 @@ def _isolation(process: int | str) -> Isolation | None:
     return Isolation(ipc, pid, shm.st_dev, space.f_bsize * space.f_blocks, writable)
 
 
-def _engine(pid: int) -> Engine:
+def _engine(pid: int) -> InspectedEngine:
     root = Path("/proc") / str(pid)
     try:
         uid = root.stat().st_uid
     except OSError:
-        return Engine(pid, exists=False)
+        return InspectedEngine(pid, exists=False)
     environ: dict[str, str] | None = None
     with contextlib.suppress(OSError):
         pairs = (each.partition("=") for each in (root / "environ").read_bytes().decode(errors="replace").split("\0"))
         environ = {name: value for name, _, value in pairs if name in ALLOCATOR_VARIABLES}
     command = tuple(part for part in _read(root / "cmdline").split("\0") if part)
-    return Engine(pid, True, uid, environ, command, _isolation(pid))
+    return InspectedEngine(pid, True, uid, environ, command, _isolation(pid))
 
 
 def _read(path: str | Path) -> str:

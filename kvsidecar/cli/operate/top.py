@@ -38,7 +38,7 @@ _QUIT = frozenset("qQ\x03\x04")
 """q, and Ctrl-C and Ctrl-D if the terminal does not turn them into signals."""
 
 
-class Watch:
+class Observations:
     """The observations of one daemon, which may disappear and come back."""
 
     def __init__(self, client: Client | RemoteClient, worth: Worth | None) -> None:
@@ -74,7 +74,7 @@ class Watch:
 def once(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> None:
     """Print one screen, with rates over ``interval`` seconds. Raises ClientError if no daemon answers."""
     client.status()
-    watch = Watch(client, worth)
+    watch = Observations(client, worth)
     watch.poll()
     time.sleep(interval)
     console.print(render(watch.poll(), console.width, PRINTED_HEIGHT))
@@ -82,7 +82,7 @@ def once(client: Client | RemoteClient, interval: float, console: Console, worth
 
 def live(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> None:
     """Refresh the screen until q or Ctrl-C."""
-    watch = Watch(client, worth)
+    watch = Observations(client, worth)
     with _keys() as key_within, Live(console=console, screen=True, auto_refresh=False) as shown:
         while True:
             next_poll = time.monotonic() + interval

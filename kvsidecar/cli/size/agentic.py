@@ -36,7 +36,7 @@ PERSON_SECONDS: Final = 120.0
 WARM_SECONDS: Final = 1800.0
 
 
-class Request(NamedTuple):
+class RecordedRequest(NamedTuple):
     tokens: int
     output_tokens: int
     think: float
@@ -48,13 +48,13 @@ class Request(NamedTuple):
     """Blocks of the prompt."""
 
 
-class Session(NamedTuple):
-    requests: list[Request]
+class RecordedSession(NamedTuple):
+    requests: list[RecordedRequest]
     num_blocks: int
 
 
 @dataclass(frozen=True)
-class Sessions:
+class SessionReplay:
     """The choice of what is replayed.
 
     Args:
@@ -80,7 +80,7 @@ class Sessions:
     """Divisor of all times of the sessions."""
 
 
-def schedule(what: Sessions) -> Uses:
+def schedule(what: SessionReplay) -> Uses:
     """The prompts and answers of a file's sessions. Raises BadFile: it is not what the module describes."""
     block_tokens, recorded = read_sessions(what.path, what.half)
     rng, uses, end = random.Random(what.seed), list[Use](), what.hours * 3600 * what.speed
@@ -114,7 +114,7 @@ def schedule(what: Sessions) -> Uses:
     return Uses(name, block_tokens, base, what.warm_seconds, uses)
 
 
-def _pause(coming: list[Request]) -> float:
+def _pause(coming: list[RecordedRequest]) -> float:
     """The pause that a hint announces before these requests."""
     if not coming:
         return inf
@@ -125,7 +125,7 @@ def _moved(runs: Runs, base: int) -> Runs:
     return Runs(runs.starts + base, runs.lengths)
 
 
-def read_sessions(path: Path, half: int = 0) -> tuple[int, list[Session]]:
+def read_sessions(path: Path, half: int = 0) -> tuple[int, list[RecordedSession]]:
     """Tokens of a block, and the sessions of a file, or of one half of it."""
     block_tokens, found = 0, []
     for line in read_lines(path):
@@ -166,7 +166,7 @@ def _prompt(line: Line, row: Any, block_tokens: int) -> Runs:
     return runs
 
 
-def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> Session:
+def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> RecordedSession:
     """A session with its answers, found in the first later prompt that continues theirs: a prompt's last block names
     all before it."""
     answers = [NO_RUNS] * len(rows)
@@ -188,9 +188,9 @@ def _session(rows: list[Any], prompts: list[Runs], block_tokens: int) -> Session
         if len(numbers):
             open_ends.append((number, len(numbers), int(numbers[-1]), (row[1] + row[2]) // block_tokens))
             num_blocks = max(num_blocks, int(numbers.max()) + 1)
-    return Session(
+    return RecordedSession(
         [
-            Request(row[1], row[2], min(row[3], MAX_THINK), row[4], runs, answer, length)
+            RecordedRequest(row[1], row[2], min(row[3], MAX_THINK), row[4], runs, answer, length)
             for row, runs, answer, length in zip(rows, prompts, answers, lengths, strict=True)
         ],
         num_blocks,

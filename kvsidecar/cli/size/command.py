@@ -189,7 +189,7 @@ def _memory_of_this_machine() -> int:
 
 def _measured(model: str | None, where: dict[str, str | None]) -> KV:
     """The KV as measured: the mean of the blocks that the namespace of this model, or the largest one, has stored."""
-    from kvsidecar.cli.size.kv import KV, BadModel, Group, Kind
+    from kvsidecar.cli.size.kv import KV, BadModel, KVGroup, KVKind
 
     with connected(where, "kvsidecar size") as client:
         reply = client.status(everything=True)
@@ -200,7 +200,7 @@ def _measured(model: str | None, where: dict[str, str | None]) -> KV:
             f"the daemon has no blocks{of} yet: send an engine a prompt first, or name a model's config.json"
         )
     largest = max(there, key=lambda each: each.bytes)
-    return KV((Group(Kind.FULL, 1, largest.bytes // largest.blocks, 1, largest.namespace.block_size),))
+    return KV((KVGroup(KVKind.FULL, 1, largest.bytes // largest.blocks, 1, largest.namespace.block_size),))
 
 
 def _pin_rate(file: str | None) -> float | None:
@@ -222,10 +222,10 @@ def _pin_rate(file: str | None) -> float | None:
 def _hits(path: Any, kv: KV, found: Any, sessions: int) -> dict[str, float]:
     """Hit rates with pools of several sizes under each eviction policy, with the disk, and with room for everything."""
     from kvsidecar.cli.size.hits import hit_rate, most_hits, read
-    from kvsidecar.cli.size.progress import Progress
+    from kvsidecar.cli.size.progress import ReplayProgress
     from kvsidecar.types import Eviction
 
-    progress = Progress()
+    progress = ReplayProgress()
     uses = read(path, sessions, progress)
 
     def rate(nbytes: float, eviction: Eviction = Eviction.LRU) -> float:

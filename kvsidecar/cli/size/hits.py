@@ -16,10 +16,10 @@ from kvsidecar.cache.arrays import Ints
 from kvsidecar.cache.block_cache import BlockCache
 from kvsidecar.cache.grants import StoreGrant
 from kvsidecar.cache.slots import SLOT_ALIGN, SlotAllocator
-from kvsidecar.cli.size.agentic import Sessions, schedule
+from kvsidecar.cli.size.agentic import SessionReplay, schedule
 from kvsidecar.cli.size.json_lines import parse_line, read_lines, read_text
 from kvsidecar.cli.size.log import read_log
-from kvsidecar.cli.size.progress import Progress
+from kvsidecar.cli.size.progress import ReplayProgress
 from kvsidecar.cli.size.uses import Use, Uses, runs_of
 from kvsidecar.errors import Refusal
 from kvsidecar.types import Eviction, LookupMode, Namespace
@@ -35,7 +35,7 @@ HOURS: Final = 1.5
 """Duration of replayed sessions; the first half hour is not counted."""
 
 
-def read(path: Path, sessions: int, progress: Progress | None = None) -> Uses:
+def read(path: Path, sessions: int, progress: ReplayProgress | None = None) -> Uses:
     """The requests of a file in whichever format it is: Mooncake's, recorded sessions (`agentic`), or a log (`log`).
 
     Args:
@@ -46,7 +46,7 @@ def read(path: Path, sessions: int, progress: Progress | None = None) -> Uses:
     """
     first = _first_object(path)
     if "requests" in first and "block" in first:
-        return schedule(Sessions(path, sessions, HOURS))
+        return schedule(SessionReplay(path, sessions, HOURS))
     if "hash_ids" in first and "input_length" in first:
         return _read_mooncake(path, progress)
     return read_log(path, progress)
@@ -58,7 +58,7 @@ def _first_object(path: Path) -> dict[str, object]:
     return parse_line(path, first).values if first.text.startswith("{") else {}
 
 
-def _read_mooncake(path: Path, progress: Progress | None) -> Uses:
+def _read_mooncake(path: Path, progress: ReplayProgress | None) -> Uses:
     """A trace in Mooncake's format: on each line an object with timestamp (ms), input_length, and hash_ids, one for
     each 512 tokens.
 
@@ -77,7 +77,7 @@ def _read_mooncake(path: Path, progress: Progress | None) -> Uses:
     return Uses(path.name, MOONCAKE_TOKENS, len(known), 0.0, found)
 
 
-class Pool:
+class SimulatedPool:
     """The daemon's cache, without bytes."""
 
     def __init__(self, blocks: int, block_tokens: int, eviction: Eviction) -> None:
@@ -135,9 +135,11 @@ class Pool:
         self.cache.touch([(self._space, hashes)], pause)
 
 
-def hit_rate(uses: Uses, tokens: int, eviction: Eviction = Eviction.LRU, progress: Progress | None = None) -> float:
+def hit_rate(
+    uses: Uses, tokens: int, eviction: Eviction = Eviction.LRU, progress: ReplayProgress | None = None
+) -> float:
     """Share of the prompts' tokens that a pool of this many tokens hits, empty at first."""
-    pool = Pool(max(1, tokens // uses.block_tokens), uses.block_tokens, eviction)
+    pool = SimulatedPool(max(1, tokens // uses.block_tokens), uses.block_tokens, eviction)
     asked = hits = 0
     for number, use in enumerate(uses.uses):
         if progress is not None:

@@ -73,12 +73,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class Text(NamedTuple):
+class TextLine(NamedTuple):
     number: int
     text: str
 
 
-def read_text(path: Path) -> Iterator[Text]:
+def read_text(path: Path) -> Iterator[TextLine]:
     """The lines of a file that are not empty; ``.gz`` and ``.xz`` are decompressed.
 
     Raises:
@@ -90,7 +90,7 @@ def read_text(path: Path) -> Iterator[Text]:
             for number, text in enumerate(file, 1):
                 if text := text.strip():
                     found = True
-                    yield Text(number, text)
+                    yield TextLine(number, text)
     except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise BadFile(f"{path}, after line {number}: {error}") from error
     if not found:
@@ -107,7 +107,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         yield parse_line(path, line)
 
 
-def parse_line(path: Path, line: Text) -> Line:
+def parse_line(path: Path, line: TextLine) -> Line:
     """The object on a line. Raises BadFile: there is none."""
     try:
         values = json.loads(line.text)

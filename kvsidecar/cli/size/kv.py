@@ -26,7 +26,7 @@ class BadModel(KVSidecarError):
     """The size of a model's KV cannot be computed; the text says what is missing."""
 
 
-class Kind(StrEnum):
+class KVKind(StrEnum):
     FULL = "full"
     """Every block of a prompt."""
     WINDOW = "window"
@@ -36,10 +36,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KVGroup:
     """One KV cache group."""
 
-    kind: Kind
+    kind: KVKind
     layers: int
     page_bytes: int
     """One layer's block on one rank, without the padding of states, which is not stored."""
@@ -48,7 +48,7 @@ class Group:
     more than there are KV heads."""
     block_tokens: int
     window: int = 0
-    """Tokens of the window; `Kind.WINDOW` only."""
+    """Tokens of the window; `KVKind.WINDOW` only."""
 
     @property
     def block_bytes(self) -> int:
@@ -63,9 +63,9 @@ class Group:
                 a prompt; a larger number also what they need after each multiple of it; None, as before vLLM 0.32, all.
         """
         whole = tokens // self.block_tokens
-        if self.kind is Kind.FULL or retention is None:
+        if self.kind is KVKind.FULL or retention is None:
             return whole
-        need = 1 if self.kind is Kind.STATE else -(-(self.window - 1) // self.block_tokens)
+        need = 1 if self.kind is KVKind.STATE else -(-(self.window - 1) // self.block_tokens)
         ends = 1 + (tokens // retention if retention else 0)
         return min(whole, need * ends)
 
@@ -74,17 +74,19 @@ class Group:
 class KV:
     """The KV of a model, on the ranks of one engine."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[KVGroup, ...]
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block in the groups that keep every block, or in the first group if there is none."""
-        return next((each.block_tokens for each in self.groups if each.kind is Kind.FULL), self.groups[0].block_tokens)
+        return next(
+            (each.block_tokens for each in self.groups if each.kind is KVKind.FULL), self.groups[0].block_tokens
+        )
 
     @property
     def token_bytes(self) -> float:
         """Bytes that one more token of context takes."""
-        return sum(each.block_bytes / each.block_tokens for each in self.groups if each.kind is Kind.FULL)
+        return sum(each.block_bytes / each.block_tokens for each in self.groups if each.kind is KVKind.FULL)
 
     @property
     def largest_shard(self) -> int:
@@ -113,14 +115,14 @@ INDEXER_QUANT: Final = 128
 
 _DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 _KINDS: Final = {
-    "full_attention": Kind.FULL,
-    "attention": Kind.FULL,
-    "indexed_attention": Kind.FULL,
-    "sliding_attention": Kind.WINDOW,
-    "chunked_attention": Kind.WINDOW,
-    "linear_attention": Kind.STATE,
-    "mamba": Kind.STATE,
-    "mamba2": Kind.STATE,
+    "full_attention": KVKind.FULL,
+    "attention": KVKind.FULL,
+    "indexed_attention": KVKind.FULL,
+    "sliding_attention": KVKind.WINDOW,
+    "chunked_attention": KVKind.WINDOW,
+    "linear_attention": KVKind.STATE,
+    "mamba": KVKind.STATE,
+    "mamba2": KVKind.STATE,
 }
 _NO_KV: Final = frozenset({"moe", "mlp"})
 """Layers without attention."""
@@ -183,41 +185,45 @@ def kv_of(config: dict[str, Any], *, tp: int = 1, fp8: bool = False, block_token
         )
     kinds = _kinds(fields)
     dtype_bytes = _dtype_bytes(fields)
-    counts = {kind: kinds.count(kind) for kind in Kind}
+    counts = {kind: kinds.count(kind) for kind in KVKind}
     value_bytes = 1 if fp8 else dtype_bytes
     mla = fields.has("kv_lora_rank")
-    if not counts[Kind.FULL] and not counts[Kind.WINDOW]:
+    if not counts[KVKind.FULL] and not counts[KVKind.WINDOW]:
         raise BadModel(
             "the model has no attention layer: vLLM caches no prefixes of it, so there is nothing to offload"
         )
-    if mla and counts[Kind.WINDOW]:
+    if mla and counts[KVKind.WINDOW]:
         raise BadModel("the model has MLA and windows, whose caches this command cannot compute: use --running")
     token_bytes = _mla_token(fields, value_bytes, fp8) if mla else _gqa_token(fields, value_bytes, tp)
     tokens = block_tokens or (MLA_BLOCK if mla else ATTENTION_BLOCK)
     state_bytes = 0
-    if counts[Kind.STATE]:
+    if counts[KVKind.STATE]:
         state_bytes = _state_bytes(fields, tp, dtype_bytes)
         step = max(tokens, MLA_STATE_BLOCK if mla else ATTENTION_BLOCK)
         tokens = max(tokens, step * math.ceil(state_bytes / (step * token_bytes)))
     page, shards = tokens * token_bytes, 1 if mla else min(tp, _kv_heads(fields))
-    window = fields.number("sliding_window", "attention_chunk_size") if counts[Kind.WINDOW] else 0
-    of_group = {Kind.FULL: (page, shards, 0), Kind.WINDOW: (page, shards, window), Kind.STATE: (state_bytes, tp, 0)}
+    window = fields.number("sliding_window", "attention_chunk_size") if counts[KVKind.WINDOW] else 0
+    of_group = {
+        KVKind.FULL: (page, shards, 0),
+        KVKind.WINDOW: (page, shards, window),
+        KVKind.STATE: (state_bytes, tp, 0),
+    }
     groups = []
     for kind, layers in zip(counts, _split(list(counts.values())), strict=True):
         nbytes, parts, size = of_group[kind]
-        groups += [Group(kind, each, nbytes, parts, tokens, size) for each in layers]
+        groups += [KVGroup(kind, each, nbytes, parts, tokens, size) for each in layers]
     return KV(tuple(groups))
 
 
-def _kinds(fields: _Fields) -> list[Kind]:
+def _kinds(fields: _Fields) -> list[KVKind]:
     """The kind of each layer that has KV."""
     if (linear := fields.get("linear_attn_config")) is not None and isinstance(linear, dict):
         full, states = linear.get("full_attn_layers"), linear.get("kda_layers")
         if not isinstance(full, list) or not isinstance(states, list):
             raise BadModel("the model's linear_attn_config has no full_attn_layers or kda_layers")
-        return [Kind.FULL] * len(full) + [Kind.STATE] * len(states)
+        return [KVKind.FULL] * len(full) + [KVKind.STATE] * len(states)
     if isinstance(pattern := fields.get("hybrid_override_pattern"), str):
-        return [{"*": Kind.FULL, "M": Kind.STATE}[each] for each in pattern if each in "*M"]
+        return [{"*": KVKind.FULL, "M": KVKind.STATE}[each] for each in pattern if each in "*M"]
     named = fields.get("layer_types") or fields.get("layers_block_type")
     if isinstance(named, list) and named:
         if unknown := [each for each in named if each not in _KINDS and each not in _NO_KV]:
@@ -228,18 +234,18 @@ def _kinds(fields: _Fields) -> list[Kind]:
     layers = fields.number("num_hidden_layers", "n_layer", "num_layers")
     if fields.has("linear_num_value_heads"):
         every = fields.number("full_attention_interval")
-        return [Kind.STATE if (layer + 1) % every else Kind.FULL for layer in range(layers)]
+        return [KVKind.STATE if (layer + 1) % every else KVKind.FULL for layer in range(layers)]
     if fields.has("mamba_num_heads") or fields.has("ssm_state_size") or fields.has("mamba_d_state"):
         raise BadModel("the model has states, but neither layer_types nor hybrid_override_pattern says which layers")
     if fields.has("sliding_window") and fields.get("use_sliding_window") is not False:
         if fields.has("sliding_window_pattern") or fields.has("_sliding_window_pattern"):
             every = fields.number("sliding_window_pattern", "_sliding_window_pattern")
-            return [Kind.WINDOW if (layer + 1) % every else Kind.FULL for layer in range(layers)]
-        return [Kind.WINDOW] * layers
+            return [KVKind.WINDOW if (layer + 1) % every else KVKind.FULL for layer in range(layers)]
+        return [KVKind.WINDOW] * layers
     if fields.has("attention_chunk_size"):  # Llama 4: layers without positions attend to all
         every = fields.number("no_rope_layer_interval")
-        return [Kind.WINDOW if (layer + 1) % every else Kind.FULL for layer in range(layers)]
-    return [Kind.FULL] * layers
+        return [KVKind.WINDOW if (layer + 1) % every else KVKind.FULL for layer in range(layers)]
+    return [KVKind.FULL] * layers
 
 
 def _dtype_bytes(fields: _Fields) -> int:

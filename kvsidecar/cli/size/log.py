@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from kvsidecar.cli.size.json_lines import BadFile, Line, is_count, is_number, parse_line, read_text, shown
-from kvsidecar.cli.size.progress import Progress
+from kvsidecar.cli.size.progress import ReplayProgress
 from kvsidecar.cli.size.uses import Use, Uses, runs_of
 
 BLOCK_TOKENS: Final = 64
@@ -120,7 +120,7 @@ class _Numbers:
         return found
 
 
-def read_log(path: Path, progress: Progress | None = None) -> Uses:
+def read_log(path: Path, progress: ReplayProgress | None = None) -> Uses:
     """The prompts of a log, in order of time. Raises BadFile: a line is wrong, or there is no prompt."""
     numbers, prompts, years = _Numbers(), list[_Prompt](), 0
     for text in read_text(path):
@@ -160,11 +160,11 @@ def _uses(path: Path, prompts: list[_Prompt], num_blocks: int) -> Uses:
     first, name, block_tokens = prompts[0].at, path.name, prompts[0].block_tokens
     ratio = CHARACTERS
     if prompts[0].unit is Unit.TEXT:
-        told = [each for each in prompts if each.tokens]
-        if told:
-            ratio = sum(each.characters for each in told) / sum(each.tokens for each in told)
+        counted = [each for each in prompts if each.tokens]
+        if counted:
+            ratio = sum(each.characters for each in counted) / sum(each.tokens for each in counted)
         block_tokens = max(1, round(BLOCK_CHARACTERS / ratio))
-        name += f", {ratio:.1f} characters a token" + ("" if told else " assumed")
+        name += f", {ratio:.1f} characters a token" + ("" if counted else " assumed")
     uses = [
         Use(each.at - first, tokens, runs_of(np.array(each.blocks[: tokens // block_tokens], np.int64)))
         for each in prompts

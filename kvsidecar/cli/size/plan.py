@@ -40,7 +40,7 @@ class Demand:
     shared: int = 0
     """Tokens at the start of every session that are the same, such as a system prompt."""
     retention: int | None = 0
-    """See `kv.Group.blocks_of`."""
+    """See `kv.KVGroup.blocks_of`."""
 
 
 @dataclass(frozen=True, slots=True)

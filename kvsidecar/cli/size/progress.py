@@ -10,7 +10,7 @@ from typing import Final, TextIO
 EVERY_SECONDS: Final = 5.0
 
 
-class Progress:
+class ReplayProgress:
     """Prints a line every `EVERY_SECONDS`, so nothing about what takes less.
 
     Args:

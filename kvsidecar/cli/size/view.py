@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvsidecar.cli.size.kv import KV, Kind
+from kvsidecar.cli.size.kv import KV, KVKind
 from kvsidecar.cli.size.plan import PASTED, Demand, Machine, Plan
 from kvsidecar.support.units import count, format_duration, format_size
 
@@ -56,14 +56,14 @@ def rows(kv: KV, demand: Demand, machine: Machine, found: Plan, hits: Mapping[st
 
 def group_texts(kv: KV) -> Iterator[str]:
     """One text for groups that are equal."""
-    seen: dict[tuple[Kind, int, int, int], list[int]] = {}
+    seen: dict[tuple[KVKind, int, int, int], list[int]] = {}
     for each in kv.groups:
         seen.setdefault((each.kind, each.block_tokens, each.block_bytes, each.window), []).append(each.layers)
     for (kind, tokens, nbytes, window), layers in seen.items():
         what = {
-            Kind.FULL: "attention to all tokens",
-            Kind.WINDOW: f"attention to {window} tokens",
-            Kind.STATE: "states",
+            KVKind.FULL: "attention to all tokens",
+            KVKind.WINDOW: f"attention to {window} tokens",
+            KVKind.STATE: "states",
         }[kind]
         groups = f", {len(layers)} groups" if len(layers) > 1 else ""
         yield f"{format_size(nbytes)} of {tokens} tokens: {count(layers[0], 'layer')} with {what}{groups}"

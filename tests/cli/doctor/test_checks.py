@@ -10,18 +10,18 @@ import pytest
 from kvsidecar.cli.doctor.checks import CHECKS, examine, expandable
 from kvsidecar.cli.doctor.facts import (
     Cluster,
-    Daemon,
     DaemonConfig,
+    DaemonFacts,
     DiskTier,
     Driver,
-    Engine,
     Facts,
     Gpu,
     Host,
+    InspectedEngine,
     Isolation,
-    KeptPool,
+    KeptPoolFacts,
     Kernel,
-    Memory,
+    MemoryFacts,
     SocketFacts,
 )
 from kvsidecar.cli.doctor.findings import Finding, Verdict
@@ -36,8 +36,8 @@ DRIVER = Driver(
 )  # fmt: skip
 NO_DRIVER = Driver(installed=False)
 HERE = Isolation(ipc_namespace=0xEFFFFFFF, pid_namespace=1, shm_device=5, shm_bytes=64 * GiB, shm_writable=True)
-ENGINE = Engine(77, True, 0, {}, ("vllm", "serve"), HERE)
-MEMORY = Memory(
+ENGINE = InspectedEngine(77, True, 0, {}, ("vllm", "serve"), HERE)
+MEMORY = MemoryFacts(
     available=400 * GiB,
     cgroups=(CgroupLimit("/", "memory.max", 300 * GiB, 0),),
     memlock=8 * MiB,
@@ -46,7 +46,7 @@ MEMORY = Memory(
     numa={0: NumaNode(500 * GiB, 400 * GiB)},
     page_kind="thp",
 )
-KEPT = KeptPool("/dev/shm/kvs", file_system="tmpfs", owner="kv", writable=True, room=250 * GiB)
+KEPT = KeptPoolFacts("/dev/shm/kvs", file_system="tmpfs", owner="kv", writable=True, room=250 * GiB)
 DISK = DiskTier(
     "/var/cache/kv", GiB, owner="kv", file_system="xfs", room=9 * GiB, need=GiB + MiB, direct=True, speed=(2e9, 5e9)
 )
@@ -71,7 +71,7 @@ GOOD = Facts(
     cluster=CLUSTER,
     shared=SHARED,
     socket=SocketFacts(0, True, True, 0o660, "kv", "llm", ("alice", "bob")),
-    daemon=Daemon(State.READY, "", False, "1.0", 4242, 2, "directory", USED),
+    daemon=DaemonFacts(State.READY, "", False, "1.0", 4242, 2, "directory", USED),
     isolation=HERE,
     engine=ENGINE,
 )
@@ -105,15 +105,15 @@ def config(**fields: Any) -> DaemonConfig:
 
 
 def memory(**fields: Any) -> Facts:
-    return changed(memory=replace(MEMORY, **fields), daemon=Daemon())
+    return changed(memory=replace(MEMORY, **fields), daemon=DaemonFacts())
 
 
 def kept_pool(**fields: Any) -> Facts:
-    return changed(kept_pool=replace(KEPT, **fields), daemon=Daemon())
+    return changed(kept_pool=replace(KEPT, **fields), daemon=DaemonFacts())
 
 
 def disk(**fields: Any) -> Facts:
-    return changed(disk=replace(DISK, **fields), daemon=Daemon())
+    return changed(disk=replace(DISK, **fields), daemon=DaemonFacts())
 
 
 def cluster(**fields: Any) -> Facts:
@@ -121,7 +121,7 @@ def cluster(**fields: Any) -> Facts:
 
 
 def shared(**fields: Any) -> Facts:
-    return changed(shared=replace(SHARED, **fields), daemon=Daemon())
+    return changed(shared=replace(SHARED, **fields), daemon=DaemonFacts())
 
 
 def off(**tiers: str) -> Facts:
@@ -227,7 +227,13 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
     ("kept pool", kept_pool(directory=""), OK, "ends with the daemon, unless systemd's descriptor store", ""),
     ("kept pool", carrier("systemd"), OK, "outlives the running daemon: systemd's descriptor store", ""),
     ("kept pool", carrier("directory"), OK, "outlives the running daemon: a directory in memory holds it", ""),
-    ("kept pool", carrier("", kept_pool=KeptPool()), OK, "ends with the running daemon: --pool-dir is not set", ""),
+    (
+        "kept pool",
+        carrier("", kept_pool=KeptPoolFacts()),
+        OK,
+        "ends with the running daemon: --pool-dir is not set",
+        "",
+    ),
     ("kept pool", carrier(""), WARNING, "the running daemon does not use it", "its log"),
     ("IPC namespace", changed(isolation=replace(HERE, ipc_namespace=7)), OK, "container", ""),
     ("/dev/shm", changed(isolation=replace(HERE, shm_device=None)), WARNING, "no /dev/shm", "tmpfs"),
@@ -258,12 +264,12 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "--socket",
     ),
     ("daemon", GOOD, OK, "ready: 1.0, pid 4242, 2 ranks attached", ""),
-    ("daemon", changed(daemon=Daemon(refused=True)), PROBLEM, "kv may not connect", "the socket's group"),
-    ("daemon", changed(daemon=Daemon(reason="Connection refused")), PROBLEM, "nothing answers", "stale"),
-    ("daemon", changed(daemon=Daemon(), socket=SocketFacts(0, True)), NOT_CHECKED, "none is running", ""),
-    ("daemon", changed(daemon=Daemon(State.FAILED, "no memory")), PROBLEM, "failed: no memory", "restart"),
-    ("daemon", changed(daemon=Daemon(State.PINNING)), WARNING, "pinning", "kvsidecar top"),
-    ("daemon", changed(daemon=Daemon(State.DRAINING)), WARNING, "draining", "drain --cancel"),
+    ("daemon", changed(daemon=DaemonFacts(refused=True)), PROBLEM, "kv may not connect", "the socket's group"),
+    ("daemon", changed(daemon=DaemonFacts(reason="Connection refused")), PROBLEM, "nothing answers", "stale"),
+    ("daemon", changed(daemon=DaemonFacts(), socket=SocketFacts(0, True)), NOT_CHECKED, "none is running", ""),
+    ("daemon", changed(daemon=DaemonFacts(State.FAILED, "no memory")), PROBLEM, "failed: no memory", "restart"),
+    ("daemon", changed(daemon=DaemonFacts(State.PINNING)), WARNING, "pinning", "kvsidecar top"),
+    ("daemon", changed(daemon=DaemonFacts(State.DRAINING)), WARNING, "draining", "drain --cancel"),
     ("engine", changed(engine=None), NOT_CHECKED, "--pid", ""),
     ("engine", engine(exists=False), PROBLEM, "no process 77", "PID namespace"),
     ("allocator", engine(environ=None), NOT_CHECKED, "may not read", "root"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.cli.size.kv import BadModel, Kind, kv_of
+from kvsidecar.cli.size.kv import BadModel, KVKind, kv_of
 from kvsidecar.cli.size.models import KNOWN, load
 from kvsidecar.support.units import KiB, MiB
 from tests.cli.size.support import LLAMA
@@ -43,7 +43,7 @@ def test_a_token_of_context_takes_what_is_kept_of_it(model: str, options: dict[s
 def test_a_block_with_states_is_as_long_as_a_state_is_large() -> None:
     kv = kv_of(KNOWN["Qwen3-Next-80B-A3B"])
     assert {each.block_tokens for each in kv.groups} == {544}, "as vLLM's log says of this model"
-    assert [(each.kind, each.layers) for each in kv.groups] == [(Kind.FULL, 12)] + [(Kind.STATE, 12)] * 3
+    assert [(each.kind, each.layers) for each in kv.groups] == [(KVKind.FULL, 12)] + [(KVKind.STATE, 12)] * 3
     assert kv_of(KNOWN["Kimi-Linear-48B-A3B"]).block_tokens == 1920
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvsidecar.cli.size.kv import KV, Group, Kind, kv_of
+from kvsidecar.cli.size.kv import KV, KVGroup, KVKind, kv_of
 from kvsidecar.cli.size.models import KNOWN
 from kvsidecar.cli.size.plan import Demand, Machine, beside, helm, plan, size_text, systemd, toml
 from kvsidecar.daemon.setting_sources import load_settings
@@ -49,7 +49,7 @@ def test_the_pool_is_what_the_memory_has_room_for(kv: KV) -> None:
 
 def test_the_tables_of_small_blocks_take_their_part() -> None:
     """The daemon's GiB has room for those of two million blocks, with what a restart takes beside them."""
-    kv = KV((Group(Kind.FULL, layers=1, page_bytes=64 * KiB, shards=1, block_tokens=16),))
+    kv = KV((KVGroup(KVKind.FULL, layers=1, page_bytes=64 * KiB, shards=1, block_tokens=16),))
     (small, large) = (
         plan(each, Demand(context=32768, sessions=100_000), Machine(1, 2 * TiB))
         for each in (kv, KV((replace(kv.groups[0], page_bytes=MiB),)))

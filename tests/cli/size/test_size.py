@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvsidecar.cli.main import main
-from kvsidecar.cli.size.progress import EVERY_SECONDS, Progress
+from kvsidecar.cli.size.progress import EVERY_SECONDS, ReplayProgress
 from kvsidecar.support.units import GiB
 from tests.cli.size.support import alternating
 from tests.harness import DaemonProcess, Rank, done
@@ -110,7 +110,7 @@ def test_a_running_engine_gives_the_figures(daemon: DaemonProcess) -> None:
 
 def test_only_what_takes_long_is_said_and_not_too_often() -> None:
     out, now = io.StringIO(), [0.0]
-    progress = Progress(out, lambda: now[0])
+    progress = ReplayProgress(out, lambda: now[0])
     progress.read("a.log", 64)
     assert out.getvalue() == ""
     now[0] = EVERY_SECONDS
