@@ -24,11 +24,11 @@ from rich.table import Table
 
 from benchmarks.sglang.load_layers import OneRank, host_memory
 from kvsidecar.client import Namespace, Residency, ResidencyChange
-from kvsidecar.integrations.namespace_facts import Identity
-from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.events import Events
+from kvsidecar.integrations.namespace_facts import EngineIdentity
+from kvsidecar.integrations.sglang.counters import RankCounters
+from kvsidecar.integrations.sglang.events import PageEvents
 from kvsidecar.integrations.sglang.groups import KV, groups_of
-from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.options import LinkerOptions
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess, eventually
@@ -45,11 +45,11 @@ class Bench:
         self.page, self.pages = page, pages
         groups = groups_of([(KV, range(layers), False)], layers, chunks)
         self.clock = time.monotonic
-        options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "load_chunks": chunks})
+        options = LinkerOptions.parse({"socket": socket, "lookup_budget": SECONDS, "load_chunks": chunks})
         self.side = RankSide(
             options,
             RankFacts(
-                Identity(Namespace("bench", "bf16", "sglang pages by layer", page, 1, 1, "sglang sha256"), {}),
+                EngineIdentity(Namespace("bench", "bf16", "sglang pages by layer", page, 1, 1, "sglang sha256"), {}),
                 "bench",
                 groups,
                 host_memory(groups, ROW, pages)[0],
@@ -57,7 +57,7 @@ class Bench:
             ),
             OneRank(),
             Weights(32, lambda: "default", "bench"),
-            Counters(),
+            RankCounters(),
         )
         assert self.side._client.wait_ready(SECONDS).ready
         self._numbers = iter(range(1 << 40))
@@ -77,7 +77,7 @@ class Bench:
         names = [int.from_bytes(bytes.fromhex(each)[:8], "big", signed=True) for each in keys]
         own = wire.BlockStored(names, None, [1] * self.page * len(names), self.page, medium=wire.StorageMedium.GPU)
         hashes, watch = b"".join(map(bytes.fromhex, keys)), Watch()
-        events = Events(wire, 0, self.page, watch, lambda hashes: hashes)
+        events = PageEvents(wire, 0, self.page, watch, lambda hashes: hashes)
         timed("events: nothing new", events.take, [])
         timed("events: SGLang's own are read", events.take, [own])
         assert any(timed("events: notes of a store", events.notes, 0, hashes))

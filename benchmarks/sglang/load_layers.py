@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.rank_memory import RankMemory
-from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.counters import RankCounters
 from kvsidecar.integrations.sglang.groups import KV, Groups, groups_of
-from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.options import LinkerOptions
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from kvsidecar.support.units import parse_size
@@ -127,7 +127,7 @@ class Engine:
         self.staged = staging is not None
         namespace = Namespace("bench", "bf16", f"sglang, {chunks} parts", options.page, 1, 1, "sglang sha256")
         self.side = RankSide(
-            Options.parse(
+            LinkerOptions.parse(
                 {
                     "socket": socket,
                     "lookup_budget": SECONDS,
@@ -137,7 +137,7 @@ class Engine:
                 }
             ),
             RankFacts(
-                Identity(namespace, {}),
+                EngineIdentity(namespace, {}),
                 f"bench {chunks}",
                 groups,
                 memory,
@@ -147,7 +147,7 @@ class Engine:
             ),
             OneRank(),
             Weights(32, lambda: "default", "bench"),
-            Counters(),
+            RankCounters(),
         )
         for client in self.side._clients:
             assert client.wait_attached(SECONDS)

@@ -30,7 +30,7 @@ from vllm.v1.core.block_pool import BlockPool
 from benchmarks.vllm.engine import ADDITIONS, add_up
 from benchmarks.vllm.step_parts import Parts
 from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region, pack_ids
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepPlan, StoreJob
@@ -106,7 +106,7 @@ class Rank:
         buffer = HostBuffer(blocks * ROW_BYTES)
         layout = GroupLayout(0, blocks, 0, 1, (Region(0, 0, 0, ROW_BYTES, ROW_BYTES, 1),))
         self.client = Client(socket, timeout=60.0)
-        self.side = WorkerSide(Identity(NAMESPACE, {}), "step-cost", Place(), lambda: self.client)
+        self.side = WorkerSide(EngineIdentity(NAMESPACE, {}), "step-cost", Place(), lambda: self.client)
         self.side.register(RankMemory(buffer.kv_buffers(), (layout,)))
         if not self.side.wait_attached(60.0) or not self.client.wait_ready(60.0).ready:
             raise RuntimeError("the daemon is not ready")

@@ -28,7 +28,7 @@ class Inbox:
         self._changes: deque[ResidencyChange] = deque()
         self._bytes = 0
         self._room = threading.Condition()
-        self._told = False
+        self._has_received = False
         """Whether a change was received since the last `lost`."""
 
     def __bool__(self) -> bool:
@@ -44,13 +44,13 @@ class Inbox:
             changes.insert(0, ResidencyChange(Residency.RESET))
         if update.complete:
             changes.append(ResidencyChange(Residency.COMPLETE))
-        self._told = True
+        self._has_received = True
         self._add(changes)
 
     def lost(self) -> None:
         """Note that the stream has ended."""
-        if self._told:
-            self._told = False
+        if self._has_received:
+            self._has_received = False
             self._add([ResidencyChange(Residency.LOST)])
 
     def _add(self, changes: list[ResidencyChange]) -> None:

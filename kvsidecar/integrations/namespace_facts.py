@@ -37,12 +37,12 @@ NAMELESS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 """Fields of a model's configuration that say where it comes from, not what it is."""
 
 
-class Untold(Exception):
+class NotComparable(Exception):
     """The value of an option cannot be compared, so two of them may differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class EngineIdentity:
     """The namespace in which an engine shares, with the options that determine it."""
 
     namespace: Namespace
@@ -53,7 +53,7 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Facts:
+class NamespaceFacts:
     """The options of one engine that are part of its namespace.
 
     Args:
@@ -62,14 +62,14 @@ class Facts:
 
     private: str
     found: dict[str, Any] = field(default_factory=dict)
-    untold: list[str] = field(default_factory=list)
+    not_comparable: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: Any) -> None:
         try:
-            self.found[name] = told(value)
-        except Untold:
+            self.found[name] = canonical(value)
+        except NotComparable:
             self.found[name] = {"private": self.private}
-            self.untold.append(name)
+            self.not_comparable.append(name)
 
     def update(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -77,22 +77,22 @@ class Facts:
 
     def digest(self) -> str:
         """The digest of all options. Logs those because of which the engine shares with no other."""
-        if self.untold:
+        if self.not_comparable:
             _log.warning(
                 "kvsidecar: this engine shares KV with no other engine, not even with itself after a restart, because "
                 "these options cannot be compared: %s. Functions can be compared if they consist of code, constants "
                 "and other such functions only",
-                ", ".join(self.untold),
+                ", ".join(self.not_comparable),
             )
         return _digest(json.dumps(self.found, sort_keys=True))
 
-    def identity(self, model: str, served_name: str, **fields: Any) -> Identity:
+    def identity(self, model: str, served_name: str, **fields: Any) -> EngineIdentity:
         """The identity in a namespace with all options and these fields. A long name of the model becomes a digest, and
         a long name under which it is served is cut."""
         name = model if len(model) <= 200 else _digest(model)
         namespace = Namespace(name, **fields, extra=self.digest())
         options = {name: _shown(name, value) for name, value in self.found.items()}
-        return Identity(namespace, options, served_name[:SERVED_CHARACTERS])
+        return EngineIdentity(namespace, options, served_name[:SERVED_CHARACTERS])
 
 
 def _digest(text: str) -> str:
@@ -109,18 +109,18 @@ def _shown(name: str, value: Any) -> str:
     return text if plain else f"#{_digest(text)[:12]}"
 
 
-def told(value: Any) -> Any:
+def canonical(value: Any) -> Any:
     """A JSON value that is equal in two processes exactly if the option has the same effect in both.
 
     Raises:
         Untold: the value cannot be compared.
     """
     try:
-        return _Teller().tell(value)
-    except Untold:
+        return _Canonicalizer().convert_value(value)
+    except NotComparable:
         raise
     except Exception as error:
-        raise Untold from error
+        raise NotComparable from error
 
 
 def _without_names(value: Any) -> Any:
@@ -160,7 +160,7 @@ def _source_of(value: Any) -> str | None:
     return digest_of(file) if file is not None else "built in" if module.__name__ in sys.builtin_module_names else None
 
 
-class _Teller:
+class _Canonicalizer:
     """Converts one option to JSON."""
 
     def __init__(self) -> None:
@@ -168,17 +168,17 @@ class _Teller:
         self._functions: dict[int, int] = {}
         """Numbers of the functions that were visited, by id; functions may call each other."""
 
-    def tell(self, value: Any) -> Any:
+    def convert_value(self, value: Any) -> Any:
         self._left -= 1
         self._depth += 1
         if self._depth > MAX_DEPTH or self._left < 0:
-            raise Untold
+            raise NotComparable
         try:
-            return self._tell(value)
+            return self._convert(value)
         finally:
             self._depth -= 1
 
-    def _tell(self, value: Any) -> Any:
+    def _convert(self, value: Any) -> Any:
         match value:
             case enum.Enum():
                 return [_name(type(value)), value.name]
@@ -189,11 +189,13 @@ class _Teller:
             case bytes() | bytearray():
                 return {"bytes": bytes(value).hex()}
             case Mapping():
-                return {self._key(key): self.tell(each) for key, each in value.items()}
+                return {self._key(key): self.convert_value(each) for key, each in value.items()}
             case list() | tuple():
-                return [self.tell(each) for each in value]
+                return [self.convert_value(each) for each in value]
             case set() | frozenset():
-                return sorted((self.tell(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True))
+                return sorted(
+                    (self.convert_value(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True)
+                )
             case types.ModuleType():
                 return {"module": value.__name__, "version": str(getattr(value, "__version__", ""))}
             case types.CodeType():
@@ -201,7 +203,7 @@ class _Teller:
         return self._code(value) if callable(value) else self._object(value)
 
     def _key(self, key: Any) -> str:
-        return key if isinstance(key, str) else json.dumps([type(key).__name__, self.tell(key)])
+        return key if isinstance(key, str) else json.dumps([type(key).__name__, self.convert_value(key)])
 
     @staticmethod
     def _content_of(text: str) -> Any:
@@ -213,9 +215,9 @@ class _Teller:
     def _code(self, value: Any) -> Any:
         match value:
             case functools.partial():
-                return {"partial": [self.tell(each) for each in (value.func, value.args, value.keywords)]}
+                return {"partial": [self.convert_value(each) for each in (value.func, value.args, value.keywords)]}
             case types.MethodType():
-                return {"method": [self.tell(value.__func__), self.tell(value.__self__)]}
+                return {"method": [self.convert_value(value.__func__), self.convert_value(value.__self__)]}
             case types.FunctionType() | type() if (source := _source_of(value)) is not None:
                 return {"name": _name(value), "source": source}
             case types.FunctionType():
@@ -231,11 +233,12 @@ class _Teller:
         used = {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
         cells = [each.cell_contents for each in value.__closure__ or ()]
         parts = (value.__code__, value.__defaults__, value.__kwdefaults__, used, cells)
-        return {"code": [self.tell(each) for each in parts]}
+        return {"code": [self.convert_value(each) for each in parts]}
 
     def _bytecode(self, code: types.CodeType) -> Any:
         constants = [
-            repr(each) if each is Ellipsis or isinstance(each, complex) else self.tell(each) for each in code.co_consts
+            repr(each) if each is Ellipsis or isinstance(each, complex) else self.convert_value(each)
+            for each in code.co_consts
         ]
         arguments = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         return [code.co_code.hex(), constants, arguments, code.co_names, code.co_varnames, code.co_freevars]
@@ -245,9 +248,9 @@ class _Teller:
         if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "memory_format"):
             return str(value)
         if isinstance(value, type):
-            raise Untold
+            raise NotComparable
         if hasattr(value, "to_dict"):
-            return {_name(kind): self.tell(_without_names(value.to_dict()))}
+            return {_name(kind): self.convert_value(_without_names(value.to_dict()))}
         if dataclasses.is_dataclass(value):
             names = [each.name for each in dataclasses.fields(value)]
         elif isinstance(value, types.SimpleNamespace):
@@ -257,9 +260,9 @@ class _Teller:
         elif hasattr(value, "compute_hash"):
             return {_name(kind): str(value.compute_hash())}
         elif callable(getattr(value, "uuid", None)):
-            return {_name(kind): self.tell(value.uuid())}
+            return {_name(kind): self.convert_value(value.uuid())}
         elif isinstance(value, logging.Logger):
             return {_name(kind): value.name}
         else:
-            raise Untold
-        return {_name(kind): {name: self.tell(getattr(value, name, None)) for name in names}}
+            raise NotComparable
+        return {_name(kind): {name: self.convert_value(getattr(value, name, None)) for name in names}}

@@ -11,7 +11,7 @@ from kvsidecar.integrations.hashes import first_bytes
 from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.note_format import NoteFormat
-from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, media
+from kvsidecar.integrations.residency.residents import DISK, ResidencySource, Residents, media
 from kvsidecar.publisher.engine_dialects import dialect_of
 from kvsidecar.publisher.events import Topic
 from kvsidecar.types import OF_TIER
@@ -37,7 +37,7 @@ class Follower:
         hash_bytes: the size of the namespace's hashes.
     """
 
-    def __init__(self, hash_bytes: int, watch: Watch, topic: Topic) -> None:
+    def __init__(self, hash_bytes: int, watch: ResidencySource, topic: Topic) -> None:
         self._hash_bytes, self._watch, self.topic = hash_bytes, watch, topic
         self._parts: dict[int, _Part] = {}
         self._missed: set[int] = set()
@@ -59,7 +59,7 @@ class Follower:
         for part in self._parts.values():
             part.step()
 
-    def watch_again(self, watch: Watch) -> None:
+    def watch_again(self, watch: ResidencySource) -> None:
         """Continue with a new watch, whose first reports are a snapshot."""
         self._watch, self.needs_snapshot = watch, False
         self._missed.clear()
@@ -117,7 +117,7 @@ class _Group:
     chained: bool = True
 
 
-class _Part(Watch):
+class _Part(ResidencySource):
     """One KV cache group."""
 
     def __init__(self, index: int, form: NoteFormat, hash_bytes: int, topic: Topic) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from kvsidecar.client import Namespace
-from kvsidecar.integrations.namespace_facts import Identity
-from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.namespace_facts import EngineIdentity
+from kvsidecar.integrations.sglang.counters import RankCounters
 from kvsidecar.integrations.sglang.groups import KV, groups_of
-from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.options import LinkerOptions
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess
@@ -100,9 +100,9 @@ class Engine:
         groups = groups_of([(each.name, each.layers, each.replicated) for each in found], num_layers, 3)
         memory = pools.export(found, groups, 0, 1)
         self.staging = staging_for(found, groups, memory.groups, staging)
-        self.counters = Counters()
+        self.counters = RankCounters()
         self.side = RankSide(
-            Options.parse(
+            LinkerOptions.parse(
                 {
                     "socket": daemon.socket,
                     "lookup_budget": SECONDS,
@@ -111,7 +111,7 @@ class Engine:
                 }
             ),
             RankFacts(
-                Identity(Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"), {}),
+                EngineIdentity(Namespace("m", "bf16", "sglang pages by layer", PAGE, 1, 1, "sglang sha256"), {}),
                 "sglang",
                 groups,
                 memory,
@@ -328,7 +328,7 @@ def test_layers_are_computed_behind_the_moves_from_the_staging_memory(cuda_daemo
 def test_the_default_staging_memory_is_for_small_pieces(page: int, heads: int, chunks: int | None) -> None:
     shape = (2, 256, page, heads, DIM)  # K and V
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(LAYERS)]
-    found = [pools.Pool(KV, {layer: tuple(both) for layer, both in enumerate(tensors)}, False)]
+    found = [pools.PagePool(KV, {layer: tuple(both) for layer, both in enumerate(tensors)}, False)]
     groups = groups_of([(KV, range(LAYERS), False)], LAYERS, 6)
     staging = staging_for(found, groups, pools.export(found, groups, 0, 1).groups, None)
     assert (staging and staging.groups.num_chunks) == chunks

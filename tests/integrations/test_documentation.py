@@ -12,7 +12,7 @@ import pytest
 from kvsidecar.integrations import offload_condition
 from kvsidecar.integrations.offload_condition import WhyNot
 from kvsidecar.integrations.sglang import counters as sglang
-from kvsidecar.integrations.sglang.options import Options as SGLangOptions
+from kvsidecar.integrations.sglang.options import LinkerOptions as SGLangOptions
 from kvsidecar.integrations.vllm import counters as vllm
 from kvsidecar.integrations.vllm.options import Options as VLLMOptions
 from tests.option_tables import rows_of_code, rows_of_page

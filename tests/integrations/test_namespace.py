@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.checkpoint import checkpoint_of
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.namespace import identity_of
 from kvsidecar.types import Namespace, text_problem
@@ -39,7 +39,7 @@ def config() -> Any:
     )
 
 
-def identity(vllm_config: Any = None, groups: tuple[Group, ...] = GROUPS, **given: Any) -> Identity:
+def identity(vllm_config: Any = None, groups: tuple[Group, ...] = GROUPS, **given: Any) -> EngineIdentity:
     facts = {"vLLM": "0.33", "device": "GPU"}
     defaults = {"layout": "LBNHC", "facts": facts, "fixed_seed": "seed", "private": "one", "environment": {}}
     return identity_of(vllm_config or config(), groups, **{**defaults, **given})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.integrations.namespace_facts import Facts, Untold, sources, told
+from kvsidecar.integrations.namespace_facts import NamespaceFacts, NotComparable, canonical, sources
 
 
 class Color(Enum):
@@ -60,8 +60,8 @@ def compiled(source: str, **globals_: Any) -> FunctionType:
     ],
 )
 def test_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
-    assert told(one) != told(other)
-    assert told(one) == told(one)
+    assert canonical(one) != canonical(other)
+    assert canonical(one) == canonical(one)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
     ],
 )
 def test_functions_count_by_what_they_do_not_by_their_name(one: str, other: str) -> None:
-    assert told(compiled(one)) != told(compiled(other))
-    assert told(compiled(one)) == told(compiled("# another file\n\n" + one))
+    assert canonical(compiled(one)) != canonical(compiled(other))
+    assert canonical(compiled(one)) == canonical(compiled("# another file\n\n" + one))
 
 
 def test_functions_that_call_each_other_are_told() -> None:
     calls = "def g(c): return f(c)\ndef f(c): return g(c)"
-    assert told(compiled(calls)) == told(compiled(calls))
+    assert canonical(compiled(calls)) == canonical(compiled(calls))
 
 
 def module_of(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -103,7 +103,7 @@ def test_what_has_a_file_counts_by_the_file(tmp_path: Path, monkeypatch: pytest.
     for text in ("A = 1", "A = 1", "A = 2"):
         text += "\nclass C:\n  def m(self): return A\ndef f(c): return print(unknown)\n"
         module = module_of(tmp_path, text, monkeypatch)
-        found.append([told(module.f), told(module.C), told(module.C.m)])
+        found.append([canonical(module.f), canonical(module.C), canonical(module.C.m)])
     assert found[0] == found[1]
     assert all(one != other for one, other in zip(found[0], found[2], strict=True))
 
@@ -124,11 +124,11 @@ def test_what_has_a_file_counts_by_the_file(tmp_path: Path, monkeypatch: pytest.
 def test_what_cannot_be_told_makes_an_engine_private_and_is_named(
     make: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(Untold):
-        told(make())
+    with pytest.raises(NotComparable):
+        canonical(make())
     digests = []
     for private in ("one", "one", "other"):
-        facts = Facts(private)
+        facts = NamespaceFacts(private)
         facts.add("model_config.hf_overrides", make())
         digests.append(facts.digest())
     assert digests[0] == digests[1] != digests[2], "the ranks of one engine share, and nobody else"
@@ -140,10 +140,10 @@ def test_files_count_by_their_content_wherever_they_are(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "scales.json").write_text(text)
     one, copy, other = ({"path": str(tmp_path / name / "scales.json")} for name in ("one", "copy", "other"))
-    assert told(one) == told(copy) != told(other)
-    assert told(Path(one["path"])) == told(one["path"])
-    assert told(str(tmp_path / "gone")) == str(tmp_path / "gone")
-    assert "scales" not in str(told(one))
+    assert canonical(one) == canonical(copy) != canonical(other)
+    assert canonical(Path(one["path"])) == canonical(one["path"])
+    assert canonical(str(tmp_path / "gone")) == str(tmp_path / "gone")
+    assert "scales" not in str(canonical(one))
 
 
 def test_a_relative_path_is_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +151,15 @@ def test_a_relative_path_is_a_file_too(tmp_path: Path, monkeypatch: pytest.Monke
     found = []
     for text in ("1", "2"):
         Path("scales.json").write_text(text)
-        found.append(told("scales.json"))
+        found.append(canonical("scales.json"))
     assert found[0] != found[1]
-    assert told("org/model") == "org/model"
+    assert canonical("org/model") == "org/model"
 
 
 def test_a_file_that_cannot_be_read_makes_an_engine_private(tmp_path: Path) -> None:
     (tmp_path / "scales.safetensors").symlink_to("/proc/self/mem")
-    with pytest.raises(Untold):
-        told(str(tmp_path / "scales.safetensors"))
+    with pytest.raises(NotComparable):
+        canonical(str(tmp_path / "scales.safetensors"))
 
 
 class Configuration:
@@ -174,7 +174,7 @@ def test_a_models_configuration_counts_without_where_it_comes_from() -> None:
     one = Configuration(rope_theta=1.0, text_config={"_name_or_path": "/a", "layers": [1]}, _name_or_path="/a")
     copy = Configuration(rope_theta=1.0, text_config={"_name_or_path": "/b", "layers": [1]}, _name_or_path="/b")
     other = Configuration(rope_theta=1.0, text_config={"_name_or_path": "/a", "layers": [2]}, _name_or_path="/a")
-    assert told(one) == told(copy) != told(other)
+    assert canonical(one) == canonical(copy) != canonical(other)
 
 
 def test_classes_that_a_text_names_count_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

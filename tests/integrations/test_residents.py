@@ -273,14 +273,14 @@ def test_notes_of_another_make_are_ignored(notes: bytes) -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_blocks, "MAX_KNOWN_BYTES", 10 * (known_blocks.INFO_BYTES + 16))
-    monkeypatch.setattr(residents, "MAX_TOLD", 20)
+    monkeypatch.setattr(residents, "MAX_HELD", 20)
     node = Node()
     names = [hashlib.sha256(str(i).encode()).digest() for i in range(100)]
     for each in names:
         node.known.add(0, each, BlockInfo(info(0).packed, names[0], own=False))
     node.snapshot(names)
     assert len(node.known) <= 10
-    assert len(node.residents._told[0]) <= 10
+    assert len(node.residents._held[0]) <= 10
     assert node.residents._num_orphans <= 20
     assert node.known.get(0, names[-1]) is not None
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvsidecar.client import Client, GroupLayout, HostBuffer, JobDone, Readiness, State, pack_ids
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.vllm.adapters import AdapterLoads
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
@@ -57,7 +57,7 @@ class Worker:
             (region,) = layout().regions
             region = replace(region, offset=at * self.kv[0].nbytes)
             self.layouts.append(GroupLayout(group, NUM_BLOCKS, shard, num_shards, (region,)))
-        identity = Identity(NAMESPACE, {})
+        identity = EngineIdentity(NAMESPACE, {})
         self.side = WorkerSide(
             identity,
             name,

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from kvsidecar.client import GroupLayout, HostBuffer, Namespace, Region
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.rank_memory import RankMemory
-from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.counters import RankCounters
 from kvsidecar.integrations.sglang.groups import KV, groups_of
-from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.options import LinkerOptions
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide
 from kvsidecar.integrations.sglang.weights import Weights
 from tests.harness import SECONDS, DaemonProcess, closed_after_the_test, eventually
@@ -110,7 +110,7 @@ class LateMoves:
 
 
 class HostStaging(LateMoves):
-    """In place of `staging.Staging`, which needs torch."""
+    """In place of `staging.StagingMemory`, which needs torch."""
 
     def __init__(self, kv: Any, slots: int) -> None:
         super().__init__()
@@ -175,12 +175,14 @@ class Engine:
             for each in groups.all
         )
         self.staging = HostStaging(self.kv, staged_pages) if staged_pages else None
-        self.ranks, self.clock, self.counters = Ranks(rank, size), Clock(), Counters()
-        options = Options.parse({"socket": socket, "lookup_budget": SECONDS, "lease_seconds": 2 * SECONDS, **extra})
+        self.ranks, self.clock, self.counters = Ranks(rank, size), Clock(), RankCounters()
+        options = LinkerOptions.parse(
+            {"socket": socket, "lookup_budget": SECONDS, "lease_seconds": 2 * SECONDS, **extra}
+        )
         self.side = RankSide(
             options,
             RankFacts(
-                Identity(NAMESPACE, {}),
+                EngineIdentity(NAMESPACE, {}),
                 name,
                 groups,
                 RankMemory(self.buffer.kv_buffers(), layouts),

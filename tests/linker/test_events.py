@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.client import Residency, ResidencyChange
-from kvsidecar.integrations.sglang.events import Events, names_of
+from kvsidecar.integrations.sglang.events import PageEvents, names_of
 from kvsidecar.integrations.weights_version import WeightsVersion
 from tests.linker.events import Watch, wire
 
@@ -72,7 +72,7 @@ class Engine:
     def __init__(self) -> None:
         self.version = WeightsVersion(32)
         self.watch = Watch()
-        self.events = Events(wire, GROUP, PAGE, self.watch, lambda hashes: self.version.keys(hashes))
+        self.events = PageEvents(wire, GROUP, PAGE, self.watch, lambda hashes: self.version.keys(hashes))
         self.router = Router()
         self.tell(Residency.RESET)
         self.tell(Residency.COMPLETE)

@@ -7,9 +7,9 @@ from typing import Any
 
 from kvsidecar.client.types import GroupHits, LookupResult
 from kvsidecar.integrations.prompt_gains import PromptGains
-from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.counters import RankCounters
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
-from kvsidecar.integrations.sglang.lookups import Lookups
+from kvsidecar.integrations.sglang.lookups import RankLookups
 from kvsidecar.integrations.stored_filter import StoredFilter
 from tests.harness import NAMESPACE
 from tests.linker.transfers import PoolName, Transfer, keys
@@ -39,10 +39,10 @@ def test_of_windows_and_states_only_those_at_the_end_are_leased() -> None:
         groups=groups,
         gains=PromptGains(),
         known=StoredFilter(),
-        counters=Counters(),
+        counters=RankCounters(),
         clock=lambda: 0.0,
     )
     names = keys(9)
     transfers = [Transfer(PoolName.KV, names), Transfer(PoolName.SWA, names[-3:]), Transfer(PoolName.MAMBA, names[-1:])]
-    assert Lookups(shared, 1.0, alone=True).restorable("r", transfers) == [9]
+    assert RankLookups(shared, 1.0, alone=True).restorable("r", transfers) == [9]
     assert client.arguments["lease_last"] == {1: 3, 2: 1}

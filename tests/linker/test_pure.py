@@ -20,7 +20,7 @@ from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
 from kvsidecar.integrations.sglang.loads import split
 from kvsidecar.integrations.sglang.lookups import MOST_LENGTHS, restorable, thinned
 from kvsidecar.integrations.sglang.namespace import identity_of
-from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.options import LinkerOptions
 from kvsidecar.integrations.sglang.transfers import PageIds, RecentHashes, hashes_of, name_of
 from tests.linker.transfers import PoolName, Transfer, keys
 
@@ -196,15 +196,15 @@ def test_jobs_of_a_limited_size_hold_every_block_once(counts: list[int], most: i
 
 
 def test_options_are_read_and_bad_ones_named() -> None:
-    assert Options.parse({}) == Options()
-    assert Options.parse({"lookup_budget": "2ms"}).lookup_budget == 0.002
+    assert LinkerOptions.parse({}) == LinkerOptions()
+    assert LinkerOptions.parse({"lookup_budget": "2ms"}).lookup_budget == 0.002
     for bad, told in (
         ({"lookup_budge": 1}, "lookup_budge is unknown"),
         ({"load_chunks": 0}, "load_chunks is 0"),
         ({"load_timeout": "1m"}, "lease_seconds is 30.0"),
     ):
         with pytest.raises(ValueError, match=told):
-            Options.parse(bad)
+            LinkerOptions.parse(bad)
 
 
 # -- namespace -------------------------------------------------------------------------------------------------------

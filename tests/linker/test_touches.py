@@ -12,10 +12,10 @@ import pytest
 from kvsidecar.client import Namespace
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.sglang import touches
-from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.counters import RankCounters
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
-from kvsidecar.integrations.sglang.shared import Shared
-from kvsidecar.integrations.sglang.touches import AFTER_SECONDS, Touches
+from kvsidecar.integrations.sglang.shared import RankState
+from kvsidecar.integrations.sglang.touches import AFTER_SECONDS, PageTouches
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES, hashes_of
 from tests.linker.transfers import keys
 
@@ -45,13 +45,13 @@ class Ends:
     """What the tests drive."""
 
     def __init__(self, pools: tuple[str, ...] = (KV,), trailing: Mapping[str, int] | None = None) -> None:
-        self.client, self.counters, self.now = Told(), Counters(), 0.0
+        self.client, self.counters, self.now = Told(), RankCounters(), 0.0
         jobs: Any = SimpleNamespace(client=self.client)
         groups = groups_of([(pool, range(2), False) for pool in pools], 2, 1)
-        shared = Shared(
+        shared = RankState(
             jobs, groups, NAMESPACE, lambda hashes: hashes_of(hashes)[::-1], self.counters, lambda: self.now
         )
-        self.touches = Touches(shared, trailing or {})
+        self.touches = PageTouches(shared, trailing or {})
 
     def end(self, name: object, session: str | None = None, pause: float | None = None) -> None:
         self.touches.request_ended(keys(PAGES, name), session, pause)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from kvsidecar.integrations.sglang.adapters import DIGITS, Adapters, digest_of, manager_of_caller, wrap
+from kvsidecar.integrations.sglang.adapters import DIGITS, RankAdapters, digest_of, manager_of_caller, wrap
 
 ID, OTHER_ID = "a" * 32, "b" * 32
 
@@ -46,7 +46,7 @@ def test_a_digest_is_of_weights_and_configuration() -> None:
 
 def test_the_digest_takes_the_place_of_the_id() -> None:
     loras = {ID: adapter(), OTHER_ID: adapter()}
-    adapters = Adapters(SimpleNamespace(loras=loras), "own")
+    adapters = RankAdapters(SimpleNamespace(loras=loras), "own")
     name = digest_of(adapter())[:DIGITS]
     assert adapters.extra_key("tenant" + ID, ID) == "tenant" + name
     assert adapters.extra_key(OTHER_ID, OTHER_ID) == name
@@ -56,14 +56,14 @@ def test_the_digest_takes_the_place_of_the_id() -> None:
 
 @pytest.mark.parametrize("manager", [None, SimpleNamespace(loras={}), SimpleNamespace(loras={ID: Adapter(strange=1)})])
 def test_unknown_content_is_this_engines_alone(manager: Any) -> None:
-    one, other = Adapters(manager, "one").extra_key(ID, ID), Adapters(manager, "other").extra_key(ID, ID)
+    one, other = RankAdapters(manager, "one").extra_key(ID, ID), RankAdapters(manager, "other").extra_key(ID, ID)
     assert one != other
     assert one.endswith(ID), "SGLang's events find the name by it"
-    assert one != Adapters(manager, "one").extra_key(OTHER_ID, OTHER_ID)
+    assert one != RankAdapters(manager, "one").extra_key(OTHER_ID, OTHER_ID)
 
 
 def test_only_requests_with_an_adapter_get_another_name() -> None:
-    adapters = Adapters(SimpleNamespace(loras={ID: adapter()}), "own")
+    adapters = RankAdapters(SimpleNamespace(loras={ID: adapter()}), "own")
     original = Req.__init__
     end = wrap(Req, adapters)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sglang
 
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.sglang import ignored
 from kvsidecar.integrations.sglang.groups import KV, groups_of
 from kvsidecar.integrations.sglang.namespace import arguments, identity_of, kept_beside_kv
@@ -30,7 +30,7 @@ def environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def identity(model: str, **options: Any) -> Identity:
+def identity(model: str, **options: Any) -> EngineIdentity:
     """Of an engine with these options, in so far as it does not depend on its memory."""
     from sglang.srt.server_args import ServerArgs
 

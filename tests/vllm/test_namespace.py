@@ -14,7 +14,7 @@ from vllm import envs
 from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.vllm import ignored
 from kvsidecar.integrations.vllm.groups import Group, Kind
 from kvsidecar.integrations.vllm.namespace import identity_of, part_of
@@ -70,7 +70,7 @@ def test_somebody_has_decided_about_every_option() -> None:
     assert {each for each in variables if not ignored.variable(each)} == decided.VARIABLES
 
 
-def identity(model: str, change: Callable[[Any], None] | None = None, **options: Any) -> Identity:
+def identity(model: str, change: Callable[[Any], None] | None = None, **options: Any) -> EngineIdentity:
     """Of an engine with these options, in so far as it does not depend on the workers."""
     vllm_config = EngineArgs(model=model, **{**defaults(), **options}).create_engine_config()
     if change is not None:

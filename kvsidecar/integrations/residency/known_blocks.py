@@ -17,7 +17,7 @@ INFO_BYTES = 290
 """Memory of a remembered block, besides its tokens."""
 
 
-class Group(Protocol):
+class AnnouncedGroup(Protocol):
     """The required part of an engine's KV cache group."""
 
     @property
@@ -59,7 +59,10 @@ class KnownBlocks:
     """
 
     def __init__(
-        self, groups: Iterable[Group], hash_bytes: int, forgotten: Callable[[int, bytes, BlockInfo], None] | None = None
+        self,
+        groups: Iterable[AnnouncedGroup],
+        hash_bytes: int,
+        forgotten: Callable[[int, bytes, BlockInfo], None] | None = None,
     ) -> None:
         self._formats = {group.index: NoteFormat(hash_bytes, group.block_tokens, group.chained) for group in groups}
         self.hash_bytes = hash_bytes

@@ -10,10 +10,10 @@ from typing import Protocol, TypeVar
 from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.residency.announcements import Announcements
-from kvsidecar.integrations.residency.known_blocks import BlockInfo, Group, KnownBlocks
+from kvsidecar.integrations.residency.known_blocks import AnnouncedGroup, BlockInfo, KnownBlocks
 from kvsidecar.types import OF_TIER
 
-MAX_TOLD = 1 << 19
+MAX_HELD = 1 << 19
 """Most blocks that are remembered as held by the daemon, 110 bytes each; older ones are not announced later."""
 MAX_GONE = 1 << 16
 """Most blocks that are remembered as gone, the latest: reports of stores that a removal overtook arrive within
@@ -35,7 +35,7 @@ def group_of(index: int) -> int:
     return index & (DISK - 1)
 
 
-_Group = TypeVar("_Group", bound=Group)
+_Group = TypeVar("_Group", bound=AnnouncedGroup)
 
 
 def media(groups: Iterable[_Group]) -> dict[int, _Group]:
@@ -43,7 +43,7 @@ def media(groups: Iterable[_Group]) -> dict[int, _Group]:
     return {group.index | medium: group for medium in (0, DISK) for group in groups}
 
 
-class Watch(Protocol):
+class ResidencySource(Protocol):
     """The required part of `kvsidecar.client.Client`."""
 
     @property
@@ -65,8 +65,8 @@ class Residents:
 
     def __init__(
         self,
-        groups: Iterable[Group],
-        watch: Watch,
+        groups: Iterable[AnnouncedGroup],
+        watch: ResidencySource,
         known: KnownBlocks,
         announcements: Announcements,
         keys: Callable[[bytes], bytes],
@@ -76,9 +76,9 @@ class Residents:
         self._watch, self._known, self._announcements, self._keys = watch, known, announcements, keys
         self.live = False
         """Whether the daemon reports everything, which it does once a snapshot has begun."""
-        self._told: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
+        self._held: dict[int, dict[bytes, None]] = {index: {} for index in self._groups}
         """The daemon's keys of the blocks that it holds, announced or not, by group."""
-        self._most, self._most_gone = max(1, MAX_TOLD // len(groups)), max(1, MAX_GONE // len(groups))
+        self._most, self._most_gone = max(1, MAX_HELD // len(groups)), max(1, MAX_GONE // len(groups))
         self._orphans: dict[tuple[int, bytes], dict[bytes, None]] = {}
         """Blocks that wait for their parent's announcement, by group and parent."""
         self._num_orphans = 0
@@ -96,7 +96,7 @@ class Residents:
 
     def is_held(self, index: int, block_hash: bytes) -> bool:
         """Whether the daemon has reported that it holds this block."""
-        return self._keys(block_hash) in self._told[index]
+        return self._keys(block_hash) in self._held[index]
 
     def was_removed(self, index: int, block_hash: bytes) -> bool:
         """Whether the daemon has recently reported that it no longer holds this block, or was lost with it."""
@@ -111,8 +111,8 @@ class Residents:
         self._rest.clear()
         self._released.clear()
         self._orphans, self._num_orphans = {}, 0
-        for index, told in self._told.items():
-            self._rest.extend((index, each) for each in self._split(self._keys(b"".join(told))))
+        for index, held in self._held.items():
+            self._rest.extend((index, each) for each in self._split(self._keys(b"".join(held))))
 
     def step(self) -> None:
         """Handle some of the daemon's reports."""
@@ -167,7 +167,7 @@ class Residents:
         comes = any(self.is_held(each, info.parent) for each in media) and self._known.get(group_of(index), info.parent)
         if info.own and not comes:
             return info
-        if self._num_orphans >= MAX_TOLD:
+        if self._num_orphans >= MAX_HELD:
             self._orphans, self._num_orphans = {}, 0
         orphans = self._orphans.setdefault((index, info.parent), {})
         self._num_orphans += block_hash not in orphans
@@ -182,13 +182,13 @@ class Residents:
                 del self._orphans[index, info.parent]
 
     def _stored(self, index: int, hashes: bytes) -> None:
-        told, gone = self._told[index], self._gone[index]
+        held, gone = self._held[index], self._gone[index]
         for each in self._split(hashes):
-            told[each] = None
+            held[each] = None
             gone.pop(each, None)
-        if len(told) > self._most:
-            for each in list(told)[: len(told) - self._most + self._most // 64]:
-                del told[each]
+        if len(held) > self._most:
+            for each in list(held)[: len(held) - self._most + self._most // 64]:
+                del held[each]
         self._rest.extend((index, each) for each in self._split(self._keys(hashes)))
 
     def _take(self, change: ResidencyChange) -> int:
@@ -207,15 +207,15 @@ class Residents:
             case Residency.REMOVED:
                 keys, hashes = self._split(change.hashes), self._split(self._keys(change.hashes))
                 for each in keys:
-                    self._told[index].pop(each, None)
+                    self._held[index].pop(each, None)
                 self._remember_gone(index, keys)
                 for each in hashes if self._orphans else ():
                     if (info := self._known.get(group_of(index), each)) is not None:
                         self.wait_no_more(index, each, info)
                 self._announcements.retract(index, hashes)
             case Residency.CLEARED:
-                self._remember_gone(index, self._told[index])
-                self._told[index] = {}
+                self._remember_gone(index, self._held[index])
+                self._held[index] = {}
                 self._orphans = {place: waiting for place, waiting in self._orphans.items() if place[0] != index}
                 self._num_orphans = sum(map(len, self._orphans.values()))
                 self._announcements.retract_all(index)
@@ -233,9 +233,9 @@ class Residents:
 
     def _forget(self) -> None:
         self.live = False
-        for index, told in self._told.items():
-            self._remember_gone(index, told)
-        self._told = {index: {} for index in self._groups}
+        for index, held in self._held.items():
+            self._remember_gone(index, held)
+        self._held = {index: {} for index in self._groups}
         self._orphans, self._num_orphans = {}, 0
         self._released.clear()
         self._rest.clear()

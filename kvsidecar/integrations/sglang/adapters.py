@@ -43,7 +43,7 @@ def digest_of(adapter: Any) -> str:
     return content_digest.digest_of([config, adapter.scaling, tensors, others], "sglang.")
 
 
-class Adapters:
+class RankAdapters:
     """The adapters of one rank.
 
     Args:
@@ -75,7 +75,7 @@ class Adapters:
         return self._digests[adapter]
 
 
-def wrap(requests: type, adapters: Adapters) -> wrapping.End:
+def wrap(requests: type, adapters: RankAdapters) -> wrapping.End:
     """Identify the requests of this class (``Req``) by the content of their adapters."""
 
     def init(original: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:

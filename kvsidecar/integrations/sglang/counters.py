@@ -8,7 +8,7 @@ from kvsidecar.integrations.counting import Totals, counter, help_of
 
 
 @dataclass(slots=True)
-class Counters(Totals):
+class RankCounters(Totals):
     """The counters of one rank."""
 
     lookups: int = counter("Lookups sent to the daemon.")
@@ -53,5 +53,5 @@ class Counters(Totals):
     )
 
 
-HELP = help_of(Counters)
+HELP = help_of(RankCounters)
 """The counters' help texts, by name."""

@@ -25,7 +25,7 @@ from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.event_builder import EventBuilder
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.note_format import NAME_BYTES, TOKEN_BYTES
-from kvsidecar.integrations.residency.residents import Residents, Watch, media
+from kvsidecar.integrations.residency.residents import ResidencySource, Residents, media
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 from kvsidecar.integrations.wrapping import End, wrap
 
@@ -48,7 +48,7 @@ class PageGroup:
     chained: bool = True
 
 
-class Events:
+class PageEvents:
     """The events of one engine's tree, with those of the daemon's pages.
 
     Args:
@@ -59,7 +59,9 @@ class Events:
             bits everywhere.
     """
 
-    def __init__(self, wire: Any, group: int, page_size: int, watch: Watch, keys: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self, wire: Any, group: int, page_size: int, watch: ResidencySource, keys: Callable[[bytes], bytes]
+    ) -> None:
         self._wire, self._group, self._page_size, self._keys = wire, group, page_size, keys
         self._mask = self._mask_now()
         groups = [PageGroup(group, page_size)]
@@ -183,10 +185,10 @@ class Events:
         return (rows ^ np.frombuffer(self._mask, np.uint8)).tobytes()
 
 
-class _OfNames(Watch):
+class _OfNames(ResidencySource):
     """The daemon's reports on pages in the pool, by their names. SGLang's lookups do not fetch from slower tiers."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ResidencySource) -> None:
         self._watch = watch
 
     @property

@@ -16,7 +16,7 @@ KV, SWA, MAMBA = "kv", "swa", "mamba"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PoolGroup:
     """One pool's layers."""
 
     index: int
@@ -51,7 +51,7 @@ class Group:
 class Groups:
     """All groups of one rank."""
 
-    all: tuple[Group, ...]
+    all: tuple[PoolGroup, ...]
     ends: tuple[int, ...]
     """The layer after the last one of each chunk."""
 
@@ -59,7 +59,7 @@ class Groups:
     def num_chunks(self) -> int:
         return len(self.ends)
 
-    def of(self, pool: str) -> Group | None:
+    def of(self, pool: str) -> PoolGroup | None:
         return next((group for group in self.all if group.pool == pool), None)
 
     def chunk_of(self, layer: int) -> int:
@@ -94,15 +94,15 @@ def groups_of(
     Args:
         pools: name, layers, and whether tensor-parallel ranks hold the same KV.
         num_layers: the number of layers in this pipeline stage.
-        ranks_per_head: `Group.ranks_per_head` by pool, where it is not 1.
+        ranks_per_head: `PoolGroup.ranks_per_head` by pool, where it is not 1.
     """
     ends = _ends(num_layers, max(1, min(num_chunks, num_layers)))
-    found: list[Group] = []
+    found: list[PoolGroup] = []
     for pool, layers, replicated in pools:
         slices: dict[int, tuple[int, ...]] = {}
         for layer in sorted(set(layers)):
             chunk = _chunk_of(layer, ends)
             slices[chunk] = (*slices.get(chunk, ()), layer)
         if slices:
-            found.append(Group(len(found), pool, slices, replicated, ranks_per_head.get(pool, 1)))
+            found.append(PoolGroup(len(found), pool, slices, replicated, ranks_per_head.get(pool, 1)))
     return Groups(tuple(found), ends)

@@ -29,12 +29,12 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.integrations.kv_heads import kv_heads_of, ranks_per_head
 from kvsidecar.integrations.offload_condition import ATTACHED, WhyNot, reason_gauges
 from kvsidecar.integrations.sglang import adapters, endings, pools, ranks, sleeping
-from kvsidecar.integrations.sglang.counters import Counters
-from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, Events
+from kvsidecar.integrations.sglang.counters import RankCounters
+from kvsidecar.integrations.sglang.events import MIN_PAGE_TOKENS, PageEvents
 from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, groups_of
-from kvsidecar.integrations.sglang.metrics import Metrics
+from kvsidecar.integrations.sglang.metrics import LinkerMetrics
 from kvsidecar.integrations.sglang.namespace import identity_of, kept_beside_kv
-from kvsidecar.integrations.sglang.options import Options
+from kvsidecar.integrations.sglang.options import LinkerOptions
 from kvsidecar.integrations.sglang.rank_side import RankFacts, RankSide, no_notes
 from kvsidecar.integrations.sglang.staging import staging_for
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
@@ -52,7 +52,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
     Args:
         params: SGLang's ``CacheInitParams``.
         components: the components of the tree.
-        extra_config: see `Options`.
+        extra_config: see `LinkerOptions`.
         forward_stream: the stream that writes the pools; None if the current one does.
 
     Raises:
@@ -68,13 +68,13 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        options = Options.parse(extra_config or {})
+        options = LinkerOptions.parse(extra_config or {})
         self.forward_stream = forward_stream
         self.pools: dict[PoolName, object] = {}
         self.layer_done_counter: object = LayerWiseLoadCounter(1)
-        self.counters = Counters()
+        self.counters = RankCounters()
         self._side: RankSide | None = None
-        self._metrics: Metrics | None = None
+        self._metrics: LinkerMetrics | None = None
         self._events: Announcing | None = None
         self._ends = ExitStack()
         """The functions that `close` calls, the latest first."""
@@ -97,7 +97,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             if params.enable_metrics:
                 why_not = WhyNot.SEVERAL_NODES if several_nodes else WhyNot.UNSUPPORTED
                 gauges = {ATTACHED: 0, **reason_gauges(why_not)}
-                Metrics(self.counters, options.instance, lambda: gauges).publish()
+                LinkerMetrics(self.counters, options.instance, lambda: gauges).publish()
             return
         facts, found_pools = prepared
         self._events = _announcing(options, facts, params, self._weights)
@@ -113,7 +113,7 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ends.callback(side.close)
         ends.callback(end_watch)
         ends.callback(sleeping.watch(SchedulerWeightUpdaterManager, self._released))
-        ends.callback(adapters.wrap(Req, adapters.Adapters(adapters.manager_of_caller(), token)))
+        ends.callback(adapters.wrap(Req, adapters.RankAdapters(adapters.manager_of_caller(), token)))
         if mine.rank == 0:  # the pages are the same on all ranks
             ends.callback(endings.watch(UnifiedRadixCache, self.is_mine, self._request_ended, side.session_ended))
         self.layer_done_counter = side.loads
@@ -124,14 +124,14 @@ class KVSidecarLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._events.start(self)
             ends.callback(self._events.close)
         if params.enable_metrics:
-            self._metrics = Metrics(self.counters, options.instance, side.gauges)
+            self._metrics = LinkerMetrics(self.counters, options.instance, side.gauges)
         atexit.register(self.close)
         _warn_of_small_pages(facts)
         _log.info("kvsidecar: the KV cache was registered in %.1f ms", (time.monotonic() - began) * 1e3)
 
     def _prepared(
-        self, server_args: Any, params: Any, components: set[Any], options: Options, mine: ranks.Ranks, token: str
-    ) -> tuple[RankFacts, list[pools.Pool]]:
+        self, server_args: Any, params: Any, components: set[Any], options: LinkerOptions, mine: ranks.Ranks, token: str
+    ) -> tuple[RankFacts, list[pools.PagePool]]:
         """Prepare everything that may fail.
 
         Raises:
@@ -250,12 +250,12 @@ class Announcing:
     """KV events of the daemon's pages, received by a client of its own, so that they never delay a lookup. With the
     option ``publisher`` there are only notes, and the client receives nothing."""
 
-    def __init__(self, options: Options, facts: RankFacts, group: int, weights: Weights) -> None:
+    def __init__(self, options: LinkerOptions, facts: RankFacts, group: int, weights: Weights) -> None:
         self._namespace, self._watches = facts.identity.namespace, not options.publisher
         self._client = Client(
             options.socket, name=f"{facts.instance} events", local_protocol=options.local_protocol, quiet=True
         )
-        self._events = Events(kv_events, group, facts.page_size, self._client, weights.keys)
+        self._events = PageEvents(kv_events, group, facts.page_size, self._client, weights.keys)
         self.notes = self._events.notes
 
     def start(self, linker: KVSidecarLinker) -> None:
@@ -268,7 +268,7 @@ class Announcing:
         self._client.close()
 
 
-def _announcing(options: Options, facts: RankFacts, params: Any, weights: Weights) -> Announcing | None:
+def _announcing(options: LinkerOptions, facts: RankFacts, params: Any, weights: Weights) -> Announcing | None:
     """The announcing of the daemon's pages; None if there is none, which is logged where a user might expect it."""
     if options.publisher and not params.enable_kv_cache_events:
         _log.warning(

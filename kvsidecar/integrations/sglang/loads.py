@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.client import Blocks, JobDone, LeaseRenewal, Outcome
-from kvsidecar.integrations.sglang.groups import KV, Group
-from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.groups import KV, PoolGroup
+from kvsidecar.integrations.sglang.shared import RankState
 from kvsidecar.integrations.sglang.staged_load import StagedLoad, Staging, Tile
 from kvsidecar.integrations.sglang.transfers import Ids, PageIds
 from kvsidecar.integrations.stored_filter import tags_of
@@ -28,7 +28,7 @@ MAX_JOB_BLOCKS = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PoolPages:
     """Pages of one pool: the keys of their blocks, joined, and their places on the GPU."""
 
     keys: bytes
@@ -40,7 +40,7 @@ class Pages:
 
 @dataclass(slots=True)
 class _Queued:
-    pages: Mapping[str, Pages]
+    pages: Mapping[str, PoolPages]
     """The pages of each pool."""
     lease: LeaseRenewal
 
@@ -72,7 +72,7 @@ class Detour:
     jobs: WaitedJobs
 
 
-class Loads:
+class BatchLoads:
     """The loads of one rank. Also SGLang's layer counter: `set_consumer` and `wait_until` are called by the forward.
 
     Args:
@@ -80,7 +80,7 @@ class Loads:
         detour: the way of the loads if pieces of a page are too small to be loaded directly.
     """
 
-    def __init__(self, shared: Shared, timeout: float, detour: Detour | None = None) -> None:
+    def __init__(self, shared: RankState, timeout: float, detour: Detour | None = None) -> None:
         self._detour = detour
         self._jobs, self._groups, self._timeout = shared.jobs, shared.groups, timeout
         self._gains = shared.gains
@@ -104,7 +104,7 @@ class Loads:
         """Running jobs into the staging memory."""
         return 0 if self._detour is None else self._detour.jobs.num_running
 
-    def queue(self, rid: str, pages: Mapping[str, Pages], lease: LeaseRenewal) -> None:
+    def queue(self, rid: str, pages: Mapping[str, PoolPages], lease: LeaseRenewal) -> None:
         self.cancel(rid)  # an earlier one
         self._queued[rid] = _Queued(pages, lease)
         self._counters.loads += 1
@@ -170,7 +170,7 @@ class Loads:
 
         return StagedLoad(detour.staging, detour.staging.on_device(ids), send)
 
-    def _parts(self, requests: Mapping[str, _Queued]) -> list[tuple[Group, bytes, Ids]]:
+    def _parts(self, requests: Mapping[str, _Queued]) -> list[tuple[PoolGroup, bytes, Ids]]:
         """The keys and the pages of each group that has some. Raises ValueError like `PageIds.take`."""
         parts = []
         for group in self._groups.all:
@@ -180,7 +180,7 @@ class Loads:
                 parts.append((group, keys, ids))
         return parts
 
-    def _blocks(self, parts: Sequence[tuple[Group, bytes, Ids]]) -> list[list[list[Blocks]]]:
+    def _blocks(self, parts: Sequence[tuple[PoolGroup, bytes, Ids]]) -> list[list[list[Blocks]]]:
         """The blocks of each job, by chunk."""
         chunks = [
             [

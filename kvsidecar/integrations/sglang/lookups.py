@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from kvsidecar.client import LeaseRenewal, LookupMode
 from kvsidecar.client.types import LookupResult
-from kvsidecar.integrations.sglang.groups import KV, Group
-from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.groups import KV, PoolGroup
+from kvsidecar.integrations.sglang.shared import RankState
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES, name_of
 from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.time_limits import in_proportion
@@ -35,7 +35,7 @@ tensor for each length, which takes 3 us."""
 
 
 @dataclass(slots=True)
-class Offer:
+class PageOffer:
     """The answer to the last lookup of a request."""
 
     keys: Sequence[str]
@@ -55,7 +55,7 @@ class Offer:
         return now - self.answered < fresh and count <= len(self.keys) and self.keys[count - 1] == keys[-1]
 
 
-class Lookups:
+class RankLookups:
     """The lookups of one rank.
 
     Args:
@@ -64,13 +64,13 @@ class Lookups:
         alone: whether there are no other ranks.
     """
 
-    def __init__(self, shared: Shared, budget: float, *, alone: bool) -> None:
+    def __init__(self, shared: RankState, budget: float, *, alone: bool) -> None:
         self._alone = alone
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._budget, self._gains = shared.groups, budget, shared.gains
         self._known, self._counters, self._clock = shared.known, shared.counters, shared.clock
         self._trailing = any(group.pool != KV for group in shared.groups.all)
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[str, PageOffer] = {}
         """The offers by request, the oldest first."""
 
     def restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
@@ -89,7 +89,7 @@ class Lookups:
             return []
         offer = self._offers.get(rid)
         if offer is not None and offer.epoch == self._client.attached_epoch and offer.answers(full.keys, now):
-            return self._told(offer.lengths, len(full.keys))
+            return self._needed_lengths(offer.lengths, len(full.keys))
         pages = len(full.keys)
         keys = self._keys(full.keys)
         epoch = self._client.attached_epoch
@@ -114,13 +114,13 @@ class Lookups:
         if not result.reason and result.ready:
             lengths = self._lengths(result, pages, windows, keys)
         self._counters.offered_pages += lengths[-1] if lengths else 0
-        offer = Offer(full.keys, lengths, now, epoch, result.lease, now + result.lease_seconds)
+        offer = PageOffer(full.keys, lengths, now, epoch, result.lease, now + result.lease_seconds)
         self._offers[rid] = offer
         if not lengths:
             self._release(offer)
-        return self._told(lengths, pages)
+        return self._needed_lengths(lengths, pages)
 
-    def _told(self, lengths: Sequence[int], pages: int) -> list[int]:
+    def _needed_lengths(self, lengths: Sequence[int], pages: int) -> list[int]:
         """The lengths up to this many pages that SGLang needs to know."""
         lengths = lengths[: bisect_right(lengths, pages)]
         if self._alone:
@@ -146,7 +146,7 @@ class Lookups:
                 self._forget_pages(group, np.frombuffer(keys, np.uint8).reshape(-1, HASH_BYTES)[~found].tobytes())
         return restorable(pages, prefix, needed)
 
-    def _forget_pages(self, group: Group, keys: bytes) -> None:
+    def _forget_pages(self, group: PoolGroup, keys: bytes) -> None:
         """Forget pages that were evicted or never stored, so that they are stored when SGLang offers them again."""
         if keys:
             self._known.discard(tags_of(group.index, keys, len(keys) // HASH_BYTES))
@@ -180,7 +180,7 @@ class Lookups:
                 break
             del self._offers[rid]
 
-    def _release(self, offer: Offer) -> None:
+    def _release(self, offer: PageOffer) -> None:
         lease, offer.lease = offer.lease, None
         if lease is not None:
             self._client.release_nowait(lease)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvsidecar.integrations.offload_condition import ATTACHED, GAUGES, NOT_OFFLOADING
-from kvsidecar.integrations.sglang.counters import HELP, Counters
+from kvsidecar.integrations.sglang.counters import HELP, RankCounters
 
 PUBLISH_SECONDS = 1.0
 PREFIX = "sglang:kvsidecar_"
 
 
-class Metrics:
+class LinkerMetrics:
     """Publishes the counters' increments, and this rank's gauges, at most once a second.
 
     Args:
@@ -21,7 +21,7 @@ class Metrics:
         gauges: returns the gauges' values by name; that of `NOT_OFFLOADING` is followed by ``|`` and the reason.
     """
 
-    def __init__(self, counters: Counters, instance: str, gauges: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, counters: RankCounters, instance: str, gauges: Callable[[], Mapping[str, int]]) -> None:
         # Not before: SGLang says in the environment where its processes collect their metrics.
         import prometheus_client
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsidecar.integrations.checkpoint import checkpoint_of
-from kvsidecar.integrations.namespace_facts import Facts, Identity, sources
+from kvsidecar.integrations.namespace_facts import EngineIdentity, NamespaceFacts, sources
 from kvsidecar.integrations.sglang import ignored
 from kvsidecar.integrations.sglang.groups import Groups
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
@@ -31,7 +31,7 @@ def identity_of(
     private: str,
     name: str | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> Identity:
+) -> EngineIdentity:
     """The identity of an engine.
 
     Args:
@@ -46,7 +46,7 @@ def identity_of(
     weights = checkpoint_of(server_args.model_path, hf_config)
     draft = argument(server_args, "speculative_draft_model_path")
     dummy = argument(server_args, "load_format") == "dummy"
-    known = Facts(private)
+    known = NamespaceFacts(private)
     known.update(facts)
     known.update({
         "weights": weights.identity,

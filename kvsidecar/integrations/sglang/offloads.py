@@ -2,7 +2,7 @@
 
 Every store passes through `Offloads.submit`, and nothing is left to confirm there: SGLang puts pages into its tree when
 it has processed the result of the forward that computed them or, those of a chunk or of a last token, when it has
-launched that forward and all loads for it have arrived (`Loads.finish`); and they are read after its kernels
+launched that forward and all loads for it have arrived (`BatchLoads.finish`); and they are read after its kernels
 (`SlotReader`).
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from kvsidecar.client import Blocks, JobDone, Outcome
 from kvsidecar.errors import Refusal
-from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, Pages, split
-from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.loads import MAX_JOB_BLOCKS, PoolPages, split
+from kvsidecar.integrations.sglang.shared import RankState
 from kvsidecar.integrations.sglang.transfers import PageIds
 from kvsidecar.integrations.stored_filter import Tags, tags_of
 
@@ -54,7 +54,7 @@ class _Offload:
     """Pages that SGLang cannot free until `pop`."""
     sent: bool = False
     """Sent, or waiting to be sent."""
-    unsent: list[tuple[int, Pages]] = field(default_factory=list)
+    unsent: list[tuple[int, PoolPages]] = field(default_factory=list)
     """Pages, with their group, that are sent when their places are known."""
     ok: bool = True
     admitted: bool = True
@@ -75,7 +75,7 @@ class Offloads:
         rank: this rank's index among those that split a page. KV that is equal on several is stored by the first.
     """
 
-    def __init__(self, shared: Shared, notes: Callable[[int, bytes], bytes], num_pages: int, *, rank: int) -> None:
+    def __init__(self, shared: RankState, notes: Callable[[int, bytes], bytes], num_pages: int, *, rank: int) -> None:
         self._jobs, self._groups = shared.jobs, shared.groups
         self._notes, self._rank = notes, rank
         self._most_held = max(1, int(num_pages * HELD_FRACTION))
@@ -110,7 +110,7 @@ class Offloads:
             if len(missing):
                 first = int(missing[0])
                 keys = pages.keys[first * len(pages.keys) // pages.count :]
-                offload.unsent.append((group.index, Pages(keys, pages.ids(first))))
+                offload.unsent.append((group.index, PoolPages(keys, pages.ids(first))))
                 offload.tags.append(tags[first:])
             else:
                 known = True

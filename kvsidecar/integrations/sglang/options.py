@@ -16,7 +16,7 @@ def _load_chunks(value: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Options(CommonOptions):
+class LinkerOptions(CommonOptions):
     """The options of all engines, and the linker's own."""
 
     PLACE: ClassVar = "linker_extra_config"

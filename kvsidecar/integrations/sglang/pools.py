@@ -22,7 +22,7 @@ from kvsidecar.integrations.sglang.groups import KV, MAMBA, SWA, Groups
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PagePool:
     """The pages of one component of SGLang's tree."""
 
     name: str
@@ -38,7 +38,7 @@ class Pool:
         return min(len(tensor) for tensors in self.layers.values() for tensor in tensors)
 
 
-def pools_of(kvcache: Any, params: Any, page_size: int, components: set[Any]) -> tuple[list[Pool], int]:
+def pools_of(kvcache: Any, params: Any, page_size: int, components: set[Any]) -> tuple[list[PagePool], int]:
     """The pools, and the number of layers that SGLang waits for.
 
     Args:
@@ -70,9 +70,9 @@ def pools_of(kvcache: Any, params: Any, page_size: int, components: set[Any]) ->
     return pools, 1 + max(layer for pool in pools for layer in pool.layers)
 
 
-def _pool(name: str, pool: Any, page_size: int, mapping: Mapping[int, int]) -> Pool:
+def _pool(name: str, pool: Any, page_size: int, mapping: Mapping[int, int]) -> PagePool:
     heads = 0 if _is_mla(pool) else int(getattr(pool, "head_num", 0))
-    return Pool(name, _attention(pool, page_size, mapping), _is_mla(pool), heads)
+    return PagePool(name, _attention(pool, page_size, mapping), _is_mla(pool), heads)
 
 
 def _own_layers(pool: Any) -> dict[int, int]:
@@ -116,7 +116,7 @@ def by_page(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return tensor[: len(tensor) // rows * rows].unflatten(0, (-1, rows))
 
 
-def _states(kvcache: Any, params: Any) -> Pool:
+def _states(kvcache: Any, params: Any) -> PagePool:
     """The states of Mamba layers; SGLang's own view refuses the kinds that need more than these."""
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import _mamba_device_pool_entry
 
@@ -124,7 +124,7 @@ def _states(kvcache: Any, params: Any) -> Pool:
         entry = _mamba_device_pool_entry(params.req_to_token_pool, kvcache.start_layer)
     except ValueError as error:
         raise NotExportable(str(error)) from error
-    return Pool(MAMBA, _entry_layers(entry), False)
+    return PagePool(MAMBA, _entry_layers(entry), False)
 
 
 def _entry_layers(entry: Any) -> dict[int, tuple[torch.Tensor, ...]]:
@@ -141,7 +141,7 @@ def _entry_layers(entry: Any) -> dict[int, tuple[torch.Tensor, ...]]:
     return found
 
 
-def _ready_made(kvcache: Any, params: Any, page_size: int, components: set[Any]) -> tuple[list[Pool], int]:
+def _ready_made(kvcache: Any, params: Any, page_size: int, components: set[Any]) -> tuple[list[PagePool], int]:
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
 
     try:
@@ -157,11 +157,11 @@ def _ready_made(kvcache: Any, params: Any, page_size: int, components: set[Any])
         mine = layers.setdefault(entry.indices_from_pool.value, {})
         for layer, tensors in _entry_layers(entry).items():
             mine[layer] = (*mine.get(layer, ()), *tensors)
-    pools = [Pool(name, each, group.rank_replicated and name != MAMBA) for name, each in layers.items()]
+    pools = [PagePool(name, each, group.rank_replicated and name != MAMBA) for name, each in layers.items()]
     return pools, group.num_layers
 
 
-def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
+def _with_drafts(full: PagePool, params: Any, page_size: int) -> PagePool:
     """Add the draft models' KV to the target's last layer. It has the same pages, and is read after the target's
     forward."""
     last = max(full.layers)
@@ -177,7 +177,7 @@ def _with_drafts(full: Pool, params: Any, page_size: int) -> Pool:
     return replace(full, layers=layers, heads=full.heads if layers == full.layers else 0)
 
 
-def facts_of(pools: Sequence[Pool]) -> list[str]:
+def facts_of(pools: Sequence[PagePool]) -> list[str]:
     """What determines the bytes of a page: types, shapes and order in memory."""
     return sorted(
         {
@@ -190,7 +190,7 @@ def facts_of(pools: Sequence[Pool]) -> list[str]:
     )
 
 
-def export(pools: Sequence[Pool], groups: Groups, rank: int, size: int) -> RankMemory:
+def export(pools: Sequence[PagePool], groups: Groups, rank: int, size: int) -> RankMemory:
     """The memory of one rank.
 
     Args:

@@ -13,20 +13,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvsidecar.client import BreakerState, Client, JobDone
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.next_use import pause_after, said_in
 from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PENDING_JOBS, WhyNot, reason_gauges
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.refused_jobs import UnfitJobs
-from kvsidecar.integrations.sglang.counters import Counters
+from kvsidecar.integrations.sglang.counters import RankCounters
 from kvsidecar.integrations.sglang.groups import Groups
-from kvsidecar.integrations.sglang.loads import Detour, Loads, Pages
-from kvsidecar.integrations.sglang.lookups import Lookups
+from kvsidecar.integrations.sglang.loads import BatchLoads, Detour, PoolPages
+from kvsidecar.integrations.sglang.lookups import RankLookups
 from kvsidecar.integrations.sglang.offloads import Offered, Offloads
-from kvsidecar.integrations.sglang.options import Options
-from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.options import LinkerOptions
+from kvsidecar.integrations.sglang.shared import RankState
 from kvsidecar.integrations.sglang.staged_load import Staging
-from kvsidecar.integrations.sglang.touches import Touches
+from kvsidecar.integrations.sglang.touches import PageTouches
 from kvsidecar.integrations.sglang.transfers import PageIds, RecentHashes, name_of, read_now
 from kvsidecar.integrations.sglang.weights import Weights
 from kvsidecar.integrations.waited_jobs import WaitedJobs
@@ -49,7 +49,7 @@ def no_notes(_group: int, _keys: bytes) -> bytes:
 class RankFacts:
     """The facts that the linker has found out about a rank."""
 
-    identity: Identity
+    identity: EngineIdentity
     instance: str
     """Name of the engine, the same for all of its ranks and unique on the node."""
     groups: Groups
@@ -74,11 +74,11 @@ class RankSide:
 
     def __init__(
         self,
-        options: Options,
+        options: LinkerOptions,
         facts: RankFacts,
         ranks: Ranks,
         weights: Weights,
-        counters: Counters,
+        counters: RankCounters,
         notes: Callable[[int, bytes], bytes] = no_notes,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -99,12 +99,14 @@ class RankSide:
         self._unfit_jobs = UnfitJobs(_log)
         self._jobs = WaitedJobs(self._client, self._note_unfit)
         hashes = RecentHashes()
-        shared = Shared(self._jobs, facts.groups, namespace, lambda pages: weights.keys(hashes(pages)), counters, clock)
+        shared = RankState(
+            self._jobs, facts.groups, namespace, lambda pages: weights.keys(hashes(pages)), counters, clock
+        )
         self._known, self._keys, self._gains = shared.known, shared.keys, shared.gains
-        self._lookups = Lookups(shared, options.lookup_budget, alone=ranks.size == 1)
+        self._lookups = RankLookups(shared, options.lookup_budget, alone=ranks.size == 1)
         detour = None if facts.staging is None else Detour(facts.staging, self._jobs_of_staging(facts, facts.staging))
-        self.loads = Loads(shared, options.load_timeout, detour)
-        self._touches = Touches(shared, facts.trailing)
+        self.loads = BatchLoads(shared, options.load_timeout, detour)
+        self._touches = PageTouches(shared, facts.trailing)
         self._tool_tokens = frozenset(options.tool_tokens)
         num_pages = max(layout.num_blocks for layout in self._layouts)
         self._offloads = Offloads(shared, notes, num_pages, rank=ranks.rank)
@@ -202,9 +204,9 @@ class RankSide:
         )
         return True
 
-    def _pages(self, transfers: Sequence[Any]) -> Mapping[str, Pages]:
+    def _pages(self, transfers: Sequence[Any]) -> Mapping[str, PoolPages]:
         return {
-            name_of(each): Pages(self._keys(each.keys), PageIds(each, self._page_size, self._read))
+            name_of(each): PoolPages(self._keys(each.keys), PageIds(each, self._page_size, self._read))
             for each in transfers
             if each.keys
         }
@@ -216,7 +218,7 @@ class RankSide:
 
         Args:
             hashes: returns the hashes of all its pages that SGLang has.
-            session: see `Touches.request_ended`.
+            session: see `PageTouches.request_ended`.
             params: the request's custom parameters.
             answer: the answer's tokens.
         """

@@ -20,7 +20,7 @@ from kvsidecar.integrations.sglang.groups import Groups
 
 
 class Staging(Protocol):
-    """See `kvsidecar.integrations.sglang.staging.Staging`."""
+    """See `kvsidecar.integrations.sglang.staging.StagingMemory`."""
 
     slots: int
     groups: Groups

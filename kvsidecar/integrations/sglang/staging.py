@@ -21,7 +21,7 @@ from kvsidecar.client.torch import TorchExporter, shared_empty
 from kvsidecar.errors import NotExportable
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.sglang.groups import Groups, groups_of
-from kvsidecar.integrations.sglang.pools import Pool
+from kvsidecar.integrations.sglang.pools import PagePool
 from kvsidecar.integrations.sglang.scatter import Scatter, scatter_for
 from kvsidecar.integrations.sglang.staged_load import MOST_PAGES, chunks_of, default_bytes
 
@@ -31,7 +31,7 @@ WORD_BYTES = 8
 """Kernels move pieces by words of int64."""
 
 
-class Staging:
+class StagingMemory:
     """Slots for each slice of a page, registered like a KV cache of its own, into which the daemon loads.
 
     Args:
@@ -45,7 +45,7 @@ class Staging:
         NotExportable: the memory cannot be shared.
     """
 
-    def __init__(self, pool: Pool, groups: Groups, layout: GroupLayout, nbytes: int) -> None:
+    def __init__(self, pool: PagePool, groups: Groups, layout: GroupLayout, nbytes: int) -> None:
         (group,), self.groups = groups.all, groups
         pieces = [
             [_words(tensor[: pool.num_pages]) for layer in layers for tensor in pool.layers[layer]]
@@ -124,8 +124,8 @@ class Staging:
 
 
 def staging_for(
-    pools: Sequence[Pool], groups: Groups, layouts: Sequence[GroupLayout], nbytes: int | None
-) -> Staging | None:
+    pools: Sequence[PagePool], groups: Groups, layouts: Sequence[GroupLayout], nbytes: int | None
+) -> StagingMemory | None:
     """The staging memory; None if the daemon loads directly into the pages.
 
     Args:
@@ -145,7 +145,7 @@ def staging_for(
     per_head = {pool.name: groups.all[0].ranks_per_head}
     own = groups_of([(pool.name, pool.layers, pool.replicated)], groups.ends[-1], num_chunks, per_head)
     try:
-        staging = Staging(pool, own, layouts[0], nbytes)
+        staging = StagingMemory(pool, own, layouts[0], nbytes)
     except (ValueError, NotExportable, torch.OutOfMemoryError) as error:
         _log.warning("kvsidecar: no staging memory: %s", error)
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvsidecar.errors import ClientError
-from kvsidecar.integrations.sglang.shared import Shared
+from kvsidecar.integrations.sglang.shared import RankState
 from kvsidecar.integrations.sglang.transfers import HASH_BYTES
 
 AFTER_SECONDS = 0.5
@@ -29,7 +29,7 @@ class _Touch:
     pause: float | None
 
 
-class Touches:
+class PageTouches:
     """Makes the daemon count all pages of a request as used when it has ended.
 
     SGLang asks a linker only for pages that are not on the GPU. So those of a conversation's beginning, which the GPU
@@ -39,7 +39,7 @@ class Touches:
         trailing: how many pages at the end of a request a hit needs, by pool; it needs all pages of other pools.
     """
 
-    def __init__(self, shared: Shared, trailing: Mapping[str, int]) -> None:
+    def __init__(self, shared: RankState, trailing: Mapping[str, int]) -> None:
         self._client, self._namespace, self._keys = shared.jobs.client, shared.namespace, shared.keys
         self._groups, self._counters, self._clock = shared.groups, shared.counters, shared.clock
         self._trailing = trailing

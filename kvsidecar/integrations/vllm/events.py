@@ -16,7 +16,7 @@ from typing import Any
 from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.event_builder import EventBuilder
 from kvsidecar.integrations.residency.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
-from kvsidecar.integrations.residency.residents import DISK, Residents, Watch, group_of, media
+from kvsidecar.integrations.residency.residents import DISK, ResidencySource, Residents, group_of, media
 from kvsidecar.integrations.vllm.groups import Group, Kind
 
 _SPEC_KINDS = {
@@ -40,7 +40,12 @@ class Events:
     """
 
     def __init__(
-        self, groups: Iterable[Group], hash_bytes: int = 32, watch: Watch | None = None, *, announces: bool = True
+        self,
+        groups: Iterable[Group],
+        hash_bytes: int = 32,
+        watch: ResidencySource | None = None,
+        *,
+        announces: bool = True,
     ) -> None:
         from vllm.distributed import kv_events
         from vllm.v1.core import kv_cache_utils

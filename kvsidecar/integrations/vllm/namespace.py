@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvsidecar.integrations.checkpoint import Checkpoint, checkpoint_of
-from kvsidecar.integrations.namespace_facts import Facts, Identity, sources
+from kvsidecar.integrations.namespace_facts import EngineIdentity, NamespaceFacts, sources
 from kvsidecar.integrations.vllm import ignored
 from kvsidecar.integrations.vllm.groups import Group
 
@@ -36,7 +36,7 @@ def identity_of(
     name: str | None = None,
     environment: Mapping[str, str] = os.environ,
     variables: Iterable[str] = (),
-) -> Identity:
+) -> EngineIdentity:
     """The identity of an engine.
 
     Args:
@@ -55,7 +55,7 @@ def identity_of(
     seed = environment.get("PYTHONHASHSEED", fixed_seed)
     weights = checkpoint_of(model.model, model.hf_config)
     load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
-    known = Facts(private)
+    known = NamespaceFacts(private)
     known.update(facts)
     known.update({
         "weights": weights.identity,
@@ -89,7 +89,7 @@ def identity_of(
     )
 
 
-def _add(known: Facts, config: Any, part: str, prefix: str) -> None:
+def _add(known: NamespaceFacts, config: Any, part: str, prefix: str) -> None:
     """Add every option of a part of the configuration, and of its parts, unless it is known to change nothing."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     for option in [each.name for each in fields] or list(vars(config)):

@@ -86,7 +86,7 @@ class SchedulerSide:
         self._stores = Stores(shared)
         self._counts = True
         """Whether counters or gauges may have changed since `take_counts`."""
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         """The gauges, as last reported."""
         self._nodes: dict[int, str] = {}
         """The node of each rank."""
@@ -542,8 +542,8 @@ class SchedulerSide:
             PENDING_JOBS: len(self._stores.running) + len(self._loads.running),
             **reason_gauges(self.why_not),
         }
-        changed = {name: value for name, value in now.items() if self._told.get(name) != value}
-        self._told = now
+        changed = {name: value for name, value in now.items() if self._reported.get(name) != value}
+        self._reported = now
         return {**self.counters.take(), **changed}
 
     def take_events(self) -> Sequence[Any]:

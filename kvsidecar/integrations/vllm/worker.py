@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsidecar.client import DEVICE, Blocks, Client, GroupLayout, JobDone, Outcome
 from kvsidecar.errors import Refusal
-from kvsidecar.integrations.namespace_facts import Identity
+from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.offload_condition import node_id
 from kvsidecar.integrations.rank_memory import RankMemory
 from kvsidecar.integrations.refused_jobs import UnfitJobs
@@ -83,7 +83,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: EngineIdentity,
         instance: str,
         place: Place,
         new_client: Callable[[], Client],
