@@ -32,9 +32,9 @@ from benchmarks.vllm.step_parts import Parts
 from kvsidecar.client import Client, GroupLayout, HostBuffer, Namespace, Region, pack_ids
 from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.rank_memory import RankMemory
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StepPlan, StoreJob
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.ranks import Place
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
@@ -43,7 +43,7 @@ from kvsidecar.integrations.vllm.worker import WorkerSide
 NAMESPACE = Namespace("step-cost", "bfloat16", "LBNHC", 16, 1, 1, "sha256")
 TOKENS, ROW_BYTES = 16, 4096
 PYTHON = f"{ADDITIONS:,} additions in Python"
-GROUP = Group(0, Kind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
+GROUP = Group(0, GroupKind.FULL, ("layer",), TOKENS, TOKENS, TOKENS)
 
 _numbers = itertools.count()
 
@@ -139,7 +139,9 @@ def measure(socket: str, rounds: int, blocks: int, requests: int, parts: Parts |
     rank.settle()
     client = Client(socket, timeout=60.0, step_budget=60.0)  # a daemon that is kept waiting is not one that hangs
     side = SchedulerSide(
-        Options(lookup_budget=60.0, store_interval=1e-9), EngineFacts(NAMESPACE.hash_bytes, (GROUP,), 1), client
+        ConnectorOptions(lookup_budget=60.0, store_interval=1e-9),
+        EngineFacts(NAMESPACE.hash_bytes, (GROUP,), 1),
+        client,
     )
     side.take_namespace(NAMESPACE)
     pool = BlockPool(num_gpu_blocks=4 * blocks, enable_caching=True, hash_block_size=TOKENS)

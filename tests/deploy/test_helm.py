@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from kvsidecar.cli.main import main
 from kvsidecar.daemon.pool_geometry import pool_geometry
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
 from kvsidecar.support.units import MiB, parse_size
 from tests.deploy import test_kubernetes as kubernetes
@@ -715,7 +715,7 @@ def test_pods_of_a_leader_worker_set_find_the_daemon() -> None:
 def _an_engine(given: Manifest, env: dict[str, str], volumes: list[Manifest], pod: Manifest) -> None:
     assert given["kv_connector_module_path"] == "kvsidecar.integrations.vllm"
     assert given["kv_load_failure_policy"] == "recompute"
-    Options.parse(given.get("kv_connector_extra_config", {}))
+    ConnectorOptions.parse(given.get("kv_connector_extra_config", {}))
     assert env["KVSIDECAR_SOCKET"] == "/run/kvsidecar/kvsidecar.sock"
     ((_, node),) = pods(render())
     (of_node,) = [each["hostPath"] for each in node["spec"]["volumes"] if "hostPath" in each]

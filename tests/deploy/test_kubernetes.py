@@ -14,7 +14,7 @@ import yaml
 
 from kvsidecar.client import State
 from kvsidecar.daemon.pool_geometry import pool_geometry
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.pool.record_table import RecordTable, TableFacts
 from kvsidecar.support.memory_limits import HugePages, PageKind, Pages, bookkeeping_bytes, check_fits
 from kvsidecar.support.units import GiB, MiB, parse_size
@@ -247,7 +247,7 @@ def test_every_engine_gives_the_connector_options_that_it_has() -> None:
             assert config["kv_connector"] == "KVSidecarConnector"
             assert config["kv_connector_module_path"] == "kvsidecar.integrations.vllm"
             assert config["kv_load_failure_policy"] == "recompute"
-            Options.parse(config.get("kv_connector_extra_config", {}))
+            ConnectorOptions.parse(config.get("kv_connector_extra_config", {}))
 
 
 def test_all_engines_hash_alike() -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kvsidecar.client import BreakerState
 from kvsidecar.client.types import NO_ANSWER, GroupHits, LookupResult
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.hits import limit, lookup_range
 from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StepPlan, StoreJob
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.recomputing import Recompute
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.selection import group_suffix
@@ -30,11 +30,11 @@ EPOCH = 7
 
 
 def full(index: int = 0, block_tokens: int = 4, **values: Any) -> Group:
-    return group(index, Kind.FULL, block_tokens, **values)
+    return group(index, GroupKind.FULL, block_tokens, **values)
 
 
 def group(
-    index: int, kind: Kind, block_tokens: int, *, hash_tokens: int = 4, alignment: int = 4, **values: Any
+    index: int, kind: GroupKind, block_tokens: int, *, hash_tokens: int = 4, alignment: int = 4, **values: Any
 ) -> Group:
     return Group(index, kind, (f"layer.{index}",), block_tokens, hash_tokens, alignment, **values)
 
@@ -519,7 +519,7 @@ def side(
         block_ids,
     )
     made = of(
-        Options.parse(extra),
+        ConnectorOptions.parse(extra),
         engine,
         daemon or TinyDaemon(),
         clock=clock or Clock(),
@@ -597,10 +597,10 @@ def cases(draw: st.DrawFn) -> tuple[list[Group], dict[int, list[bool]], int, int
     alignment = draw(st.sampled_from([4, 8]))
     groups = []
     for index in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(Kind))
+        kind = draw(st.sampled_from(GroupKind))
         block_tokens = draw(st.sampled_from([each for each in (2, 4, 8) if alignment % each == 0]))
-        window = draw(st.integers(1, 20)) if kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL) else 0
-        eagle = kind in (Kind.FULL, Kind.SLIDING_WINDOW) and draw(st.booleans())
+        window = draw(st.integers(1, 20)) if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL) else 0
+        eagle = kind in (GroupKind.FULL, GroupKind.SLIDING_WINDOW) and draw(st.booleans())
         groups.append(group(index, kind, block_tokens, hash_tokens=2, alignment=alignment, window=window, eagle=eagle))
     local = draw(st.integers(0, 3)) * alignment
     num_tokens = local + draw(st.integers(1, 40))

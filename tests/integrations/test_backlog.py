@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm import stores
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
-from kvsidecar.integrations.vllm.groups import Kind
+from kvsidecar.integrations.vllm.groups import GroupKind
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.selection import group_suffix
@@ -181,7 +181,7 @@ def test_what_a_running_request_has_no_room_for_is_stored_in_the_next_step(monke
 
 
 def test_null_blocks_before_what_a_request_has_hit_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [full(), group(1, Kind.SLIDING_WINDOW, 4, window=8)]
+    groups = [full(), group(1, GroupKind.SLIDING_WINDOW, 4, window=8)]
     daemon, pool = TinyDaemon(), TinyPool(80)
     made = attached(groups, pool=pool, daemon=daemon)
     request = Request("r", list(range(80)))

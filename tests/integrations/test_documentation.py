@@ -14,7 +14,7 @@ from kvsidecar.integrations.offload_condition import WhyNot
 from kvsidecar.integrations.sglang import counters as sglang
 from kvsidecar.integrations.sglang.options import LinkerOptions as SGLangOptions
 from kvsidecar.integrations.vllm import counters as vllm
-from kvsidecar.integrations.vllm.options import Options as VLLMOptions
+from kvsidecar.integrations.vllm.options import ConnectorOptions as VLLMOptions
 from tests.option_tables import rows_of_code, rows_of_page
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
+from kvsidecar.integrations.vllm.groups import Group, GroupKind, groups_of
 from tests.integrations.engine import chain, full, group
 
 # Stand for vLLM's classes: they are told apart by these names.
@@ -90,19 +90,19 @@ def test_kinds_are_told_apart_by_the_names_of_vllms_classes() -> None:
         tp=2,
     )
     assert [(each.kind, each.window, each.replicas) for each in groups] == [
-        (Kind.FULL, 0, 1),
-        (Kind.FULL, 0, 2),
-        (Kind.SLIDING_WINDOW, 100, 1),
-        (Kind.SLIDING_WINDOW, 103, 2),
-        (Kind.CHUNKED_LOCAL, 64, 1),
-        (Kind.STATE, 0, 1),
+        (GroupKind.FULL, 0, 1),
+        (GroupKind.FULL, 0, 2),
+        (GroupKind.SLIDING_WINDOW, 100, 1),
+        (GroupKind.SLIDING_WINDOW, 103, 2),
+        (GroupKind.CHUNKED_LOCAL, 64, 1),
+        (GroupKind.STATE, 0, 1),
     ]
 
 
 def test_layers_with_specs_of_their_own_are_one_group_if_they_are_of_one_kind() -> None:
     specs = {"a": MLAAttentionSpec(), "b": MLAAttentionSpec()}
     (each,) = found(UniformTypeKVCacheSpecs(kv_cache_specs=specs), tp=2)
-    assert (each.kind, each.replicas) == (Kind.FULL, 2)
+    assert (each.kind, each.replicas) == (GroupKind.FULL, 2)
     for mixed in (
         {"a": FullAttentionSpec(), "b": SlidingWindowSpec(sliding_window=8)},
         {
@@ -118,7 +118,7 @@ def test_a_draft_with_heads_may_share_a_group_with_latent_attention_which_is_not
     """As of Kimi-K2 with a Llama head for EAGLE-3."""
     specs = {"a": MLAAttentionSpec(), "draft": FullAttentionSpec()}
     (each,) = found(UniformTypeKVCacheSpecs(kv_cache_specs=specs), tp=2)
-    assert (each.kind, each.replicas) == (Kind.FULL, 1)
+    assert (each.kind, each.replicas) == (GroupKind.FULL, 1)
 
 
 def test_a_group_of_windows_keeps_what_its_longest_one_needs() -> None:
@@ -127,7 +127,7 @@ def test_a_group_of_windows_keeps_what_its_longest_one_needs() -> None:
         "draft": SlidingWindowSpec(sliding_window=100, extra_retained_tokens=3),
     }
     (each,) = found(UniformTypeKVCacheSpecs(kv_cache_specs=specs))
-    assert (each.kind, each.window) == (Kind.SLIDING_WINDOW, 103)
+    assert (each.kind, each.window) == (GroupKind.SLIDING_WINDOW, 103)
 
 
 class Model:
@@ -252,17 +252,17 @@ def test_what_cannot_be_offloaded_is_said_in_one_sentence(specs: list[Any], valu
 
 def test_a_coarse_block_has_the_hash_of_its_last_tokens() -> None:
     hashes = chain(range(30), 4)
-    coarse = group(0, Kind.FULL, 8)
+    coarse = group(0, GroupKind.FULL, 8)
     assert list(coarse.hashes(hashes, 0, 9)) == [hashes[1], hashes[3], hashes[5]]
     assert list(coarse.hashes(hashes, 1, 2)) == [hashes[3]]
     assert list(full().hashes(hashes, 5, 9)) == hashes[5:]
 
 
 def test_the_first_needed_block_is_vllms_first_that_is_not_null() -> None:
-    window = group(0, Kind.SLIDING_WINDOW, 4, window=5)
+    window = group(0, GroupKind.SLIDING_WINDOW, 4, window=5)
     assert [window.first_needed(tokens) for tokens in (4, 8, 12, 16)] == [0, 1, 2, 3]
-    assert [group(0, Kind.SLIDING_WINDOW, 4, window=6).first_needed(tokens) for tokens in (4, 8, 12)] == [0, 0, 1]
-    chunked = group(0, Kind.CHUNKED_LOCAL, 4, window=8)
+    assert [group(0, GroupKind.SLIDING_WINDOW, 4, window=6).first_needed(tokens) for tokens in (4, 8, 12)] == [0, 0, 1]
+    chunked = group(0, GroupKind.CHUNKED_LOCAL, 4, window=8)
     assert [chunked.first_needed(tokens) for tokens in (4, 8, 12, 16)] == [0, 2, 2, 4]
-    assert group(0, Kind.STATE, 4).first_needed(12) == 2
+    assert group(0, GroupKind.STATE, 4).first_needed(12) == 2
     assert full().first_needed(12) == 0

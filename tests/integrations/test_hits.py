@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import given
 
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range, needed
 from tests.integrations.engine import cases, full
 
@@ -19,11 +19,11 @@ def brute_force(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
 
 def can_go_on(each: Group, flags: Sequence[bool], local: int, hit: int) -> bool:
     tokens = local + hit
-    if each.kind is Kind.FULL:
+    if each.kind is GroupKind.FULL:
         read = set(range(tokens))
-    elif each.kind is Kind.SLIDING_WINDOW:
+    elif each.kind is GroupKind.SLIDING_WINDOW:
         read = set(range(max(0, tokens - each.window + 1), tokens))
-    elif each.kind is Kind.CHUNKED_LOCAL:
+    elif each.kind is GroupKind.CHUNKED_LOCAL:
         read = {token for token in range(tokens) if token // each.window == tokens // each.window}
     else:
         read = {tokens - 1}

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvsidecar.client import GroupLayout, HostBuffer
 from kvsidecar.integrations.vllm import memory
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.ranks import Place
 
 BLOCKS, LAYERS = 5, ("a", "b", "c")
@@ -76,7 +76,9 @@ def test_groups_that_overlay_each_other_each_have_their_blocks(layout: KVCacheLa
 
 
 def check(config: kv.KVCacheConfig, caches: dict[str, torch.Tensor]) -> None:
-    groups = [Group(i, Kind.FULL, tuple(each.layer_names), 16, 16, 16) for i, each in enumerate(config.kv_cache_groups)]
+    groups = [
+        Group(i, GroupKind.FULL, tuple(each.layer_names), 16, 16, 16) for i, each in enumerate(config.kv_cache_groups)
+    ]
     rank = memory.export(memory.views_of(caches, config, groups), BLOCKS, Place())
     assert len(rank.buffers.allocations) == 1
     buffer = HostBuffer.holding(next(iter(caches.values())).untyped_storage().data_ptr())
@@ -158,4 +160,4 @@ def test_a_state_is_a_page() -> None:
     assert sum(each.shard_bytes for each in memory.export(found, BLOCKS, Place()).groups) == 3 * (128 + 24)
 
 
-GROUP = Group(0, Kind.FULL, tuple(f"{layer}0" for layer in LAYERS), 16, 16, 16)
+GROUP = Group(0, GroupKind.FULL, tuple(f"{layer}0" for layer in LAYERS), 16, 16, 16)

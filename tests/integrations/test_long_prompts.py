@@ -14,9 +14,9 @@ import pytest
 from kvsidecar.client import Blocks, BreakerState, Client, GroupLayout, HostBuffer, Outcome, PendingLookup, Region
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import lookups
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.metadata import RankReport
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from kvsidecar.support.breaker import CircuitBreaker
 from kvsidecar.types import Namespace
@@ -42,7 +42,9 @@ def full_groups(count: int) -> list[Group]:
 def gemma(window: int = 1024) -> list[Group]:
     """Six groups with a sliding window, and one with full attention."""
     sliding = [
-        group(i, Kind.SLIDING_WINDOW, BLOCK_TOKENS, hash_tokens=BLOCK_TOKENS, alignment=BLOCK_TOKENS, window=window)
+        group(
+            i, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, hash_tokens=BLOCK_TOKENS, alignment=BLOCK_TOKENS, window=window
+        )
         for i in range(6)
     ]
     return [*sliding, *full_groups(7)[6:]]
@@ -67,7 +69,7 @@ class Engine:
     ) -> None:
         self.daemon, self.tokens, self.groups = daemon, tokens, groups
         self._store(prompt("stored", tokens).block_hashes)
-        options = Options.parse({"socket": daemon.socket})
+        options = ConnectorOptions.parse({"socket": daemon.socket})
         # As `connector.KVSidecarConnector` makes it.
         self.client = Client(daemon.socket, step_budget=options.lookup_budget, breaker=breaker)
         clock = None if breaker is None else Clock()
@@ -169,7 +171,7 @@ def test_long_prompts_hit_and_short_ones_beside_them(short_dir: Path, shape: str
     with engine(short_dir, groups, tokens) as made:
         # No question is asked a second time, and sliding windows are asked for only where they count.
         windows = sum(each.window // BLOCK_TOKENS for each in groups)
-        everything = sum(tokens // BLOCK_TOKENS for each in groups if each.kind is Kind.FULL) + windows
+        everything = sum(tokens // BLOCK_TOKENS for each in groups if each.kind is GroupKind.FULL) + windows
         for early in (True, False):
             for number in range(TRIES):
                 long, short = prompt(f"long {early} {number}", tokens), prompt(f"short {early} {number}", 64)

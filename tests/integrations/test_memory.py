@@ -11,7 +11,7 @@ import pytest
 
 from kvsidecar.client import GroupLayout, HostBuffer, NotExportable
 from kvsidecar.integrations.rank_memory import RankMemory
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.ranks import Place
 
 torch = pytest.importorskip("torch")
@@ -43,7 +43,7 @@ def configured(layers: Sequence[str] | Sequence[Sequence[str]], *specs: Any, ten
 
 def exported(kv_caches: Mapping[str, Any], config: Any) -> RankMemory:
     groups = [
-        Group(i, Kind.FULL, tuple(each.layer_names), TOKENS, TOKENS, TOKENS)
+        Group(i, GroupKind.FULL, tuple(each.layer_names), TOKENS, TOKENS, TOKENS)
         for i, each in enumerate(config.kv_cache_groups)
     ]
     return memory.export(memory.views_of(kv_caches, config, groups), config.num_blocks, Place())
@@ -239,7 +239,7 @@ def test_a_pool_of_two_blocks_could_be_k_and_v() -> None:
 
 
 def facts(layers: Mapping[str, Any], config: Any) -> list[str]:
-    groups = [Group(0, Kind.FULL, tuple(config.kv_cache_groups[0].layer_names), TOKENS, TOKENS, TOKENS)]
+    groups = [Group(0, GroupKind.FULL, tuple(config.kv_cache_groups[0].layer_names), TOKENS, TOKENS, TOKENS)]
     return memory.facts_of(memory.views_of(layers, config, groups), {0: ["BACKEND"]})
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from kvsidecar.integrations.checkpoint import checkpoint_of
 from kvsidecar.integrations.namespace_facts import EngineIdentity
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.namespace import identity_of
 from kvsidecar.types import Namespace, text_problem
 
-GROUPS = (Group(0, Kind.FULL, ("layer",), 16, 16, 16),)
+GROUPS = (Group(0, GroupKind.FULL, ("layer",), 16, 16, 16),)
 
 
 def config() -> Any:
@@ -106,7 +106,7 @@ def test_kv_whose_scales_the_engine_finds_as_it_runs_is_its_own() -> None:
         {"environment": {"VLLM_PP_LAYER_PARTITION": "1,2"}},
         {"environment": {"VLLM_OF_A_LATER_VERSION": "1"}},
         {"groups": (replace(GROUPS[0], block_tokens=32),)},
-        {"groups": (replace(GROUPS[0], kind=Kind.SLIDING_WINDOW, window=64),)},
+        {"groups": (replace(GROUPS[0], kind=GroupKind.SLIDING_WINDOW, window=64),)},
         {"groups": (replace(GROUPS[0], eagle=True),)},
     ],
 )

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations import sglang, vllm
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 
 
 def test_nothing_given_is_the_defaults() -> None:
-    options = Options.parse({})
+    options = ConnectorOptions.parse({})
     assert (options.store_mode, options.lookup_budget, options.socket) == ("eager", 0.005, None)
 
 
 def test_times_are_read_with_units_or_as_seconds() -> None:
-    options = Options.parse(
+    options = ConnectorOptions.parse(
         {"lookup_budget": "2ms", "load_timeout": 20, "store_interval": 1.5, "lease_seconds": "2 min"}
     )
     assert options.lookup_budget == pytest.approx(0.002)
@@ -41,7 +41,7 @@ def test_an_unknown_option_or_a_bad_value_is_refused_in_one_sentence_that_names_
     extra: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        Options.parse(extra)
+        ConnectorOptions.parse(extra)
     assert text in str(refused.value)
 
 

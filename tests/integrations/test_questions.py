@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsidecar.client.types import GroupHits, LookupResult
 from kvsidecar.errors import ClientError
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.hits import limit, longest_hit, lookup_range, needed_blocks
 from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
@@ -288,7 +288,11 @@ def test_a_question_in_rounds_finds_what_one_about_everything_does(
 
 
 def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
-    groups = [group(0, Kind.SLIDING_WINDOW, 4, window=40), full(1), group(2, Kind.SLIDING_WINDOW, 4, window=80)]
+    groups = [
+        group(0, GroupKind.SLIDING_WINDOW, 4, window=40),
+        full(1),
+        group(2, GroupKind.SLIDING_WINDOW, 4, window=80),
+    ]
     whole = {index: [True] * 3000 for index in range(3)}
     nothing = {index: [False] * 3000 for index in range(3)}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
@@ -309,7 +313,7 @@ def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
 
 def test_a_hit_ends_where_the_windows_have_hashes() -> None:
     """The eagle group's hit needs one more block, and the last one has no hash yet."""
-    groups = [full(0), group(1, Kind.SLIDING_WINDOW, 4, window=1, eagle=True)]
+    groups = [full(0), group(1, GroupKind.SLIDING_WINDOW, 4, window=1, eagle=True)]
     found = {0: [True] * 3000, 1: [True] * 3000}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
     assert ask_all(question, 0, found, {index: [False] * 3000 for index in found}) == 3000 + 3
@@ -319,7 +323,11 @@ def test_a_hit_ends_where_the_windows_have_hashes() -> None:
 @given(st.data())
 def test_a_hit_inside_a_block_is_the_longest_that_brute_force_finds(data: st.DataObject) -> None:
     hash_tokens, block = 2, 8
-    kinds = [Kind.FULL, Kind.STATE, *data.draw(st.lists(st.sampled_from([Kind.FULL, Kind.STATE]), max_size=1))]
+    kinds = [
+        GroupKind.FULL,
+        GroupKind.STATE,
+        *data.draw(st.lists(st.sampled_from([GroupKind.FULL, GroupKind.STATE]), max_size=1)),
+    ]
     sizes = {"hash_tokens": hash_tokens, "alignment": block, "grain": hash_tokens}
     groups = [group(index, kind, block, **sizes) for index, kind in enumerate(kinds)]
     num_tokens = data.draw(st.integers(1, 50))
@@ -332,7 +340,7 @@ def test_a_hit_inside_a_block_is_the_longest_that_brute_force_finds(data: st.Dat
         return stored[each.index][end // hash_tokens - 1]
 
     def can_go_on(each: Group, end: int) -> bool:
-        if each.kind is Kind.STATE:
+        if each.kind is GroupKind.STATE:
             return has(each, end)
         whole = (end // block + 1) * block
         inside = end % block == 0 or has(each, end) or (whole < num_tokens and has(each, whole))
@@ -351,12 +359,12 @@ def test_a_hit_inside_a_block_is_the_longest_that_brute_force_finds(data: st.Dat
         for each in groups:
             number = int.from_bytes(blocks[each.index], "big")
             assert stored[each.index][number]
-            assert number == end // hash_tokens - 1 or (each.kind is Kind.FULL and (number + 1) % 4 == 0)
+            assert number == end // hash_tokens - 1 or (each.kind is GroupKind.FULL and (number + 1) % 4 == 0)
 
 
 def test_what_can_be_hit_inside_a_block_of_a_long_prompt_is_asked_for_within_a_bound() -> None:
     sizes = {"hash_tokens": 4, "alignment": 4000, "grain": 4}
-    groups = [full(0, 4000, **sizes), group(1, Kind.STATE, 4000, **sizes)]
+    groups = [full(0, 4000, **sizes), group(1, GroupKind.STATE, 4000, **sizes)]
     whole = [(number + 1) % 1000 == 0 for number in range(10_000)]
     states = [number == 9_500 for number in range(10_000)]
     request = SimpleNamespace(block_hashes=numbered(10_000).block_hashes, num_tokens=40_001)
@@ -366,7 +374,7 @@ def test_what_can_be_hit_inside_a_block_of_a_long_prompt_is_asked_for_within_a_b
 
 
 def test_of_states_the_last_one_is_leased_and_that_of_a_shorter_hit() -> None:
-    groups = [full(), group(1, Kind.SLIDING_WINDOW, 4, window=9), group(2, Kind.STATE, 4)]
+    groups = [full(), group(1, GroupKind.SLIDING_WINDOW, 4, window=9), group(2, GroupKind.STATE, 4)]
     whole = [True] * 20
     question = Question(groups, numbered(20), 0, 80, prefix=True)
     ask_all(question, 0, {0: whole, 1: whole, 2: whole}, {index: [False] * 20 for index in range(3)})

@@ -13,7 +13,7 @@ from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.residency import known_blocks, residents
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.residents import DISK, Residents, media
-from kvsidecar.integrations.vllm.groups import Kind
+from kvsidecar.integrations.vllm.groups import GroupKind
 from kvsidecar.integrations.weights_version import WeightsVersion
 from tests.integrations.engine import chain, full, group
 
@@ -31,7 +31,7 @@ def info(number: int, *, own: bool = True, tokens: Sequence[int] = TOKENS) -> Bl
 class Node:
     """An engine that follows a scripted daemon, and a router that follows the engine."""
 
-    def __init__(self, *, kind: Kind = Kind.FULL) -> None:
+    def __init__(self, *, kind: GroupKind = GroupKind.FULL) -> None:
         groups = [full(0), group(1, kind, 4)]
         self.news: list[ResidencyChange] = []
         self.known = KnownBlocks(groups, WIDTH)
@@ -152,7 +152,7 @@ def test_a_block_whose_parent_is_gone_is_announced_only_where_the_router_knows_i
 
 
 def test_groups_that_need_no_whole_prefix_do_not_wait_for_it() -> None:
-    node = Node(kind=Kind.SLIDING_WINDOW)
+    node = Node(kind=GroupKind.SLIDING_WINDOW)
     node.known.add(1, CHAIN[1], info(1, own=False))
     node.snapshot()
     node.tell(Residency.STORED, [CHAIN[1]], index=1)

@@ -13,7 +13,7 @@ from kvsidecar.core.layout_checks import check_block_ids
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.offload_condition import GAUGES, WhyNot
 from kvsidecar.integrations.vllm import stores
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.lookups import AGAIN_SECONDS, FRESH_SECONDS, UNCLAIMED_SECONDS
 from kvsidecar.integrations.vllm.metadata import RankReport
 from kvsidecar.integrations.vllm.running_stores import GIVE_UP_SECONDS, HUNG_SECONDS, REPORT_STEPS, SOON_SECONDS
@@ -118,7 +118,7 @@ def test_a_request_waits_for_an_answer_only_so_long() -> None:
 def test_a_request_does_not_wait_for_what_an_earlier_run_of_the_daemon_had() -> None:
     """A model with a window chooses what is fetched. Its lookup was answered before the daemon was restarted."""
     daemon, request = TinyDaemon(), Request("r", list(range(14)))
-    made = attached([full(), group(1, Kind.SLIDING_WINDOW, 4, window=5)], daemon=daemon)
+    made = attached([full(), group(1, GroupKind.SLIDING_WINDOW, 4, window=5)], daemon=daemon)
     for index in (0, 1):
         daemon.put(index, request.block_hashes)
     made.on_new_request(request)
@@ -166,7 +166,7 @@ def test_what_is_there_when_the_patience_ends_is_loaded() -> None:
     assert made.get_num_new_matched_tokens(request, 0) == (8, True)
 
 
-HYBRID = (full(0), group(1, Kind.SLIDING_WINDOW, 4, window=5), group(2, Kind.STATE, 4))
+HYBRID = (full(0), group(1, GroupKind.SLIDING_WINDOW, 4, window=5), group(2, GroupKind.STATE, 4))
 
 
 def hybrid_on_disk(request: Request, window: int, state: int) -> TinyDaemon:
@@ -213,7 +213,7 @@ def test_what_fails_to_come_is_not_waited_for() -> None:
 
 
 FINE: dict[str, Any] = {"block_tokens": 8, "hash_tokens": 4, "alignment": 8, "grain": 4}
-FINE_GROUPS = [full(0, **FINE), group(1, Kind.STATE, **FINE)]
+FINE_GROUPS = [full(0, **FINE), group(1, GroupKind.STATE, **FINE)]
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["as far as the hit", "the full block"])
@@ -416,8 +416,8 @@ def test_what_is_loaded_is_what_the_request_needs_at_its_allocation() -> None:
 def hybrid() -> tuple[object, ...]:
     return (
         full(0, 4, alignment=8),
-        group(1, Kind.SLIDING_WINDOW, 4, alignment=8, window=5),
-        group(2, Kind.STATE, 8, alignment=8),
+        group(1, GroupKind.SLIDING_WINDOW, 4, alignment=8, window=5),
+        group(2, GroupKind.STATE, 8, alignment=8),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvsidecar.client.types import NO_ANSWER
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.lookups import OFFER_SECONDS
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
@@ -36,7 +36,7 @@ from tests.marks import examples
 GROUPS = {
     "full": (full(),),
     "eagle": (full(eagle=True, lag_tokens=1),),
-    "hybrid": (full(0), group(1, Kind.SLIDING_WINDOW, 4, window=6)),
+    "hybrid": (full(0), group(1, GroupKind.SLIDING_WINDOW, 4, window=6)),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvsidecar.integrations.stored_filter import StoredFilter, tags_of
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.selection import (
     Candidates,
     Selection,
@@ -125,9 +125,9 @@ def test_what_was_selected_last_is_evicted_first() -> None:
 
 
 def test_a_draft_head_stores_the_block_behind_the_aligned_end_too() -> None:
-    assert block_range(group(0, Kind.FULL, 4, alignment=8), 0, 8, 12) == range(2)
-    assert block_range(group(0, Kind.FULL, 4, alignment=8, eagle=True), 0, 8, 12) == range(3)
-    assert block_range(group(0, Kind.FULL, 4, alignment=8, eagle=True), 8, 16, 16) == range(2, 4)
+    assert block_range(group(0, GroupKind.FULL, 4, alignment=8), 0, 8, 12) == range(2)
+    assert block_range(group(0, GroupKind.FULL, 4, alignment=8, eagle=True), 0, 8, 12) == range(3)
+    assert block_range(group(0, GroupKind.FULL, 4, alignment=8, eagle=True), 8, 16, 16) == range(2, 4)
 
 
 def test_the_walk_takes_blocks_of_offloaded_groups_each_content_once_and_no_part_of_a_block() -> None:
@@ -152,5 +152,5 @@ def test_the_walk_takes_blocks_of_offloaded_groups_each_content_once_and_no_part
 
 
 def test_the_watermark_is_twice_what_a_step_can_need() -> None:
-    groups = [full(0, 16), group(1, Kind.SLIDING_WINDOW, 16, window=100), group(2, Kind.STATE, 16)]
+    groups = [full(0, 16), group(1, GroupKind.SLIDING_WINDOW, 16, window=100), group(2, GroupKind.STATE, 16)]
     assert default_watermark(groups, 8192) == 2 * (512 + 8 + 2)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from kvsidecar.integrations.vllm.sleeping import CHUNK, Weights, watch  # noqa: E402
+from kvsidecar.integrations.vllm.sleeping import CHUNK, StartWeights, watch  # noqa: E402
 
 
 class Allocator:
@@ -59,11 +59,11 @@ class Runner:
     def __init__(self, *modules: Any) -> None:
         self.model = torch.nn.Sequential(*modules)
 
-    def register(self) -> Weights | None:
-        return Weights.of_caller()
+    def register(self) -> StartWeights | None:
+        return StartWeights.of_caller()
 
 
-def weights_of(runner: Runner) -> Weights:
+def weights_of(runner: Runner) -> StartWeights:
     weights = runner.register()
     assert weights is not None
     return weights
@@ -117,4 +117,4 @@ def test_rows_of_two_chunks_that_change_places_are_changed(runner: Runner) -> No
 
 
 def test_a_caller_without_a_model_has_no_weights() -> None:
-    assert Weights.of_caller() is None
+    assert StartWeights.of_caller() is None

@@ -10,7 +10,7 @@ import pytest
 
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, MAX_ACTIONS, SHORTEST, Terms, priority_of, terms_of
 from kvsidecar.types import MAX_IDLE_SECONDS, Priority
@@ -35,7 +35,7 @@ def hints(*kinds: str) -> Any:
 def asked(*kinds: str, number: int = 0, **options: bool) -> tuple[Priority, Counters]:
     counters = Counters()
     request = SimpleNamespace(kv_hints=hints(*kinds) if kinds else None, priority=number)
-    return priority_of(request, counters, Options(**options)), counters
+    return priority_of(request, counters, ConnectorOptions(**options)), counters
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_the_schedulers_priority_counts_only_when_that_is_wanted(number: int, ex
 
 
 def test_a_request_of_a_version_without_hints_is_normal() -> None:
-    assert priority_of(Request("r", [1]), Counters(), Options(request_priority=True)) is NORMAL
+    assert priority_of(Request("r", [1]), Counters(), ConnectorOptions(request_priority=True)) is NORMAL
 
 
 def terms(params: Any) -> tuple[Terms, Counters]:
     counters = Counters()
     request = SimpleNamespace(kv_transfer_params=params, kv_hints=None)
-    return terms_of(request, counters, Options()), counters
+    return terms_of(request, counters, ConnectorOptions()), counters
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from kvsidecar.client.types import NO_ANSWER
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import touches
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.engine import (
     EPOCH,
@@ -65,9 +65,9 @@ def test_all_blocks_of_a_request_are_touched_once_a_while_after_its_end() -> Non
 @pytest.mark.parametrize(
     ("other", "touched"),
     [
-        (group(1, Kind.SLIDING_WINDOW, 4, window=6), [2, 3, 5, 6]),
-        (group(1, Kind.CHUNKED_LOCAL, 4, window=12), [3, 6]),
-        (group(1, Kind.STATE, 4), [3, 6]),
+        (group(1, GroupKind.SLIDING_WINDOW, 4, window=6), [2, 3, 5, 6]),
+        (group(1, GroupKind.CHUNKED_LOCAL, 4, window=12), [3, 6]),
+        (group(1, GroupKind.STATE, 4), [3, 6]),
     ],
     ids=lambda each: each.kind if isinstance(each, Group) else "",
 )

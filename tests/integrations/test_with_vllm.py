@@ -31,9 +31,9 @@ from vllm.v1.request import Request
 from kvsidecar.client import Residency, ResidencyChange
 from kvsidecar.integrations.residency import announcements
 from kvsidecar.integrations.vllm.events import Events
-from kvsidecar.integrations.vllm.groups import Group, Kind, groups_of
+from kvsidecar.integrations.vllm.groups import Group, GroupKind, groups_of
 from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.shared import EngineFacts
 from tests.integrations.engine import EPOCH, NAMESPACE, Clock, SynchronousSide, TinyDaemon
 
@@ -103,7 +103,7 @@ class Engine:
         self.hasher = kv_cache_utils.get_request_block_hasher(hash_tokens, sha256)
         self.daemon = daemon
         self.side = SynchronousSide(
-            Options(),
+            ConnectorOptions(),
             EngineFacts(NAMESPACE.hash_bytes, tuple(self.groups), 1),
             daemon,
             clock=Clock(),
@@ -139,7 +139,7 @@ class Engine:
 
     def compute(self, request: Any, chunk: int) -> None:
         """Compute the whole prompt in chunks, without a hit, and let the request finish."""
-        if any(group.kind is Kind.STATE for group in self.groups):
+        if any(group.kind is GroupKind.STATE for group in self.groups):
             chunk = chunk // 32 * 32  # as vLLM's scheduler does for states
         self.manager.new_step_starts()
         while request.num_computed_tokens < request.num_tokens:
@@ -312,7 +312,7 @@ def test_kinds_of_vllms_own_specs() -> None:
         ),
         resolve=lambda *_: (32, 16),
     )
-    kinds = [Kind.FULL, Kind.STATE, Kind.SLIDING_WINDOW, Kind.FULL]
+    kinds = [GroupKind.FULL, GroupKind.STATE, GroupKind.SLIDING_WINDOW, GroupKind.FULL]
     assert [(each.kind, each.replicas) for each in found] == list(zip(kinds, [1, 1, 1, 4], strict=True))
     assert all(each.page_bytes == spec.page_size_bytes for each, spec in zip(found, specs, strict=True))
 

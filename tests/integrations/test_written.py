@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvsidecar.integrations.vllm.groups import Kind
+from kvsidecar.integrations.vllm.groups import GroupKind
 from kvsidecar.integrations.vllm.metadata import RankReport, StepPlan
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.selection import group_suffix
@@ -240,7 +240,7 @@ class Inside:
     SIZES: ClassVar = {"block_tokens": 8, "hash_tokens": 4, "alignment": 8, "grain": 4}
 
     def __init__(self, **options: Any) -> None:
-        self.groups = [full(0, **self.SIZES), group(1, Kind.STATE, **self.SIZES)]
+        self.groups = [full(0, **self.SIZES), group(1, GroupKind.STATE, **self.SIZES)]
         self.pool = TinyPool(20)
         self.side = attached(self.groups, self.pool, of=SchedulerSide, **options)
         self.request = Request("r", list(range(15)))

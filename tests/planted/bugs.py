@@ -1651,7 +1651,7 @@ _INTEGRATIONS = (
     _bug(
         "stores of a daemon that hangs hold all blocks",
         "integrations/vllm/stores.py",
-        "        most = self._most_hung if self.running.one_takes(HUNG_SECONDS, self._now) else self._most_held",
+        "        most = self._most_hung if self.running.has_run_for(HUNG_SECONDS, self._now) else self._most_held",
         "        most = self._most_held",
         "integrations/test_scheduler.py",
     ),

@@ -13,7 +13,7 @@ from kvsidecar.integrations.residency import known_blocks
 from kvsidecar.integrations.residency.known_blocks import BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.note_format import NoteFormat
 from kvsidecar.integrations.residency.residents import STEP_BLOCKS
-from kvsidecar.integrations.vllm.groups import Kind
+from kvsidecar.integrations.vllm.groups import GroupKind
 from kvsidecar.integrations.weights_version import WeightsVersion
 from kvsidecar.publisher.engine_dialects import VLLM
 from kvsidecar.publisher.events import Topic
@@ -26,7 +26,7 @@ TOKENS = list(range(4 * 5))
 CHAIN = chain(TOKENS)
 
 
-def notes_on(hashes: Sequence[bytes], *, width: int = WIDTH, index: int = 0, kind: Kind = Kind.FULL) -> bytes:
+def notes_on(hashes: Sequence[bytes], *, width: int = WIDTH, index: int = 0, kind: GroupKind = GroupKind.FULL) -> bytes:
     """What an engine notes on blocks of `TOKENS`."""
     known = KnownBlocks([full(0), group(1, kind, 4)], width)
     for i, each in enumerate(CHAIN):
@@ -144,7 +144,7 @@ def test_blocks_of_weights_with_a_name_are_not_published(daemon: Daemon) -> None
 
 
 def test_groups_that_need_no_whole_prefix_are_not_published(daemon: Daemon) -> None:
-    daemon.store(CHAIN, notes_on(CHAIN, index=1, kind=Kind.SLIDING_WINDOW), index=1)
+    daemon.store(CHAIN, notes_on(CHAIN, index=1, kind=GroupKind.SLIDING_WINDOW), index=1)
     assert daemon.known() == set()
     daemon.store(CHAIN, notes_on(CHAIN))
     assert daemon.known() == numbers(CHAIN)

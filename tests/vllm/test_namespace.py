@@ -16,13 +16,13 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvsidecar.integrations.namespace_facts import EngineIdentity
 from kvsidecar.integrations.vllm import ignored
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.namespace import identity_of, part_of
 from tests.harness import DaemonProcess
 from tests.vllm import decided, models
 from tests.vllm.engine import defaults, joined, kvsidecar, prompt, running
 
-GROUPS = (Group(0, Kind.FULL, ("layer",), 32, 32, 32),)
+GROUPS = (Group(0, GroupKind.FULL, ("layer",), 32, 32, 32),)
 TESTED = "0.33.0"
 """The vLLM whose options `decided` lists. A later one may have others, which count until somebody decides."""
 

@@ -44,10 +44,10 @@ from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import blocks_of_longest, groups_of
 from kvsidecar.integrations.vllm.metadata import NOTHING, RankReport, StepPlan
 from kvsidecar.integrations.vllm.namespace import hash_bytes_of, identity_of
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
 from kvsidecar.integrations.vllm.shared import EngineFacts
-from kvsidecar.integrations.vllm.sleeping import Weights, watch
+from kvsidecar.integrations.vllm.sleeping import StartWeights, watch
 from kvsidecar.integrations.vllm.stats import LOOKUP_DEFERRED, LOOKUP_DELAY, SidecarPromMetrics, SidecarStats
 from kvsidecar.integrations.vllm.step_loads import STEP_SECONDS, StepLoads
 from kvsidecar.integrations.vllm.waking import waker
@@ -101,14 +101,14 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_through("vllm")
-        self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._unhook = contextlib.ExitStack()
         self._vllm_requests: Callable[[], Mapping[str, Any]] = dict
         """The requests that vLLM's scheduler has, by id."""
         self._export: Callable[[], RankMemory] | None = None
-        self._weights: Weights | None = None
+        self._weights: StartWeights | None = None
         """The weights of an engine that may sleep."""
         self._adapter_loads: AdapterLoads | None = None
         self._media: media.Media | None = None
@@ -287,7 +287,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._prepare_for_sleep()
 
     def _prepare_for_sleep(self) -> None:
-        self._weights = Weights.of_caller()
+        self._weights = StartWeights.of_caller()
         if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
             from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -455,13 +455,13 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         heard, requests = connector_output.finished_recving or set(), self._vllm_requests()
         unheard = self._scheduler.loads_unheard(heard)
         # It is too late to say that a load has failed: only a request that goes no further may be told.
-        told = {
+        late = {
             name
             for name, failed in unheard.items()
             if (request := requests.get(name)) is not None and (request.is_finished() or not failed)
         }
-        if told:
-            connector_output.finished_recving = heard | told
+        if late:
+            connector_output.finished_recving = heard | late
 
     def _take(self, reports: WorkerReport) -> None:
         if self._scheduler is None:

@@ -17,13 +17,13 @@ from kvsidecar.integrations.residency.announcements import Announcements
 from kvsidecar.integrations.residency.event_builder import EventBuilder
 from kvsidecar.integrations.residency.known_blocks import UNKNOWN, BlockInfo, KnownBlocks
 from kvsidecar.integrations.residency.residents import DISK, ResidencySource, Residents, group_of, media
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 
 _SPEC_KINDS = {
-    Kind.FULL: "full_attention",
-    Kind.SLIDING_WINDOW: "sliding_window",
-    Kind.CHUNKED_LOCAL: "chunked_local_attention",
-    Kind.STATE: "mamba",
+    GroupKind.FULL: "full_attention",
+    GroupKind.SLIDING_WINDOW: "sliding_window",
+    GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
+    GroupKind.STATE: "mamba",
 }
 """Values of vLLM's ``KVCacheSpecKind``."""
 
@@ -187,7 +187,7 @@ class Events:
             extra_keys=info.extra_keys,
             group_idx=group.index,
             kv_cache_spec_kind=_SPEC_KINDS[group.kind],
-            kv_cache_spec_sliding_window=group.window if group.kind is Kind.SLIDING_WINDOW else None,
+            kv_cache_spec_sliding_window=group.window if group.kind is GroupKind.SLIDING_WINDOW else None,
             locality="LOCAL",
         )
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvsidecar.integrations.kv_heads import kv_heads_of, ranks_per_head
 
 
-class Kind(StrEnum):
+class GroupKind(StrEnum):
     """The kind of a group: which blocks of a prefix it needs to continue after it."""
 
     FULL = "full"
@@ -33,7 +33,7 @@ class Group:
 
     index: int
     """vLLM's index of the group; also the daemon's."""
-    kind: Kind
+    kind: GroupKind
     layer_names: tuple[str, ...]
     block_tokens: int
     """Tokens per block, of all decode-context-parallel ranks together."""
@@ -65,7 +65,7 @@ class Group:
     @property
     def chained(self) -> bool:
         """Whether a hit needs every block of the prefix."""
-        return self.kind is Kind.FULL
+        return self.kind is GroupKind.FULL
 
     @property
     def most_needed(self) -> int:
@@ -90,11 +90,11 @@ class Group:
 
     def _first_needed(self, tokens: Any) -> Any:
         """Like `first_needed`, but below 0 where the first block is meant."""
-        if self.kind is Kind.SLIDING_WINDOW:
+        if self.kind is GroupKind.SLIDING_WINDOW:
             return (tokens - self.window + 1) // self.block_tokens
-        if self.kind is Kind.CHUNKED_LOCAL:
+        if self.kind is GroupKind.CHUNKED_LOCAL:
             return tokens // self.window * self.window // self.block_tokens
-        if self.kind is Kind.STATE:
+        if self.kind is GroupKind.STATE:
             return (tokens - 1) // self.block_tokens
         return tokens * 0
 
@@ -110,10 +110,10 @@ _KINDS = (
     # The first name that a class or one of its bases has decides.
     ("SinkFullAttentionSpec", None),
     ("RSWASpec", None),
-    ("SlidingWindowSpec", Kind.SLIDING_WINDOW),
-    ("ChunkedLocalAttentionSpec", Kind.CHUNKED_LOCAL),
-    ("MambaSpec", Kind.STATE),
-    ("FullAttentionSpec", Kind.FULL),
+    ("SlidingWindowSpec", GroupKind.SLIDING_WINDOW),
+    ("ChunkedLocalAttentionSpec", GroupKind.CHUNKED_LOCAL),
+    ("MambaSpec", GroupKind.STATE),
+    ("FullAttentionSpec", GroupKind.FULL),
 )
 
 
@@ -168,7 +168,7 @@ def groups_of(
                 hash_tokens,
                 alignment,
                 window,
-                eagle=drafts and kind is not Kind.STATE and (index in flagged or not flagged),
+                eagle=drafts and kind is not GroupKind.STATE and (index in flagged or not flagged),
                 lag_tokens=lag_tokens if drafts else 0,
                 replicas=_replicas(each.kv_cache_spec, mla, kv_heads, vllm_config.parallel_config),
                 page_bytes=each.kv_cache_spec.page_size_bytes,
@@ -184,10 +184,10 @@ def groups_of(
 def _grain(groups: Sequence[Group], hit_tokens: int | None) -> int:
     """`Group.grain` of groups in an engine whose own hits end at multiples of ``hit_tokens``; None: unknown."""
     whole = all(
-        each.kind in (Kind.FULL, Kind.STATE) and not each.eagle and each.block_tokens == each.alignment
+        each.kind in (GroupKind.FULL, GroupKind.STATE) and not each.eagle and each.block_tokens == each.alignment
         for each in groups
     )
-    states = any(each.kind is Kind.STATE for each in groups)
+    states = any(each.kind is GroupKind.STATE for each in groups)
     fine = hit_tokens is not None and hit_tokens == groups[0].hash_tokens < groups[0].alignment
     return groups[0].hash_tokens if whole and states and fine else 0
 
@@ -245,12 +245,12 @@ def _is_sharded(spec: Any) -> bool:
     return bool(sharded) if sharded is not None else "MambaSpec" not in _names(spec)
 
 
-def _kind(index: int, spec: Any) -> tuple[Kind, int, bool]:
+def _kind(index: int, spec: Any) -> tuple[GroupKind, int, bool]:
     """Kind, window in tokens, and whether all of it is MLA: a draft with heads of its own may share a group with it."""
     layers = list(getattr(spec, "kv_cache_specs", {}).values())
     if layers:
         kinds, windows, mla = zip(*[_kind(index, each) for each in layers], strict=True)
-        if len(set(kinds)) > 1 or (kinds[0] is Kind.CHUNKED_LOCAL and len(set(windows)) > 1):
+        if len(set(kinds)) > 1 or (kinds[0] is GroupKind.CHUNKED_LOCAL and len(set(windows)) > 1):
             raise ValueError(f"KV cache group {index} mixes layers of different kinds")
         return kinds[0], max(windows), all(mla)
     names = _names(spec)
@@ -258,9 +258,9 @@ def _kind(index: int, spec: Any) -> tuple[Kind, int, bool]:
     if kind is None:
         raise ValueError(f"KV cache group {index} is a {type(spec).__name__}, which this connector does not support")
     window = 0
-    if kind is Kind.SLIDING_WINDOW:
+    if kind is GroupKind.SLIDING_WINDOW:
         window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
-    elif kind is Kind.CHUNKED_LOCAL:
+    elif kind is GroupKind.CHUNKED_LOCAL:
         window = spec.attention_chunk_size
     return kind, window, bool(names & {"MLAAttentionSpec", "SlidingWindowMLASpec"})
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 
 
 def limit(groups: Sequence[Group], num_tokens: int, local: int) -> int:
@@ -61,7 +61,7 @@ def hashes_to_go_on(
 
 def chooses(groups: Sequence[Group]) -> bool:
     """Whether a hit does not need every block of each group, so that the blocks to fetch from a tier must be chosen."""
-    return any(group.kind is not Kind.FULL for group in groups)
+    return any(group.kind is not GroupKind.FULL for group in groups)
 
 
 def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], local: int, most: int) -> int:
@@ -78,7 +78,7 @@ def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
     others = []
     for group in groups:
         flags = found[group.index]
-        if group.kind is Kind.FULL:
+        if group.kind is GroupKind.FULL:
             run = len(flags) if all(flags) else flags.index(False)
             ready = run - 1 if group.eagle else run
             best = min(best, max(0, ready) * group.block_tokens // alignment * alignment)

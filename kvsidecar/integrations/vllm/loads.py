@@ -9,10 +9,10 @@ from typing import Any
 from kvsidecar.client import LeaseRenewal, pack_ids
 from kvsidecar.integrations.stored_filter import tags_of
 from kvsidecar.integrations.vllm.events import Events, Loaded
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.lookups import Lookups, Offer
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, LoadJob, RankReport, all_of, traceparent_of
-from kvsidecar.integrations.vllm.shared import Shared
+from kvsidecar.integrations.vllm.shared import SchedulerState
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Loads:
     for an answer: a load references its blocks itself when it starts.
     """
 
-    def __init__(self, shared: Shared, lookups: Lookups) -> None:
+    def __init__(self, shared: SchedulerState, lookups: Lookups) -> None:
         self._groups, self._world_size = shared.engine.groups, shared.engine.world_size
         self._unknown_hash = bytes(shared.engine.hash_bytes)
         self._stored_filter, self._counters, self._numbers = shared.stored_filter, shared.counters, shared.numbers
@@ -160,7 +160,7 @@ class Loads:
             hashes = b"".join(group.hashes(block_hashes, first, whole))
         hashes += last
         complete = len(ids) * width == len(hashes) == (end - first) * width
-        if complete and group.kind is not Kind.FULL:
+        if complete and group.kind is not GroupKind.FULL:
             complete = null_block not in ids[max(0, group.first_needed(tokens) - first) :]
             kept = [i for i, block in enumerate(ids) if block != null_block]
             hashes, ids = b"".join([hashes[i * width : (i + 1) * width] for i in kept]), [ids[i] for i in kept]

@@ -16,7 +16,7 @@ from kvsidecar.integrations.time_limits import in_proportion
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.questions import Question, Questions
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
-from kvsidecar.integrations.vllm.shared import Shared
+from kvsidecar.integrations.vllm.shared import SchedulerState
 from kvsidecar.types import LookupMode
 
 _log = logging.getLogger("kvsidecar.vllm")
@@ -88,7 +88,7 @@ class Lookups:
     A short lease, one per request, protects each offer from eviction until vLLM has allocated blocks for it.
     """
 
-    def __init__(self, shared: Shared, client: SchedulerClient) -> None:
+    def __init__(self, shared: SchedulerState, client: SchedulerClient) -> None:
         self._options, self._groups, self._client = shared.options, shared.engine.groups, client
         self._stored_filter, self._counters = shared.stored_filter, shared.counters
         self._events, self._clock = shared.events, shared.clock

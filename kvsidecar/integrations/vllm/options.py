@@ -15,7 +15,7 @@ def _store_mode(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Options(CommonOptions):
+class ConnectorOptions(CommonOptions):
     """The options of all engines, and the connector's own."""
 
     PLACE: ClassVar = "kv_connector_extra_config"

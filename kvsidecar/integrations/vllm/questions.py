@@ -22,7 +22,7 @@ from kvsidecar.client.types import LookupResult
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.time_limits import BUDGETED_HASHES
 from kvsidecar.integrations.vllm import hits
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.types import LookupMode
 
@@ -143,7 +143,9 @@ class Question:
 
     def _plan_blocks(self) -> Iterator[Places]:
         everything = {index: range(len(each)) for index, each in self._hashes.items()}
-        windowed = [group for group in self._groups if group.kind in (Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL)]
+        windowed = [
+            group for group in self._groups if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
+        ]
         others = [group for group in self._groups if group not in windowed]
         if not any(group.chained for group in others):
             others, windowed = list(self._groups), []
@@ -192,7 +194,7 @@ class Question:
         # The hit ends at a multiple of the alignment, and before the last block of a group with `eagle`.
         behind = self._groups[0].alignment // chained[0].block_tokens - 1 + any(group.eagle for group in chained)
         tails = {
-            group.index: len(self._hashes[group.index]) if group.kind is Kind.STATE else group.most_needed + behind
+            group.index: len(self._hashes[group.index]) if group.kind is GroupKind.STATE else group.most_needed + behind
             for group in ending
             if not group.chained
         }

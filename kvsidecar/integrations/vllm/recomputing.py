@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvsidecar.integrations.callers import attribute_of_caller, caller_with
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 
 _log = logging.getLogger("kvsidecar.vllm")
 
@@ -46,7 +46,7 @@ def _why_not(scheduler: Any, vllm_config: Any, kv_cache_config: Any, groups: Seq
     if scheduler is None or "reset_running_requests" not in inspect.signature(scheduler.reset_prefix_cache).parameters:
         return "this vLLM's scheduler is unknown"
     # vLLM ends an engine with several groups that is told of blocks that were not loaded.
-    if len(kv_cache_config.kv_cache_groups) > 1 or groups[0].kind is not Kind.FULL:
+    if len(kv_cache_config.kv_cache_groups) > 1 or groups[0].kind is not GroupKind.FULL:
         return "the model has several KV cache groups, or a window"
     if getattr(vllm_config, "speculative_config", None) is not None:
         return "a draft model computes after the step has ended"

@@ -83,7 +83,7 @@ class RunningStores:
         """Whether a store runs, and none has ended for at least ``seconds``."""
         return bool(self._stores) and self._is_longer(max(self._ended, self._oldest_begun), seconds, now)
 
-    def one_takes(self, seconds: float, now: float) -> bool:
+    def has_run_for(self, seconds: float, now: float) -> bool:
         """Whether a store has run for at least ``seconds``."""
         return bool(self._stores) and self._is_longer(self._oldest_begun, seconds, now)
 

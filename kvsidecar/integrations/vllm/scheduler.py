@@ -18,14 +18,14 @@ from kvsidecar.integrations.offload_condition import ATTACHED, BREAKER_OPEN, PEN
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.adapters import ATTRIBUTE, Adapters
 from kvsidecar.integrations.vllm.events import Events
-from kvsidecar.integrations.vllm.groups import Kind
+from kvsidecar.integrations.vllm.groups import GroupKind
 from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepPlan, StoreJob
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
-from kvsidecar.integrations.vllm.selection import Pool, RequestProgress
-from kvsidecar.integrations.vllm.shared import EngineFacts, Shared
+from kvsidecar.integrations.vllm.selection import GpuBlockPool, RequestProgress
+from kvsidecar.integrations.vllm.shared import EngineFacts, SchedulerState
 from kvsidecar.integrations.vllm.stores import Stores
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
 from kvsidecar.integrations.vllm.touches import Touches
@@ -56,7 +56,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        options: Options,
+        options: ConnectorOptions,
         engine: EngineFacts,
         client: Client,
         *,
@@ -65,9 +65,9 @@ class SchedulerSide:
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        states = [group.index for group in engine.groups if group.kind is Kind.STATE]
+        states = [group.index for group in engine.groups if group.kind is GroupKind.STATE]
         written = WrittenBlocks(engine.block_ids, states)
-        shared = Shared(options, engine, events, clock, written=written)
+        shared = SchedulerState(options, engine, events, clock, written=written)
         self.counters, self._stored_filter, self._events = shared.counters, shared.stored_filter, events
         self._options, self._world_size, self._clock = options, engine.world_size, clock
         self._written, self._plans = written, itertools.count(1)
@@ -464,7 +464,7 @@ class SchedulerSide:
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
-    def bind_block_pool(self, pool: Pool) -> None:
+    def bind_block_pool(self, pool: GpuBlockPool) -> None:
         """Set vLLM's pool of GPU blocks. Without it nothing is stored."""
         self._null_block = pool.null_block.block_id
         self._stored_filter.fit(pool.num_gpu_blocks)

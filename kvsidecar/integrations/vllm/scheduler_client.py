@@ -7,7 +7,7 @@ from typing import Any
 
 from kvsidecar.client import BreakerState, Client, LeaseRenewal, LookupResult, Namespace, PendingLookup
 from kvsidecar.client.types import NO_ANSWER
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.weights_version import WeightsVersion
 
 
@@ -18,7 +18,7 @@ class SchedulerClient:
     until then no lookup is sent.
     """
 
-    def __init__(self, client: Client, weights_version: WeightsVersion, options: Options) -> None:
+    def __init__(self, client: Client, weights_version: WeightsVersion, options: ConnectorOptions) -> None:
         self._client, self._weights_version = client, weights_version
         self._fetch: dict[str, Any] = {"fetch_seconds": options.fetch_patience, "prefill_rate": options.prefill_rate}
         self.namespace: Namespace | None = None

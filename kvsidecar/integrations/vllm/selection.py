@@ -17,7 +17,7 @@ import numpy as np
 
 from kvsidecar.client import pack_ids
 from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
-from kvsidecar.integrations.vllm.groups import Group, Kind
+from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
@@ -27,7 +27,7 @@ GROUP_ID_BYTES = 4
 """vLLM's key of a block is its hash, followed by the index of its group (big endian)."""
 
 
-class Pool(Protocol):
+class GpuBlockPool(Protocol):
     """The part of vLLM's ``BlockPool`` that is used; its blocks are ``KVCacheBlock``, with ``block_id``, ``ref_cnt``,
     ``block_hash`` and ``is_null``."""
 
@@ -139,7 +139,7 @@ def _by(chosen: Chosen, spans: Sequence[Span], key_of: Callable[[Span], _Key], n
 
 
 def choose(
-    pool: Pool, stored_filter: StoredFilter, group: Group, candidates: Candidates, unwritten: Collection[int]
+    pool: GpuBlockPool, stored_filter: StoredFilter, group: Group, candidates: Candidates, unwritten: Collection[int]
 ) -> Chosen | None:
     """The candidates that are not stored yet, and that the GPU's cache has and holds, each hash once. None if there are
     none. Every store passes through here.
@@ -189,7 +189,7 @@ def group_suffix(group: int) -> bytes:
     return group.to_bytes(GROUP_ID_BYTES, "big")
 
 
-def _keys(pool: Pool, blocks: Sequence[Any]) -> bytes:
+def _keys(pool: GpuBlockPool, blocks: Sequence[Any]) -> bytes:
     """The joined keys of these blocks; empty if one of them is None or not cached."""
     try:
         # Not map(attrgetter(name)): a constant attribute name is read in half the time. And the property takes as long
@@ -262,7 +262,7 @@ def block_range(group: Group, done: int, aligned: int, end: int) -> range:
 
 
 def walk(
-    pool: Pool, stored_filter: StoredFilter, groups: Mapping[int, Group], watermark: int
+    pool: GpuBlockPool, stored_filter: StoredFilter, groups: Mapping[int, Group], watermark: int
 ) -> list[tuple[int, bytes, Any]]:
     """Find, in lazy mode, the blocks that are not stored yet among the ``watermark`` ones that the GPU evicts next.
 
@@ -298,9 +298,9 @@ def default_watermark(groups: Sequence[Group], step_tokens: int) -> int:
     """Twice the blocks that a step of ``step_tokens`` tokens can need, as in vLLM's own lazy mode."""
     blocks = 0
     for group in groups:
-        if group.kind is Kind.STATE:
+        if group.kind is GroupKind.STATE:
             blocks += 2
-        elif group.kind is Kind.SLIDING_WINDOW:
+        elif group.kind is GroupKind.SLIDING_WINDOW:
             blocks += -(-group.window // group.block_tokens) + 1
         else:
             blocks += -(-step_tokens // group.block_tokens)

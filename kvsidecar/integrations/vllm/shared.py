@@ -12,7 +12,7 @@ from kvsidecar.integrations.vllm.adapters import Adapters
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.events import Events
 from kvsidecar.integrations.vllm.groups import Group
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.integrations.vllm.recomputing import Recompute
 from kvsidecar.integrations.vllm.written import BlockIds, WrittenBlocks
 
@@ -41,10 +41,10 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SchedulerState:
     """The state that the parts of one scheduler's side share."""
 
-    options: Options
+    options: ConnectorOptions
     engine: EngineFacts
     events: Events | None
     """Collects KV cache events, if vLLM publishes them."""

@@ -58,7 +58,7 @@ def watch(allocator: Any, before_sleep: Callable[[], object], after_wake: Callab
             wrap(allocator, call.__name__, call)
 
 
-class Weights:
+class StartWeights:
     """The weights that this rank had at its start.
 
     Args:
@@ -70,7 +70,7 @@ class Weights:
         self._at_start = _digest(model)
 
     @classmethod
-    def of_caller(cls) -> Weights | None:
+    def of_caller(cls) -> StartWeights | None:
         """The weights of the model runner that calls this function, directly or not; None if no caller has a model."""
         model = attribute_of_caller("model", lambda each: isinstance(each, torch.nn.Module))
         return None if model is None else cls(model)

@@ -21,7 +21,7 @@ from kvsidecar.integrations.vllm.running_stores import GIVE_UP_SECONDS, HUNG_SEC
 from kvsidecar.integrations.vllm.selection import (
     Candidates,
     Chosen,
-    Pool,
+    GpuBlockPool,
     RequestProgress,
     Selection,
     Span,
@@ -32,7 +32,7 @@ from kvsidecar.integrations.vllm.selection import (
     group_suffix,
     walk,
 )
-from kvsidecar.integrations.vllm.shared import Shared
+from kvsidecar.integrations.vllm.shared import SchedulerState
 from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 STEP_BLOCKS = 2048
@@ -63,7 +63,7 @@ class Stores:
     that requests leave in the prefix cache enter the backlog, and are stored while the engine is idle.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SchedulerState) -> None:
         options, engine, groups = shared.options, shared.engine, shared.engine.groups
         self._waits, self._world_size = engine.waits, engine.world_size
         self._groups, self._by_index = groups, {group.index: group for group in groups}
@@ -88,7 +88,7 @@ class Stores:
         self._longest = engine.longest_blocks
         self._now = 0.0
         """Monotonic seconds of the last step."""
-        self._pool: Pool | None = None
+        self._pool: GpuBlockPool | None = None
         self._most_held = 0
         self._most_hung = 0
         """Most blocks that stores hold while the daemon hangs or is slow."""
@@ -111,7 +111,7 @@ class Stores:
         self._retry = 0.0
         """When the backlog may be tried again; monotonic seconds."""
 
-    def bind(self, pool: Pool) -> None:
+    def bind(self, pool: GpuBlockPool) -> None:
         self._pool = pool
         # While the daemon hangs, the engine continues with the other blocks: enough for its longest request, unless
         # that request needs nearly all blocks.
@@ -443,7 +443,7 @@ class Stores:
         if self.running.silent_for(HUNG_SECONDS, self._now):
             self._counters.held_back_stores += 1
             return 0
-        most = self._most_hung if self.running.one_takes(HUNG_SECONDS, self._now) else self._most_held
+        most = self._most_hung if self.running.has_run_for(HUNG_SECONDS, self._now) else self._most_held
         if self._num_held >= most:
             self._counters.held_back_stores += 1
         return min(STEP_BLOCKS - self._num_planned, most - self._num_held) - self._considered

@@ -15,7 +15,7 @@ from typing import Any
 from kvsidecar.integrations.next_use import NEXT_USE, said_in
 from kvsidecar.integrations.options import read_seconds
 from kvsidecar.integrations.vllm.counters import Counters
-from kvsidecar.integrations.vllm.options import Options
+from kvsidecar.integrations.vllm.options import ConnectorOptions
 from kvsidecar.types import MAX_IDLE_SECONDS, Priority
 
 BOUNDS = frozenset(("ttl", "idle_ttl"))
@@ -43,7 +43,7 @@ DEFAULT_TERMS = Terms()
 """The retention of most requests' blocks."""
 
 
-def terms_of(request: Any, counters: Counters, options: Options) -> Terms:
+def terms_of(request: Any, counters: Counters, options: ConnectorOptions) -> Terms:
     """The retention of a request's blocks."""
     priority = priority_of(request, counters, options)
     times = said_in(getattr(request, "kv_transfer_params", None))
@@ -68,7 +68,7 @@ def _seconds(value: Any, counters: Counters) -> int | None:
         return SHORTEST
 
 
-def priority_of(request: Any, counters: Counters, options: Options) -> Priority:
+def priority_of(request: Any, counters: Counters, options: ConnectorOptions) -> Priority:
     """The priority of a request's blocks in the pool.
 
     The KV hints decide: retain or pin means `Priority.HIGH`, demote `Priority.LOW`; the former wins. Without hints, the

@@ -9,7 +9,7 @@ from typing import Any
 from kvsidecar.errors import ClientError
 from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
-from kvsidecar.integrations.vllm.shared import Shared
+from kvsidecar.integrations.vllm.shared import SchedulerState
 
 AFTER_SECONDS = 0.5
 """Delay after the end of a request: its last blocks should be stored by then."""
@@ -31,7 +31,7 @@ class Touches:
     or after the answer. Blocks that were needed at the end of an earlier turn are evicted before those that still are.
     """
 
-    def __init__(self, shared: Shared, client: SchedulerClient) -> None:
+    def __init__(self, shared: SchedulerState, client: SchedulerClient) -> None:
         self._groups, self._client = shared.engine.groups, client
         self._counters, self._clock = shared.counters, shared.clock
         self._waiting: deque[tuple[float, Sequence[Any], tuple[int, int], float | None]] = deque(maxlen=MAX_WAITING)
