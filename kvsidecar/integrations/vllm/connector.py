@@ -410,7 +410,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any] | None) -> bool:
         """False. An engine with CUDA graphs asks while it reads its settings, and a wrong option of ours is refused
         then, in one traceback: before its processes start, load the model, and wrap the error in two others."""
-        Options.parse(extra_config or {})
+        ConnectorOptions.parse(extra_config or {})
         return False
 
     @classmethod
