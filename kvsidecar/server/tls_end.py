@@ -30,7 +30,7 @@ class Step:
     """Why it failed."""
 
 
-class Tls:
+class TlsConnection:
     """TLS of one connection, without I/O. Used by one thread at a time."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
@@ -99,7 +99,7 @@ class TlsEnd(End):
     def __init__(
         self,
         connection: socket.socket,
-        tls: Tls,
+        tls: TlsConnection,
         poll_set: PollSet,
         on_readable: Callable[[], None],
         on_sent: Callable[[], None],

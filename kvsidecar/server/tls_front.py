@@ -19,7 +19,7 @@ from kvsidecar.server.handshakes import MAX_ALL_HANDSHAKES, Handshake, Handshake
 from kvsidecar.server.tcp_listener import SocketOptions, TcpListener
 from kvsidecar.server.tcp_turns import TcpTurns
 from kvsidecar.server.tls import Certificates
-from kvsidecar.server.tls_end import RECORD_BYTES, Tls, TlsEnd
+from kvsidecar.server.tls_end import RECORD_BYTES, TlsConnection, TlsEnd
 from kvsidecar.support import log
 from kvsidecar.support.tasks import TaskSet
 
@@ -125,7 +125,7 @@ class TlsFront:
         self._front.admit(client, partial(TlsEnd, connection, tls))
         return True
 
-    async def _shake(self, connection: socket.socket) -> Tls | None:
+    async def _shake(self, connection: socket.socket) -> TlsConnection | None:
         """Returns None if the client has sent nothing, as a probe of the port does.
 
         Raises:
@@ -133,7 +133,7 @@ class TlsFront:
             OSError: the client has gone.
         """
         loop = asyncio.get_running_loop()
-        tls = await loop.run_in_executor(self._thread, lambda: Tls(self._certificates.context()))
+        tls = await loop.run_in_executor(self._thread, lambda: TlsConnection(self._certificates.context()))
         received = 0
         while data := await loop.sock_recv(connection, RECORD_BYTES):
             if received > MAX_HANDSHAKE_BYTES:

@@ -11,7 +11,7 @@ import pytest
 
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.server.tls import Certificates, TlsFiles
-from kvsidecar.server.tls_end import RECORD_BYTES, Tls, names_of
+from kvsidecar.server.tls_end import RECORD_BYTES, TlsConnection, names_of
 
 trustme = pytest.importorskip("trustme")
 
@@ -28,7 +28,7 @@ class Client:
         server.private_key_pem.write_to_path(str(files[2]))
         files[2].chmod(0o600)
         mine.private_key_and_cert_chain_pem.write_to_path(str(files[3]))
-        self.server = Tls(Certificates(TlsFiles(files[1], files[2], files[0])).context())
+        self.server = TlsConnection(Certificates(TlsFiles(files[1], files[2], files[0])).context())
         context = ssl.create_default_context(cafile=str(files[0]))
         context.load_cert_chain(files[3])
         context.set_alpn_protocols(["h2"])
