@@ -84,7 +84,7 @@ class Gauges:
     used_by_model: Mapping[str, int] | None = None
     """Bytes of the pool; None if readers of the metrics may not learn which models there are."""
     served_name: Callable[[str], str] = lambda model: ""
-    """By model, the name that requests give it; empty if nobody has said it."""
+    """Returns the name that requests give a model; empty if no engine has reported it."""
 
 
 class Metrics:

@@ -51,7 +51,7 @@ class NamespaceOptions:
     def __init__(self) -> None:
         self._said: dict[Namespace, _Said] = {}
         self._latest: dict[str, Namespace] = {}
-        """By model, the one that was said of last."""
+        """Each model's most recently reported namespace."""
         self._bytes_of: dict[int, int] = {}
         """Bytes that each user's reports take."""
 

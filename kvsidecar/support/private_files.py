@@ -73,7 +73,7 @@ def takes_none(directory: Path) -> str:
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Whether it is on a file system in memory: one without a limit has no blocks either."""
+    """True if its file system is in memory: one without a limit has no blocks either."""
     from kvsidecar.support import host_memory  # NumPy, which a start waits for later
 
     return host_memory.huge_page_bytes(fd) is not None
