@@ -15,7 +15,7 @@ from kvsidecar.daemon.pool_geometry import PoolGeometry, pool_geometry
 from kvsidecar.daemon.setting_sources import load_settings
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.errors import ConfigError
-from kvsidecar.server.socket_files import check_path, group_id
+from kvsidecar.server.socket_files import check_path, group_id, socket_group_id
 from kvsidecar.support import failpoints, kernel_calls
 from kvsidecar.support.addresses import at, cannot_listen
 from kvsidecar.support.private_files import takes_none
@@ -36,7 +36,7 @@ def check(flags: Mapping[str, str | None]) -> str:
     failpoints.configure_from_environment()
     kernel_calls.check()
     geometry = pool_geometry(settings)
-    group_id(settings.called("socket_group"), settings.socket_group)
+    socket_group_id(settings.called("socket_group"), settings.socket_group)
     check_path(Path(settings.socket))
     http = at(settings.http_host, settings.http_port)
     _check_address("HTTP", settings.http_host, http, "--http-host and --http-port")

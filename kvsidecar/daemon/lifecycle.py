@@ -18,7 +18,7 @@ from kvsidecar.core.readiness import DaemonReadiness
 from kvsidecar.daemon.settings import Settings
 from kvsidecar.daemon.systemd import Notifier
 from kvsidecar.server.http import Probes
-from kvsidecar.server.socket_files import SocketFiles, group_id
+from kvsidecar.server.socket_files import SocketFiles, socket_group_id
 from kvsidecar.support import log
 from kvsidecar.support.addresses import at
 from kvsidecar.support.loop_time import LoopTime
@@ -83,7 +83,7 @@ class Lifecycle:
         self.unexpected = Unexpected()
         self.notifier = notifier
         self.readiness = DaemonReadiness(pool_bytes)
-        gid = group_id(settings.called("socket_group"), settings.socket_group)
+        gid = socket_group_id(settings.called("socket_group"), settings.socket_group)
         self.endpoint = SocketFiles(Path(settings.socket), mode=settings.socket_mode_bits, gid=gid)
         self.loop_time = LoopTime()
         self.turns = Turns(self.loop_time)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
@@ -97,10 +97,10 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
         raise ConfigError(unknown)
 
     from_variables = {option: variables[name] for option in options if (name := variable_of(option)) in variables}
-    names = _names(options, from_file, from_variables, given)
+    ways = ((given, flag_of), (from_variables, variable_of), (from_file, str))
     try:
         settings = Settings.model_validate({**from_file, **from_variables, **given})
-        settings.name(names)
+        settings.name(_names(ways, flag_of if given else variable_of if from_variables else str))
         return settings
     except ValidationError as error:
         first = error.errors()[0]
@@ -118,17 +118,20 @@ def _load(flags: Mapping[str, str | None], environ: Mapping[str, str], default_f
     else:
         value = options[option].get_default(call_default_factory=True, validated_data={})
         shown = f"the default {option}={value!r}"
-    message = first["msg"] if first["loc"] else first["msg"].format_map(names)
+    message = first["msg"]
+    if not first["loc"]:
+        message = message.format_map(_names(ways, next(name for where, name in ways if option in where)))
     raise ConfigError(f"{shown} {_problem(first['type'], message, value)}")
 
 
-def _names(
-    options: Iterable[str], from_file: Container[str], from_variables: Container[str], given: Container[str]
-) -> dict[str, str]:
-    """Option -> its name where it was given; for one that was not, where others were."""
-    usual = flag_of if given else variable_of if from_variables else str
-    ways = ((given, flag_of), (from_variables, variable_of), (from_file, str))
-    return {each: next((name for where, name in ways if each in where), usual)(each) for each in options}
+def _names(ways: Sequence[tuple[Container[str], Callable[[str], str]]], usual: Callable[[str], str]) -> dict[str, str]:
+    """Option -> its name where it was given.
+
+    Args:
+        ways: the options that were given in each, and what an option is called there; the one that counts first.
+        usual: for options that were not given.
+    """
+    return {each: next((name for where, name in ways if each in where), usual)(each) for each in Settings.model_fields}
 
 
 def unknown_variable(environ: Mapping[str, str]) -> str:

@@ -23,11 +23,13 @@ from kvsidecar.errors import ConfigError, SocketInUse
 from kvsidecar.protocol.paths import attach_path
 from kvsidecar.support import file_lock, log
 from kvsidecar.support.file_lock import lock_within, try_lock
+from kvsidecar.support.memory_limits import has_capability
 from kvsidecar.support.private_files import remove_directories, takes_none
 from kvsidecar.support.process_ids import is_ending
 
 _BOUND = (".bound1", ".bound2")
 """Suffixes of the paths at which the sockets are bound: not longer than `kvsidecar.protocol.paths.ATTACH_SUFFIX`."""
+_CAP_CHOWN = 0
 _INNER = ".inner"
 """Suffix of the path at which gRPC's own socket is bound, before it has none. gRPC removes what is there when it
 stops."""
@@ -398,6 +400,17 @@ def closed_to_group(path: Path, gid: int) -> Path | None:
         if not found.st_mode & (stat.S_IXGRP if found.st_gid == gid else stat.S_IXOTH):
             return directory
     return None
+
+
+def socket_group_id(option: str, group: str | None) -> int | None:
+    """`group_id` of a group to which this process may give its sockets. Raises ConfigError if it may not."""
+    gid = group_id(option, group)
+    if gid is None or gid in (os.getegid(), *os.getgroups()) or has_capability(_CAP_CHOWN):
+        return gid
+    raise ConfigError(
+        f"{option}='{group}' cannot have the socket from uid {os.geteuid()}, who is not in this group: add the "
+        "daemon's user to it, and log in again"
+    )
 
 
 def group_id(option: str, group: str | None) -> int | None:

@@ -444,11 +444,16 @@ def mounts(root: Path) -> Iterator[tuple[list[str], str, str]]:
 
 
 def _has_cap_ipc_lock(root: Path) -> bool:
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.MULTILINE)
     # mlock needs the capability in the initial user namespace: in a rootless container a full CapEff does not help.
     uid_map = _read(root / "proc/self/uid_map").split()
     initial_namespace = not uid_map or uid_map == ["0", "0", "4294967295"]
-    return found is not None and initial_namespace and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+    return initial_namespace and has_capability(_CAP_IPC_LOCK, root)
+
+
+def has_capability(number: int, root: Path = ROOT) -> bool:
+    """Whether this process has one of Linux's capabilities, in its user namespace."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
 def _meminfo(text: str) -> dict[str, int]:

@@ -316,6 +316,11 @@ def test_of_two_that_do_not_fit_together_the_one_that_was_given_is_blamed() -> N
     assert load({"pool_size": "10%", "slab_size": "1GiB"}).slab_size == GiB
 
 
+def test_one_that_was_not_given_is_called_as_the_one_that_needs_it() -> None:
+    said = refusal({"pool_size": "1GiB"}, {"KVSIDECAR_DISK_DIR": "/disk"})
+    assert said == "KVSIDECAR_DISK_DIR='/disk' needs KVSIDECAR_DISK_SIZE: how many bytes of it to use"
+
+
 def test_of_two_in_the_file_both_are_keys(tmp_path: Path) -> None:
     file = toml(tmp_path, 'disk_dir = "/var/cache/kv"\n')
     with pytest.raises(ConfigError) as raised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import grp
 import os
 import socket
 import stat
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsidecar.errors import SocketInUse
-from kvsidecar.server.socket_files import SocketFiles
+from kvsidecar.errors import ConfigError, SocketInUse
+from kvsidecar.server import socket_files
+from kvsidecar.server.socket_files import SocketFiles, socket_group_id
 from kvsidecar.support.file_lock import RUNNING_SECONDS
 from tests.harness import SECONDS
 from tests.marks import processes
@@ -241,3 +243,21 @@ def test_who_waits_for_a_lock_that_is_removed_meanwhile_waits_for_the_new_one(sh
         second.release()
 
     asyncio.run(run())
+
+
+def test_a_group_that_this_process_cannot_give_the_socket_to_is_refused_by_its_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = grp.getgrgid(0).gr_name
+    monkeypatch.setattr(os, "getegid", lambda: 4711)
+    monkeypatch.setattr(os, "getgroups", list)
+    monkeypatch.setattr(socket_files, "has_capability", lambda number: False)
+    said = f"^--socket-group='{group}' cannot have the socket from uid {os.geteuid()}, who is not in this group"
+    with pytest.raises(ConfigError, match=said):
+        socket_group_id("--socket-group", group)
+    assert socket_group_id("--socket-group", None) is None
+    monkeypatch.setattr(os, "getgroups", lambda: [0])
+    assert socket_group_id("--socket-group", group) == 0
+    monkeypatch.setattr(os, "getgroups", list)
+    monkeypatch.setattr(socket_files, "has_capability", lambda number: number == 0)
+    assert socket_group_id("--socket-group", group) == 0
