@@ -151,7 +151,7 @@ def test_files_that_cannot_be_used_stop_the_start_in_one_sentence(
     refused = run(*serve, "--http-port", "0", "--log-format", "json", *pki.flags)
     assert refused.returncode == 78, refused.stderr
     last = refused.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvsidecar: tls_")
+    assert last.startswith("kvsidecar: --tls-")
     assert said in last
 
 
