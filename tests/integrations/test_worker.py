@@ -13,7 +13,7 @@ from kvsidecar.errors import Refusal
 from kvsidecar.integrations.vllm.adapters import AdapterLoad, AdapterLoads
 from kvsidecar.integrations.vllm.metadata import LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.ranks import Place
-from kvsidecar.integrations.vllm.terms import Terms
+from kvsidecar.integrations.vllm.retention import Retention
 from kvsidecar.types import Priority
 from tests.harness import LAYERS, ROW_BYTES, SECONDS, DaemonProcess, eventually, hashes
 from tests.integrations.workers import LateKernels, Mark, Worker, blocks, load, store, stubbed
@@ -24,8 +24,8 @@ pytestmark = lent_daemon
 
 def test_the_terms_of_a_store_reach_the_daemon(daemon: DaemonProcess) -> None:
     worker = Worker(daemon.socket).register()
-    for number, terms in enumerate((Terms(ttl=1), Terms(idle_ttl=1), Terms(Priority.HIGH)), 1):
-        worker.step(replace(store(number, terms.priority.name + str(number), at=[number]), terms=terms))
+    for number, retention in enumerate((Retention(ttl=1), Retention(idle_ttl=1), Retention(Priority.HIGH)), 1):
+        worker.step(replace(store(number, retention.priority.name + str(number), at=[number]), retention=retention))
     worker.until(lambda w: len(w.report.stored) == 3)
     assert not worker.report.not_stored
     eventually(lambda: daemon.metric("kvsidecar_expired_blocks_total") == 2)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.stored_filter import Mask, StoredFilter, Tags
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
+from kvsidecar.integrations.vllm.retention import DEFAULT_RETENTION, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class BlockHashes:
     group: int
     hashes: bytes
     tags: Tags
-    terms: Terms = DEFAULT_TERMS
+    retention: Retention = DEFAULT_RETENTION
     """The retention of the blocks, once they are stored."""
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class BlockHashes:
     def only(self, which: Mask | slice) -> BlockHashes:
         """A copy of these blocks alone, so that the memory of the others can be freed."""
         rows = np.frombuffer(self.hashes, np.uint8).reshape(len(self), -1)
-        return BlockHashes(self.group, rows[which].tobytes(), self.tags[which].copy(), self.terms)
+        return BlockHashes(self.group, rows[which].tobytes(), self.tags[which].copy(), self.retention)
 
 
 class Backlog:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvsidecar.integrations.hashes import split_hashes
 from kvsidecar.integrations.vllm.adapters import AdapterLoad
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
+from kvsidecar.integrations.vllm.retention import DEFAULT_RETENTION, Retention
 
 ID_BYTES = 8
 
@@ -59,7 +59,7 @@ class StoreJob:
     blocks: tuple[GroupBlocks, ...]
     traceparent: str | None = None
     """The traceparent of the first of its requests with a sampled trace."""
-    terms: Terms = DEFAULT_TERMS
+    retention: Retention = DEFAULT_RETENTION
     """The retention of its blocks."""
 
 

@@ -23,11 +23,11 @@ from kvsidecar.integrations.vllm.loads import Loads
 from kvsidecar.integrations.vllm.lookups import Lookups
 from kvsidecar.integrations.vllm.metadata import IDLE, NOTHING, LoadJob, RankReport, StepPlan, StoreJob
 from kvsidecar.integrations.vllm.options import ConnectorOptions
+from kvsidecar.integrations.vllm.retention import DEFAULT_RETENTION, retention_of
 from kvsidecar.integrations.vllm.scheduler_client import SchedulerClient
 from kvsidecar.integrations.vllm.selection import GpuBlockPool, RequestProgress
 from kvsidecar.integrations.vllm.shared import EngineFacts, SchedulerState
 from kvsidecar.integrations.vllm.stores import Stores
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, terms_of
 from kvsidecar.integrations.vllm.touches import Touches
 from kvsidecar.integrations.vllm.waking import Alarm
 from kvsidecar.integrations.vllm.written import WrittenBlocks
@@ -435,9 +435,9 @@ class SchedulerSide:
         """Read a new request's retention, and send its lookup before its step."""
         if self._recompute is not None:
             self._arrived.add(request.request_id)
-        terms = terms_of(request, self.counters, self._options)
-        if terms != DEFAULT_TERMS:
-            self._stores.terms[request.request_id] = terms
+        retention = retention_of(request, self.counters, self._options)
+        if retention != DEFAULT_RETENTION:
+            self._stores.retention[request.request_id] = retention
         if request.lora_request is not None and self._adapters is not None:
             self._adapters.settle(request)
         if self._enabled and not request.skip_reading_prefix_cache and self._may_share(request):
@@ -459,7 +459,7 @@ class SchedulerSide:
             said = next_use.said_in(getattr(request, "kv_transfer_params", None))
             pause = next_use.pause_after(said, request.output_token_ids, self.counters, self._tool_tokens)
             self._touches.ended(request, pause)
-        self._stores.terms.pop(request_id, None)
+        self._stores.retention.pop(request_id, None)
         return False, None
 
     # -- the engine ------------------------------------------------------------------------------------------------

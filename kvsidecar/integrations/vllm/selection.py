@@ -19,7 +19,7 @@ from kvsidecar.client import pack_ids
 from kvsidecar.integrations.stored_filter import StoredFilter, Tags, tags_of
 from kvsidecar.integrations.vllm.groups import Group, GroupKind
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, joined
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
+from kvsidecar.integrations.vllm.retention import DEFAULT_RETENTION, Retention
 
 _Key = TypeVar("_Key")
 
@@ -120,10 +120,10 @@ class Chosen:
         )
 
 
-def by_terms(chosen: Chosen, spans: Sequence[Span], terms: Mapping[str, Terms]) -> dict[Terms, Chosen]:
-    """The chosen blocks by the retention of their requests, of which ``terms`` contains those that are not the
+def by_retention(chosen: Chosen, spans: Sequence[Span], retention: Mapping[str, Retention]) -> dict[Retention, Chosen]:
+    """The chosen blocks by the retention of their requests, of which ``retention`` contains those that are not the
     default."""
-    return _by(chosen, spans, lambda span: terms.get(span.request.request_id, DEFAULT_TERMS), DEFAULT_TERMS)
+    return _by(chosen, spans, lambda span: retention.get(span.request.request_id, DEFAULT_RETENTION), DEFAULT_RETENTION)
 
 
 def _by(chosen: Chosen, spans: Sequence[Span], key_of: Callable[[Span], _Key], nobodys: _Key) -> dict[_Key, Chosen]:
@@ -204,8 +204,8 @@ def _keys(pool: GpuBlockPool, blocks: Sequence[Any]) -> bytes:
 class Selection:
     """The blocks of one store, from all groups."""
 
-    def __init__(self, terms: Terms = DEFAULT_TERMS) -> None:
-        self.terms = terms
+    def __init__(self, retention: Retention = DEFAULT_RETENTION) -> None:
+        self.retention = retention
         self._parts: dict[int, list[tuple[Chosen, Sequence[Span]]]] = {}
         """The chosen blocks by group, with the spans of the candidates from which they were chosen."""
         self.count = 0
@@ -236,7 +236,7 @@ class Selection:
         for parts in self._parts.values():
             for part, spans in parts:
                 for request_id, mine in _by(part, spans, lambda span: str(span.request.request_id), "").items():
-                    selection = found.setdefault(request_id, Selection(self.terms))
+                    selection = found.setdefault(request_id, Selection(self.retention))
                     selection.traceparent = self.traceparent
                     selection.add(mine, spans)
         return found

@@ -17,6 +17,7 @@ from kvsidecar.integrations.vllm import hits
 from kvsidecar.integrations.vllm.backlog import Backlog, BlockHashes
 from kvsidecar.integrations.vllm.groups import Group
 from kvsidecar.integrations.vllm.metadata import GroupBlocks, RankReport, StoreJob, sampled_traceparent_of
+from kvsidecar.integrations.vllm.retention import DEFAULT_RETENTION, Retention
 from kvsidecar.integrations.vllm.running_stores import GIVE_UP_SECONDS, HUNG_SECONDS, SOON_SECONDS, RunningStores
 from kvsidecar.integrations.vllm.selection import (
     Candidates,
@@ -26,14 +27,13 @@ from kvsidecar.integrations.vllm.selection import (
     Selection,
     Span,
     block_range,
-    by_terms,
+    by_retention,
     choose,
     default_watermark,
     group_suffix,
     walk,
 )
 from kvsidecar.integrations.vllm.shared import SchedulerState
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, Terms
 
 STEP_BLOCKS = 2048
 """Most blocks that one step plans to store, which bounds its cost."""
@@ -100,9 +100,9 @@ class Stores:
         self._candidates = {group.index: Candidates() for group in groups}
         self._considered = 0
         """Blocks considered in this call."""
-        self.terms: dict[str, Terms] = {}
+        self.retention: dict[str, Retention] = {}
         """The retention of requests' blocks that differs from the default, by request id."""
-        self._planned: dict[tuple[Terms, str], Selection] = {}
+        self._planned: dict[tuple[Retention, str], Selection] = {}
         """The blocks of the next jobs, by retention and, if they were declined together with others', by request id."""
         self.running = RunningStores()
         self._backlog = Backlog(0)
@@ -390,8 +390,8 @@ class Stores:
         if self._events is not None:
             for i in chosen.places:
                 self._events.note(span.request, group, span.first + i, candidates.hashes[i], inside=span.inside)
-        terms = self.terms.get(span.request.request_id, DEFAULT_TERMS)
-        self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags, terms))
+        retention = self.retention.get(span.request.request_id, DEFAULT_RETENTION)
+        self._add_to_backlog(BlockHashes(group.index, chosen.packed.hashes, chosen.tags, retention))
 
     def _add_to_backlog(self, part: BlockHashes) -> None:
         for each in self._backlog.add(part):
@@ -409,22 +409,22 @@ class Stores:
             return
         most = min(max(BACKLOG_BLOCKS, tokens), STEP_BLOCKS - self._num_planned)
         room = min(most, self._most_held_backlog - self._num_held)
-        hashes_of: dict[Terms, dict[int, dict[bytes, None]]] = {}
+        hashes_of: dict[Retention, dict[int, dict[bytes, None]]] = {}
         # Reversed, so that the oldest are freed, and so evicted, first.
         for part in reversed(self._backlog.take(room)):
             unknown = part.only(~self._stored_filter.find(part.tags))
-            of_groups = hashes_of.setdefault(part.terms, {})
+            of_groups = hashes_of.setdefault(part.retention, {})
             of_groups.setdefault(part.group, {}).update(dict.fromkeys(unknown.split()))
-        for terms, of_groups in hashes_of.items():
+        for retention, of_groups in hashes_of.items():
             for index, hashes in of_groups.items():
                 self._candidates[index] = Candidates(list(hashes), [None] * len(hashes))
-            planned = self._plan(terms)
+            planned = self._plan(retention)
             for index, hashes in of_groups.items():
                 places = set(planned[index].places) if index in planned else set()
                 if missing := [each for i, each in enumerate(hashes) if i not in places]:
-                    self._try_again_or_abandon(index, missing, terms)
+                    self._try_again_or_abandon(index, missing, retention)
 
-    def _try_again_or_abandon(self, group: int, hashes: Sequence[bytes], terms: Terms) -> None:
+    def _try_again_or_abandon(self, group: int, hashes: Sequence[bytes], retention: Retention) -> None:
         """Put blocks that are not written yet into the backlog again. The others are evicted."""
         assert self._pool is not None
         suffix, find = group_suffix(group), self._pool.cached_block_hash_to_block.get_one_block
@@ -434,7 +434,7 @@ class Stores:
         evicted = list(compress(hashes, map(not_, waits)))
         if unwritten:
             packed = b"".join(unwritten)
-            self._add_to_backlog(BlockHashes(group, packed, tags_of(group, packed, len(unwritten)), terms))
+            self._add_to_backlog(BlockHashes(group, packed, tags_of(group, packed, len(unwritten)), retention))
         if evicted:
             self._abandon(group, evicted)
 
@@ -452,13 +452,13 @@ class Stores:
     def _num_planned(self) -> int:
         return sum(map(len, self._planned.values()))
 
-    def _plan(self, terms: Terms | None = None) -> dict[int, Chosen]:
+    def _plan(self, retention: Retention | None = None) -> dict[int, Chosen]:
         """Choose from the candidates of all requests at once, which is faster than one call per request. Returns the
         choice by group, including blocks that are held for an earlier plan or a running job: those are not planned
         again, whatever the filter has forgotten.
 
         Args:
-            terms: the retention of the blocks; None: that of their requests.
+            retention: the retention of the blocks; None: that of their requests.
         """
         assert self._pool is not None
         self._considered, planned = 0, {}
@@ -478,14 +478,14 @@ class Stores:
                 held[np.setdiff1d(np.arange(len(ids)), np.unique(ids, return_index=True)[1])] = True
             if np.count_nonzero(held):
                 if self._grain:
-                    self._defer_held(chosen.only(np.flatnonzero(held).tolist()), candidates.spans, terms)
+                    self._defer_held(chosen.only(np.flatnonzero(held).tolist()), candidates.spans, retention)
                 if held.all():
                     continue
                 chosen = chosen.only(np.flatnonzero(~held).tolist())
-            if terms is not None or not self.terms:
-                self._planned_as(terms or DEFAULT_TERMS).add(chosen, candidates.spans)
+            if retention is not None or not self.retention:
+                self._planned_as(retention or DEFAULT_RETENTION).add(chosen, candidates.spans)
             else:
-                for each, part in by_terms(chosen, candidates.spans, self.terms).items():
+                for each, part in by_retention(chosen, candidates.spans, self.retention).items():
                     self._planned_as(each).add(part, candidates.spans)
             self._num_held += len(chosen.blocks)
             self._is_held[chosen.packed.id_array()] = True
@@ -494,15 +494,15 @@ class Stores:
             self._note(group, candidates, chosen)
         return planned
 
-    def _defer_held(self, chosen: Chosen, spans: Sequence[Span], terms: Terms | None) -> None:
+    def _defer_held(self, chosen: Chosen, spans: Sequence[Span], retention: Retention | None) -> None:
         """Put blocks that are held under another hash into the backlog."""
-        by = by_terms(chosen, spans, self.terms) if terms is None else {terms: chosen}
+        by = by_retention(chosen, spans, self.retention) if retention is None else {retention: chosen}
         for each, part in by.items():
             self._stored_filter.discard(part.tags)
             self._add_to_backlog(BlockHashes(part.packed.group, part.packed.hashes, part.tags, each))
 
-    def _planned_as(self, terms: Terms) -> Selection:
-        return self._planned.setdefault((terms, ""), Selection(terms))
+    def _planned_as(self, retention: Retention) -> Selection:
+        return self._planned.setdefault((retention, ""), Selection(retention))
 
     def _note(self, group: Group, candidates: Candidates, chosen: Chosen) -> None:
         """Record which requests the chosen blocks belong to, for the trace and the KV events."""
@@ -510,7 +510,7 @@ class Stores:
             return
         ends = [*(span.begin for span in candidates.spans[1:]), len(candidates.hashes)]
         for span, end in zip(candidates.spans, ends, strict=False):
-            planned = self._planned_as(self.terms.get(span.request.request_id, DEFAULT_TERMS))
+            planned = self._planned_as(self.retention.get(span.request.request_id, DEFAULT_RETENTION))
             traceparent = sampled_traceparent_of(span.request) if planned.traceparent is None else None
             if traceparent is None and self._events is None:
                 continue
@@ -538,7 +538,7 @@ class Stores:
         self.running.add(number, planned, blocks, self._world_size, self._now)
         self._counters.stores += 1
         self._counters.stored_blocks += len(planned)
-        return StoreJob(number, blocks, planned.traceparent, planned.terms)
+        return StoreJob(number, blocks, planned.traceparent, planned.retention)
 
     def take_report(self, report: RankReport) -> list[str]:
         """Handle a report. Returns the ids of requests whose blocks the daemon has declined. It declines a job as a
@@ -550,7 +550,7 @@ class Stores:
                 of_requests = store.selection.by_request() if store.retry else {}
                 if len(of_requests) > 1:
                     for request_id, each in of_requests.items():
-                        self._planned.setdefault((each.terms, request_id), Selection(each.terms)).extend(each)
+                        self._planned.setdefault((each.retention, request_id), Selection(each.retention)).extend(each)
                     continue
                 declined += of_requests
             retry = store.retry and store.admitted
@@ -615,6 +615,6 @@ class Stores:
             tags = tags_of(each.group, each.hashes, len(each))
             self._stored_filter.discard(tags)
             if retry:
-                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags, selection.terms))
+                self._add_to_backlog(BlockHashes(each.group, each.hashes, tags, selection.retention))
             elif self._events is not None:
                 self._events.not_stored(each.group, each.split())

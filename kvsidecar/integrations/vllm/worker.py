@@ -292,9 +292,9 @@ class WorkerSide:
                     blocks,
                     after=after,
                     traceparent=store.traceparent,
-                    priority=store.terms.priority,
-                    ttl=store.terms.ttl,
-                    idle_ttl=store.terms.idle_ttl,
+                    priority=store.retention.priority,
+                    ttl=store.retention.ttl,
+                    idle_ttl=store.retention.idle_ttl,
                 )
                 self._stores[job] = store
 

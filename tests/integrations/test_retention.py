@@ -11,8 +11,15 @@ import pytest
 from kvsidecar.integrations.vllm.counters import Counters
 from kvsidecar.integrations.vllm.metadata import RankReport, StoreJob
 from kvsidecar.integrations.vllm.options import ConnectorOptions
+from kvsidecar.integrations.vllm.retention import (
+    DEFAULT_RETENTION,
+    MAX_ACTIONS,
+    SHORTEST,
+    Retention,
+    priority_of,
+    retention_of,
+)
 from kvsidecar.integrations.vllm.scheduler import SchedulerSide
-from kvsidecar.integrations.vllm.terms import DEFAULT_TERMS, MAX_ACTIONS, SHORTEST, Terms, priority_of, terms_of
 from kvsidecar.types import MAX_IDLE_SECONDS, Priority
 from tests.integrations.engine import ATTACHED, Clock, Request, Step, TinyPool, pooled, run, side, stored_hashes
 
@@ -78,25 +85,25 @@ def test_a_request_of_a_version_without_hints_is_normal() -> None:
     assert priority_of(Request("r", [1]), Counters(), ConnectorOptions(request_priority=True)) is NORMAL
 
 
-def terms(params: Any) -> tuple[Terms, Counters]:
+def retention(params: Any) -> tuple[Retention, Counters]:
     counters = Counters()
     request = SimpleNamespace(kv_transfer_params=params, kv_hints=None)
-    return terms_of(request, counters, ConnectorOptions()), counters
+    return retention_of(request, counters, ConnectorOptions()), counters
 
 
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ({"ttl": 600}, Terms(ttl=600)),
-        ({"idle_ttl": "1min"}, Terms(idle_ttl=60)),
-        ({"ttl": 0.2, "idle_ttl": "1500ms"}, Terms(ttl=1, idle_ttl=2)),
-        ({"ttl": None, "idle_ttl": 9e8}, Terms(idle_ttl=MAX_IDLE_SECONDS)),
-        ({}, Terms()),
-        ({"ttl": 60, "pause": "soon"}, Terms(ttl=60)),
+        ({"ttl": 600}, Retention(ttl=600)),
+        ({"idle_ttl": "1min"}, Retention(idle_ttl=60)),
+        ({"ttl": 0.2, "idle_ttl": "1500ms"}, Retention(ttl=1, idle_ttl=2)),
+        ({"ttl": None, "idle_ttl": 9e8}, Retention(idle_ttl=MAX_IDLE_SECONDS)),
+        ({}, Retention()),
+        ({"ttl": 60, "pause": "soon"}, Retention(ttl=60)),
     ],
 )
-def test_a_request_bounds_how_long_its_blocks_are_kept(times: Any, expected: Terms) -> None:
-    found, counters = terms({"kvsidecar": times, "another's": {"ttl": "?"}})
+def test_a_request_bounds_how_long_its_blocks_are_kept(times: Any, expected: Retention) -> None:
+    found, counters = retention({"kvsidecar": times, "another's": {"ttl": "?"}})
     assert found == expected
     assert (counters.ttl_requests, counters.bad_ttls) == (1, 0)
 
@@ -105,8 +112,8 @@ def test_a_request_bounds_how_long_its_blocks_are_kept(times: Any, expected: Ter
     "times", [{"ttl": "soon"}, {"ttl": 0}, {"ttl": True}, {"ttl": 10**400}, {"tttl": 5}, {"ttl": [1]}, 5, [], "ttl"]
 )
 def test_a_time_that_cannot_be_read_is_the_shortest_and_counted(times: Any) -> None:
-    found, counters = terms({"kvsidecar": times})
-    assert found == Terms(ttl=SHORTEST)
+    found, counters = retention({"kvsidecar": times})
+    assert found == Retention(ttl=SHORTEST)
     assert counters.bad_ttls == 1
 
 
@@ -122,29 +129,29 @@ def test_a_time_that_cannot_be_read_is_the_shortest_and_counted(times: Any) -> N
     ],
 )
 def test_a_request_without_times_has_the_terms_of_others(params: Any) -> None:
-    found, counters = terms(params)
-    assert (found, counters.ttl_requests) == (DEFAULT_TERMS, 0)
+    found, counters = retention(params)
+    assert (found, counters.ttl_requests) == (DEFAULT_RETENTION, 0)
 
 
 # -- in the scheduler ----------------------------------------------------------------------------------------------
 
 
-def said() -> dict[Terms, Request]:
-    """A request for each of several terms."""
-    kinds: dict[Terms, dict[str, Any]] = {
-        DEFAULT_TERMS: {},
-        Terms(HIGH): {"kv_hints": hints("kv.retain")},
-        Terms(LOW): {"kv_hints": hints("kv.demote")},
-        Terms(ttl=5): {"kv_transfer_params": {"kvsidecar": {"ttl": 5}}},
-        Terms(ttl=5, idle_ttl=5): {"kv_transfer_params": {"kvsidecar": {"ttl": 5, "idle_ttl": 5}}},
+def said() -> dict[Retention, Request]:
+    """A request for each of several retention."""
+    kinds: dict[Retention, dict[str, Any]] = {
+        DEFAULT_RETENTION: {},
+        Retention(HIGH): {"kv_hints": hints("kv.retain")},
+        Retention(LOW): {"kv_hints": hints("kv.demote")},
+        Retention(ttl=5): {"kv_transfer_params": {"kvsidecar": {"ttl": 5}}},
+        Retention(ttl=5, idle_ttl=5): {"kv_transfer_params": {"kvsidecar": {"ttl": 5, "idle_ttl": 5}}},
     }
     return {
-        terms: Said(str(number), list(range(100 * number, 100 * number + 13)), **words)
-        for number, (terms, words) in enumerate(kinds.items())
+        retention: Said(str(number), list(range(100 * number, 100 * number + 13)), **words)
+        for number, (retention, words) in enumerate(kinds.items())
     }
 
 
-def computed(made: SchedulerSide, pool: TinyPool) -> dict[Terms, list[bytes]]:
+def computed(made: SchedulerSide, pool: TinyPool) -> dict[Retention, list[bytes]]:
     """Let each request of `said` be computed, and end. Returns their blocks."""
     requests = said()
     for request in requests.values():
@@ -152,16 +159,16 @@ def computed(made: SchedulerSide, pool: TinyPool) -> dict[Terms, list[bytes]]:
         run(made, pool, request, 13)
     for request in requests.values():
         made.request_finished(request)
-    return {terms: request.block_hashes for terms, request in requests.items()}
+    return {retention: request.block_hashes for retention, request in requests.items()}
 
 
-def by_terms(jobs: tuple[StoreJob, ...]) -> dict[Terms, list[bytes]]:
-    assert len({job.terms for job in jobs}) == len(jobs)
-    return {job.terms: stored_hashes((job,)) for job in jobs}
+def by_retention(jobs: tuple[StoreJob, ...]) -> dict[Retention, list[bytes]]:
+    assert len({job.retention for job in jobs}) == len(jobs)
+    return {job.retention: stored_hashes((job,)) for job in jobs}
 
 
-def in_any_order(blocks: dict[Terms, list[bytes]]) -> dict[Terms, list[bytes]]:
-    return {terms: sorted(hashes) for terms, hashes in blocks.items()}
+def in_any_order(blocks: dict[Retention, list[bytes]]) -> dict[Retention, list[bytes]]:
+    return {retention: sorted(hashes) for retention, hashes in blocks.items()}
 
 
 def test_blocks_of_requests_with_terms_of_their_own_are_stored_in_jobs_of_their_own_also_when_tried_again() -> None:
@@ -170,12 +177,12 @@ def test_blocks_of_requests_with_terms_of_their_own_are_stored_in_jobs_of_their_
     expected = computed(made, pool)
     assert made.counters.hints == 2
     jobs = made.build_plan(Step()).stores
-    assert by_terms(jobs) == expected
+    assert by_retention(jobs) == expected
     numbers = frozenset(job.number for job in jobs)
     made.take_report(RankReport(stored=dict.fromkeys(numbers, 1), not_stored=numbers))
     clock.now += 100
     again = made.build_plan(Step()).stores
-    assert in_any_order(by_terms(again)) == in_any_order(expected)
+    assert in_any_order(by_retention(again)) == in_any_order(expected)
     for job in again:
         made.take_report(RankReport(stored={job.number: 1}))
     assert not made.has_pending_push_work()
@@ -190,7 +197,7 @@ def test_terms_end_with_their_request() -> None:
         run(made, pool, other, 10)
     for other in others:
         made.request_finished(other)
-    assert {job.terms for job in made.build_plan(Step()).stores} == {DEFAULT_TERMS}
+    assert {job.retention for job in made.build_plan(Step()).stores} == {DEFAULT_RETENTION}
 
 
 def test_requests_that_are_considered_together_are_told_apart() -> None:
@@ -200,7 +207,7 @@ def test_requests_that_are_considered_together_are_told_apart() -> None:
         made.on_new_request(request)
         run(made, pool, request, 13)
     jobs = made.build_plan(Step({request.request_id: 1 for request in requests.values()})).stores
-    assert by_terms(jobs) == {terms: request.block_hashes for terms, request in requests.items()}
+    assert by_retention(jobs) == {retention: request.block_hashes for retention, request in requests.items()}
 
 
 def test_what_is_computed_without_a_daemon_is_stored_later_with_its_terms() -> None:
@@ -208,4 +215,4 @@ def test_what_is_computed_without_a_daemon_is_stored_later_with_its_terms() -> N
     made = side(pool=pool)
     expected = computed(made, pool)
     made.take_report(ATTACHED)
-    assert in_any_order(by_terms(made.build_plan(Step()).stores)) == in_any_order(expected)
+    assert in_any_order(by_retention(made.build_plan(Step()).stores)) == in_any_order(expected)

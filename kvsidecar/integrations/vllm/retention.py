@@ -28,7 +28,7 @@ must not stay, and an error would cost the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Retention:
     """How long, and with which priority, to keep the blocks of one request. Times are in seconds; the daemon's shares
     may shorten them."""
 
@@ -39,24 +39,24 @@ class Terms:
     """Time after the last use of each block; None: that of the share."""
 
 
-DEFAULT_TERMS = Terms()
+DEFAULT_RETENTION = Retention()
 """The retention of most requests' blocks."""
 
 
-def terms_of(request: Any, counters: Counters, options: ConnectorOptions) -> Terms:
+def retention_of(request: Any, counters: Counters, options: ConnectorOptions) -> Retention:
     """The retention of a request's blocks."""
     priority = priority_of(request, counters, options)
     times = said_in(getattr(request, "kv_transfer_params", None))
     if times is None or (isinstance(times, Mapping) and times and times.keys() <= NEXT_USE):
-        return DEFAULT_TERMS if priority is Priority.NORMAL else Terms(priority)
+        return DEFAULT_RETENTION if priority is Priority.NORMAL else Retention(priority)
     counters.ttl_requests += 1
     if not isinstance(times, Mapping) or not times.keys() <= BOUNDS | NEXT_USE:
         counters.bad_ttls += 1
-        return Terms(priority, ttl=SHORTEST)
+        return Retention(priority, ttl=SHORTEST)
     idle_ttl = _seconds(times.get("idle_ttl"), counters)
     if idle_ttl is not None:
         idle_ttl = min(idle_ttl, MAX_IDLE_SECONDS)
-    return Terms(priority, _seconds(times.get("ttl"), counters), idle_ttl)
+    return Retention(priority, _seconds(times.get("ttl"), counters), idle_ttl)
 
 
 def _seconds(value: Any, counters: Counters) -> int | None:
