@@ -211,7 +211,7 @@ def test_throughput_serves_a_model_of_its_reader_with_its_weights(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(runs, "Child", Kept)
+    monkeypatch.setattr(runs, "BenchChild", Kept)
     for model in ("", str(tmp_path)):
         given = options(tiny=True, tp=1, extra="{}", llm="{}", model=model, gpu_tokens=1000)
         config = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
