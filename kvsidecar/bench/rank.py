@@ -59,7 +59,7 @@ class Traffic:
     def _run(self) -> None:
         try:
             self._jobs()
-        except Exception as error:  # noqa: BLE001 - told to the parent, by the next count
+        except Exception as error:  # noqa: BLE001 - reported to the parent, by the next count
             self.error = f"{type(error).__name__}: {error}"
 
     def _jobs(self) -> None:
@@ -140,7 +140,7 @@ def main() -> None:
         }
         for traffic in traffics.values():
             stack.callback(traffic.stop)
-        engine.client.set_idle(True)  # until told otherwise: a rank that waits must not have others' stores paced
+        engine.client.set_idle(True)  # until a request changes it: a waiting rank must not make others pace stores
         rank = Rank(engine, traffics)
         sys.stdout.write("{}\n")  # ready
         sys.stdout.flush()

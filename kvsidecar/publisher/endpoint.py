@@ -1,7 +1,7 @@
 """One endpoint that routers connect to: bounds what each may ask for, and lets none that does not read delay another.
 
 Nothing waits in memory for one router: each has a place in the sequence, which all share (`Sequence`), and a router
-that falls behind what is kept has lost it. Connections are told apart by address, and on a socket in the file system
+that falls behind what is kept has lost it. Connections are distinguished by address, and on a socket in the file system
 by user.
 """
 

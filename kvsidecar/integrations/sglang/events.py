@@ -129,7 +129,7 @@ class PageEvents:
 
     def _noted(self, keys: bytes) -> bytes:
         if (tree := self._tree()) is not None:
-            # SGLang stores a page right after it has made the event that tells its tokens.
+            # SGLang stores a page right after it has made the event with its tokens.
             own = list(self._take(tree))
             self._early += own
             self._learn(own)

@@ -36,7 +36,7 @@ ARGUMENTS = frozenset(
         optimistic_prefill_attempts encoder_transfer_backend encoder_urls encoder_bootstrap_port
         encoder_register_urls enable_adaptive_dispatch_to_encoder enable_pdmux pdmux_config_path sm_group_num
         """,
-        # Logits, and what is told of a request.
+        # Logits, and what is reported about a request.
         """
         enable_fp32_lm_head enable_custom_logit_processor enable_watermark watermark_config watermark_key
         watermark_key_b watermark_context_window watermark_mixing_probability watermark_max_probability

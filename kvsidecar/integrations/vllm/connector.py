@@ -454,7 +454,7 @@ class KVSidecarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         heard, requests = connector_output.finished_recving or set(), self._vllm_requests()
         unheard = self._scheduler.loads_unheard(heard)
-        # It is too late to say that a load has failed: only a request that goes no further may be told.
+        # It is too late to report that a load has failed: only a request that runs no further may be reported.
         late = {
             name
             for name, failed in unheard.items()

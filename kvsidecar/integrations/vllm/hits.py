@@ -41,7 +41,7 @@ def hashes(groups: Sequence[Group], block_hashes: Sequence[bytes], local: int, m
 def hashes_to_go_on(
     groups: Sequence[Group], block_hashes: Sequence[bytes], tokens: Sequence[int], most: int
 ) -> dict[int, Sequence[bytes]]:
-    """The hashes of the blocks, by group, that later requests need which continue this one after so many tokens.
+    """The hashes of the blocks, by group, that later requests need to continue this one after so many tokens.
 
     Args:
         tokens: the numbers of tokens after which requests may continue.

@@ -45,7 +45,7 @@ def _why_not(scheduler: Any, vllm_config: Any, kv_cache_config: Any, groups: Seq
         return "this vLLM does not let a step drop the tokens of an earlier one: use 0.33 or later"
     if scheduler is None or "reset_running_requests" not in inspect.signature(scheduler.reset_prefix_cache).parameters:
         return "this vLLM's scheduler is unknown"
-    # vLLM ends an engine with several groups that is told of blocks that were not loaded.
+    # vLLM ends an engine with several groups when a connector reports blocks that were not loaded.
     if len(kv_cache_config.kv_cache_groups) > 1 or groups[0].kind is not GroupKind.FULL:
         return "the model has several KV cache groups, or a window"
     if getattr(vllm_config, "speculative_config", None) is not None:
