@@ -64,7 +64,7 @@ class Eviction(StrEnum):
     LRU = "lru"
     """The least recently used ones."""
     RHYTHM = "rhythm"
-    """Those whose next use is the farthest, by the time between their uses so far."""
+    """The blocks whose next use is the farthest, by the time between their uses so far."""
 
 
 class State(StrEnum):

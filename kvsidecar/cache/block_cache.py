@@ -40,7 +40,7 @@ TRIES = 4
 Part = tuple[Space, Hashes]
 """Block hashes of one group, in prefix order. A request has one part per group."""
 ShardPart = tuple[Space, int, Hashes]
-"""The same, with the shard to store or load."""
+"""A `Part` with the shard to store or load."""
 
 
 class BlockCache:
@@ -104,7 +104,7 @@ class BlockCache:
 
     @property
     def shares(self) -> list[Share]:
-        """Those of the limits, in their order, and the one of all other namespaces."""
+        """The shares of the limits, in their order; the last one is that of all other namespaces."""
         return self._table.shares.current
 
     def set_shares(self, limits: Sequence[ShareLimits]) -> None:
@@ -135,7 +135,7 @@ class BlockCache:
         return self._table.groups.keys()
 
     def namespaces_of(self, share: str) -> list[Namespace]:
-        """Those of a share."""
+        """The namespaces of a share."""
         groups = self._table.groups.items()
         return [each for each, spaces in groups if next(iter(spaces.values())).share.name == share]
 
@@ -460,7 +460,7 @@ class BlockCache:
         self._table.mark_corrupt(blocks, int(row), int(slot))
 
     def forget(self, grant: LoadGrant, part: int, index: int) -> None:
-        """As `mark_corrupt`, but the slot is free as soon as nothing reads it: the memory is not to blame."""
+        """Make a block a miss, as `mark_corrupt` does, but free its slot once nothing reads it: its memory is good."""
         require(grant.open, "the load has already ended")
         self._table.forget(grant.chains[part].blocks, grant.rows[part][index : index + 1])
 
@@ -477,7 +477,7 @@ class BlockCache:
         return [value if is_known else None for value, is_known in zip(sums.tolist(), known.tolist(), strict=True)]
 
     def chain(self, space: Space, hashes: Hashes) -> Chain:
-        """Those of these blocks that there are. Valid in this step only."""
+        """The blocks with these hashes, where they exist. Valid in this step only."""
         index = space.blocks.index
         rows = index.find(index.keys(hashes))
         return _chain(space, rows[rows >= 0])

@@ -100,11 +100,11 @@ class BlockIndex:
         return words
 
     def hashes_of(self, rows: Ints) -> bytes:
-        """The same, joined."""
+        """The block hashes of these rows, joined."""
         return self.words_of(rows).view(np.uint8)[:, : self._hash_bytes].tobytes()
 
     def all_hashes(self) -> bytes:
-        """Those of all rows that can be found, joined, in no order."""
+        """The hashes of all rows that can be found, joined, in no order."""
         filed = self._tags[: self._num_buckets].ravel() != 0
         rows = self._rows[: filed.size][filed].astype(np.int64)
         return self.hashes_of(np.concatenate((rows, np.array(self.overflowed(), np.int64))))

@@ -62,7 +62,7 @@ class BlockTable:
         self.tables: dict[int, SpaceBlocks] = {}
         """Every table that has rows or a space, by number, including cleared ones."""
         self.left = LeftSpaces()
-        """Those of the spaces that no rank has open."""
+        """The spaces that no rank has open."""
         self._num_tables = 0
         self._cleared: deque[SpaceBlocks] = deque()
         """Cleared tables that are not completely swept."""
@@ -73,7 +73,7 @@ class BlockTable:
         self.num_blocks = 0
         self.readable_blocks = 0
         self.cleared_bytes = 0
-        """Of cleared blocks that nobody uses and `sweep` has not freed yet."""
+        """Bytes of cleared blocks that nobody uses and `sweep` has not freed yet."""
         self.leased_bytes = 0
         """Bytes of the blocks that leases and loads reference."""
         self.evicted_blocks = 0

@@ -86,7 +86,7 @@ class Reader:
 
 
 def _old_or(rows: Ints, blocks: SpaceBlocks, keys: Keys, old: Ints) -> Ints:
-    """Of each key the row among the ``old`` ones, else its own of ``rows``."""
+    """The row of each key: the one among the ``old`` rows if there is one, else that in ``rows``."""
     held = blocks.index.keys_of(old)
     order = held.tags.argsort()
     old, held = old[order], held.take(order)

@@ -28,7 +28,7 @@ COPIED_ROWS = 65536
 SLOTS_BYTES = 1 << 32
 """Most address space that a table reserves for the slots of all its rows, unless its blocks need more."""
 PRIORITY_BITS = 2
-"""Of the number of a queue; the rest is the class of the gaps of its blocks."""
+"""Low bits of a queue's number that hold the priority; the others are the class of its blocks' gaps."""
 PRIORITY_MASK = (1 << PRIORITY_BITS) - 1
 SPARSE = 8
 """A table with more than this many rows per block is rebuilt, if it has at most `REBUILT` blocks."""
@@ -132,7 +132,7 @@ class SpaceBlocks:
         self.detached = np.zeros(1, np.bool_)
         """Whether the block has left the index. It exists until its last reference ends."""
         self.superseded = np.zeros(1, np.bool_)
-        """Whether it was detached because it was stored again when it had expired: loads under a lease find it."""
+        """Whether the block was detached because it was stored again when it had expired; leased loads find it."""
         self.num_superseded = 0
         self.tiers = np.zeros(1, np.uint8)
         """One bit per slower tier: whether it has the block, or is being given it."""
@@ -177,7 +177,7 @@ class SpaceBlocks:
 
     @property
     def priorities(self) -> Sequence[Priority]:
-        """Those that its blocks may have."""
+        """The priorities that its blocks may have."""
         return EVICTION_ORDER if self._ranked else (Priority.NORMAL,)
 
     def priorities_of(self, rows: Ints) -> Bytes | None:
@@ -258,7 +258,7 @@ class SpaceBlocks:
         return used if self.rhythm is None else self.rhythm.ranks(self.gaps[rows], used)
 
     def no_younger(self, rows: Ints, age: Age) -> Bools:
-        """Which of these blocks are not younger."""
+        """For each of these blocks, whether it is as old as this age or older."""
         rank, last_used = age
         used = self.last_used[rows]
         if self.rhythm is None:
@@ -307,7 +307,7 @@ class SpaceBlocks:
 
     @property
     def sparse(self) -> bool:
-        """Whether it has many more rows than blocks, and few enough blocks that `rebuild` is quick."""
+        """Whether the table has many more rows than blocks, and few enough blocks that `rebuild` is quick."""
         return REBUILT >= len(self) <= self.rows_used // SPARSE - FIRST_ROWS
 
     def rebuild(self) -> tuple[Ints, Ints] | None:
@@ -441,8 +441,8 @@ class Space:
     hits: int = field(default=0, init=False)
     misses: int = field(default=0, init=False)
     needed_tokens: int = field(default=0, init=False)
-    """That engines did not have themselves, as they report; see `kvsidecar.core.lookups.LookupService.report`. Those of
-    a namespace are counted in one of its spaces."""
+    """Tokens that engines did not have themselves, as they report (`kvsidecar.core.lookups.LookupService.report`). A
+    namespace counts them in one of its spaces."""
     loaded_tokens: int = field(default=0, init=False)
     tables: list[SpaceBlocks] = field(default_factory=list, init=False)
     """The current table, and cleared ones of which something is in use or is to be swept."""

@@ -31,7 +31,7 @@ class Rates:
     needed_tokens: float
     """Tokens of prompts that engines did not have in their own caches."""
     hit_tokens: float
-    """Those of the needed tokens that engines have loaded."""
+    """The needed tokens that engines have loaded."""
     evicted_bytes: float
     refusals: Mapping[str, int]
     """New refusals by reason: counts, not rates. Only reasons that occurred."""

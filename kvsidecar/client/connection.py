@@ -84,7 +84,7 @@ class LostDaemon:
         self._process.close()
 
     def gone(self, seconds: float = 0.0) -> bool:
-        """Whether its processes have ended. Waits ``seconds`` for it."""
+        """Whether the daemon's processes have ended. Waits ``seconds`` for it."""
         if not self._gone and self._process.gone(seconds):
             self._gone = True
             self._process.close()

@@ -60,7 +60,7 @@ class Transport(Protocol):
 
     connection: Connection
     is_local: bool
-    """Whether its messages use the local protocol."""
+    """Whether this connection's messages use the local protocol."""
 
     def open_stream(self, send_queue: SendQueue, monitor: Monitor) -> DaemonStream:
         """Open the Attach stream; once.

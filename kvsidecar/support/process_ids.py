@@ -59,7 +59,7 @@ def is_ending(pid: int) -> bool:
 
 
 class Watched:
-    """Those of the given processes that are visible from here, and a descriptor of each. A context manager."""
+    """The given processes that are visible from here, and a descriptor of each. A context manager."""
 
     def __init__(self, processes: Iterable[ProcessId]) -> None:
         self._pidfds: list[int] = []

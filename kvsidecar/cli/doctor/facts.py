@@ -245,7 +245,7 @@ class Facts:
     nvidia_nodes: tuple[str, ...]
     """Existing /dev/nvidia*."""
     closed_nvidia_nodes: tuple[str, ...]
-    """Those of ``nvidia_nodes`` that this user may not open."""
+    """The ``nvidia_nodes`` that this user may not open."""
     memory: MemoryFacts
     kept_pool: KeptPoolFacts
     disk: DiskTier

@@ -33,7 +33,7 @@ class RunningStore:
     retry: bool = True
     """Whether to store its blocks later if it fails."""
     tells: bool = True
-    """Whether its end matters. False: its blocks were stored under keys that a reset has made useless."""
+    """Whether the store's end matters. False: its blocks were stored under keys that a reset has made useless."""
     admitted: bool = True
     """False: the daemon keeps other blocks instead."""
 
