@@ -305,6 +305,11 @@ def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
     assert ask_all(question, 0, short, nothing) == 3000 + 12 + 22
     assert longest_hit(groups, question.found(400), 400, 11_600) == 7600
     assert {index: len(each) for index, each in question.missing.items()} == {1: 1000}
+    # A request may end in a block that its windows do not have yet: the hit ends one block before, in the same answer.
+    behind = {**short, **{index: [each != 1999 for each in range(3000)] for index in (0, 2)}}
+    question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
+    assert ask_all(question, 0, behind, nothing) == 3000 + 12 + 22
+    assert longest_hit(groups, question.found(0), 0, 12_000) == 7996
     gone = {**short, 2: [each < 1000 or each > 1990 for each in range(3000)]}
     question = Question(groups, numbered(3000), 0, 12_000, prefix=True)
     assert ask_all(question, 0, gone, nothing) == 9000

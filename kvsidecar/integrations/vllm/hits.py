@@ -84,8 +84,9 @@ def longest_hit(groups: Sequence[Group], found: Mapping[int, Sequence[bool]], lo
             best = min(best, max(0, ready) * group.block_tokens // alignment * alignment)
         else:
             others.append(group)
-    if all(_has_needed(group, found[group.index], local, best) for group in others):  # nearly always
-        return best
+    for hit in (best, best - alignment):  # nearly always; a request may end in a block that its windows do not have
+        if hit >= 0 and all(_has_needed(group, found[group.index], local, hit) for group in others):
+            return hit
     hits = np.arange(best, 0, -alignment)
     for group in others:
         hits = hits[_supported(group, found[group.index], local, hits)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
+from operator import or_
 from typing import Any
 
 from kvsidecar.client import PendingLookup
@@ -58,6 +59,8 @@ class Question:
         self.mode = LookupMode.PREFIX if prefix and not hits.chooses(groups) else LookupMode.BITMAP
         self._found: dict[int, Sequence[bool]] = {index: [False] * len(each) for index, each in self._hashes.items()}
         self._held: dict[int, Sequence[bool]] = {}
+        self._hoped: dict[int, list[bool]] = {}
+        """For each block of a window whether it is found, or not asked for yet, by group."""
         self._request_hashes: Sequence[bytes] = request.block_hashes if groups else ()
         self._most_inside = hits.limit_inside(groups, request.num_tokens) if groups and groups[0].grain else 0
         self._ends_inside: Sequence[int] = ()
@@ -150,6 +153,7 @@ class Question:
         if not any(group.chained for group in others):
             others, windowed = list(self._groups), []
         asked: dict[int, set[int]] = {group.index: set() for group in windowed}
+        self._hoped = {group.index: [True] * len(everything[group.index]) for group in windowed}
 
         def windows(*ends: int) -> Places:
             """The places in the windows that hits of these many tokens need and that were not asked for yet."""
@@ -172,14 +176,14 @@ class Question:
         }
         answered = {group.index: self._round.get(group.index, ()) for group in windowed}
         self.tails, self.lease_last = {}, {}
-        ends = self._ends(assumed=windowed)
+        ends = self._ends(hopeful=True)
         more = self._not_leased(ends[0], leased) if ends[0] else {}
         if not any(ends) or (not more and self._ends() == ends):
-            return
+            return  # nothing that was not asked for can make the hit longer
         for index, places in answered.items():
             asked[index] |= set(places)
         yield {**windows(*ends), **more}
-        if not windowed or self._ends() == ends:
+        if self._ends() == self._ends(hopeful=True):
             return
         # A window is gone: the hit may end anywhere before.
         yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
@@ -215,19 +219,25 @@ class Question:
                 more[group.index] = [each - first for each in blocks]
         return more
 
-    def _ends(self, assumed: Sequence[Group] = ()) -> tuple[int, int]:
+    def _ends(self, assumed: Sequence[Group] = (), *, hopeful: bool = False) -> tuple[int, int]:
         """Tokens of the longest hit now, and after a fetch from a slower tier.
 
         Args:
             assumed: groups whose blocks are all taken to be found.
+            hopeful: whether blocks of windows that were not asked for yet are taken to be found.
         """
         local, most = self._now_local, self.end - self._now_local
         found = self.found(local)
-        whole = {group.index: [True] * len(found[group.index]) for group in assumed}
+        whole: dict[int, Sequence[bool]] = {group.index: [True] * len(found[group.index]) for group in assumed}
+        if hopeful:
+            whole = {index: flags[self._after(index, local) :] for index, flags in self._hoped.items()}
         now = hits.longest_hit(self._groups, {**found, **whole}, local, most)
         if not self._held:
             return now, now
-        return now, hits.longest_hit(self._groups, {**self.there(local), **whole}, local, most)
+        there = self.there(local)
+        if hopeful:
+            whole = {index: list(map(or_, flags, there[index])) for index, flags in whole.items()}
+        return now, hits.longest_hit(self._groups, {**there, **whole}, local, most)
 
     def _chained_ends(self) -> tuple[int, int]:
         """Tokens of the request up to which the groups that need every block have all, now and after a fetch."""
@@ -274,6 +284,9 @@ class Question:
             if answer.hits < len(places):
                 missed = [hashes[place] for place, flag in zip(places, found, strict=True) if not flag]
                 self.missing.setdefault(index, []).extend(missed)
+            if not inside and (hoped := self._hoped.get(index)) is not None:
+                for place, flag in zip(places, found, strict=True):
+                    hoped[place] = flag
             nothing = (False,) * len(hashes)
             all_found[index] = _placed(all_found.get(index) or nothing, places, found)
             if answer.held:
