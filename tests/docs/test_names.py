@@ -40,6 +40,7 @@ OF_OTHERS = {
     "--llm": "benchmarks.vllm.throughput",
     "--scattered": "benchmarks.sglang.load_layers",
     "--staging": "benchmarks.sglang.load_layers",
+    "--against": "benchmarks.turns",
     "--agents": "benchmarks.fleet",
     "--blocks": "benchmarks.warm_restart",
     "--compare": "benchmarks.daemon.show",

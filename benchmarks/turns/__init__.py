@@ -29,7 +29,7 @@ def free_port() -> int:
 
 class Script:
     """A program that answers each line of its standard input, a JSON list, with one of JSON. It is killed with the
-    stack.
+    stack, and Ctrl-C is not for it.
 
     Args:
         python: how Python is started, with the code of one of the versions.
@@ -37,7 +37,9 @@ class Script:
 
     def __init__(self, stack: ExitStack, python: Sequence[str], program: str, *arguments: object) -> None:
         command = [*python, "-c", program, *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         stack.callback(self.process.wait)
         stack.callback(self.process.kill)
 
