@@ -224,7 +224,8 @@ class Watch:
     def run(self, most: int) -> None:
         while self._rounds < most and self._unknown():
             with tempfile.TemporaryDirectory(prefix="kvs-") as directory, ExitStack() as stack:
-                sides = {name: Side(stack, Path(directory), self._trees[name], local=self._local) for name in SIDES}
+                order = ORDERS[self._rounds // ROUNDS_AFRESH % len(ORDERS)]
+                sides = {name: Side(stack, Path(directory), self._trees[name], local=self._local) for name in order}
                 if not all(side.knows_tails for side in sides.values()):
                     self.missing = {row for row, (kind, *_) in ROWS.items() if kind == "windows"}
                 for _ in range(min(ROUNDS_AFRESH, most - self._rounds)):

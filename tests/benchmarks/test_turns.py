@@ -76,6 +76,29 @@ def test_system_calls_that_an_older_version_did_not_make_are_worse_and_none_on_b
     assert command.judged(sampled(0, 0))[0] == Ratio(1.0, 1.0, 1.0)
 
 
+class StandIn:
+    """A side that measures nothing, of a version whose lookups know no tails."""
+
+    knows_tails = False
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+
+def test_a_row_is_measured_until_it_is_known_or_to_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(7)
+
+    def measure(_: object, order: tuple[str, ...], work: command.Work) -> dict[str, dict[str, float]]:
+        return {"daemon, us": {side: 10.0 if work[0] == "hits" else rng.uniform(1, 100) for side in order}}
+
+    monkeypatch.setattr(command, "ROWS", {"steady": ("hits", 1, 1), "noisy": ("load", 1, 1), "new": ("windows", 1, 1)})
+    monkeypatch.setattr(command, "Side", StandIn)
+    monkeypatch.setattr(command, "measure", measure)
+    watch = command.Watch(dict.fromkeys(command.SIDES, Path()), local=True)
+    watch.run(20)
+    rounds = {row: len(measured["daemon, us"][NEW]) for row, measured in watch.results.items()}
+    assert (rounds, watch.missing) == ({"steady": command.FEWEST_ROUNDS, "noisy": 20}, {"new"})
+
+
 def test_without_a_release_tag_a_commit_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "git", lambda *_: b"")
     with pytest.raises(SystemExit, match="--against"):
