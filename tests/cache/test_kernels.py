@@ -197,14 +197,14 @@ def test_of_blocks_that_are_released_together_only_those_without_another_referen
 
 
 class Slabs:
-    """Three slabs of four, two and three slots, and a place that is not cut."""
+    """Three slabs of four, two and four slots, and a place that is not cut."""
 
     def __init__(self) -> None:
         self.at = np.array([1, 1, 2, 2, 0, 3], np.int32)
         self.sizes, self.starts = np.array([0, 4, 8, 2]), np.array([0, 0, 16, 40])
         self.firsts, self.evictable = np.array([0, 0, 4, 6]), np.array([0, 2, 1, 0])
-        self.states = np.array([3, 3, 2, 0, 3, 1, 2, 4, 1], np.uint8)
-        self.touched, self.owners = np.zeros(4, np.int64), np.arange(9)
+        self.states = np.array([3, 3, 2, 0, 3, 1, 2, 4, 1, 2], np.uint8)
+        self.touched, self.owners = np.zeros(4, np.int64), np.arange(10)
 
     def move(self, of: Any, slots: list[int], source: int, target: int, tick: int) -> Any:
         columns = (8, self.at, self.sizes, self.starts, self.firsts, self.evictable, self.states)
