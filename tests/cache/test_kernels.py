@@ -297,6 +297,12 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
     "one that leaves": lambda: kernels.leave_log(INTS, ROWS, 10),
     "a log that is full": lambda: kernels.enter_log(INTS, SMALL, np.array([0, 1]), 3, 1),
     "too little room for the answer": lambda: kernels.add_refs(SMALL, FLAGS, np.array([0, 1]), INTS[:1]),
+    "too little for those that are read": lambda: kernels.readable_rows(SMALL, np.array([0, 1]), FLAGS[:1]),
+    "too little for those that are dropped": lambda: kernels.drop_refs(
+        SMALL, FLAGS, SMALL, 1, np.array([0, 1]), INTS[:1]
+    ),
+    "too little for the slots": lambda: kernels.sealed_slots(INTS, 1, np.array([0, 1]), INTS[:1]),
+    "too little for the free slots": lambda: kernels.reserve_free(np.zeros(8, np.uint8), 0, 8, 0, 5, INTS),
     "columns of two lengths": lambda: kernels.add_refs(SMALL, FLAGS[:2], np.array([0]), INTS),
     "more buckets than the table has": lambda: kernels.find_rows(
         np.zeros(16, np.uint32), np.zeros(16, np.int32), INTS.view(np.uint64), 1, 2, INTS.view(np.uint64)[:1],
@@ -315,6 +321,32 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
 def test_a_compiled_kernel_touches_nothing_outside_of_its_arrays(which: str) -> None:
     with pytest.raises(IndexError):
         WRONG_CALLS[which]()
+
+
+ELSEWHERE: dict[str, tuple[int, str, int]] = {
+    "below the pool": (-8, "", 0),
+    "above the pool": (48, "", 0),
+    "in a slab above the last": (40, "at", 4),
+    "in a slab below the first": (40, "at", -1),
+    "whose state would be above the last": (40, "firsts", 10),
+    "whose state would be below the first": (40, "firsts", -1),
+}
+"""A slot that is not in the pool; for the last unit or slab to be so, a column and what it has for that."""
+
+
+@compiled_only
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_a_slot_that_is_not_in_the_pool_is_not_looked_for_beside_its_columns(where: str) -> None:
+    slot, wrong, value = ELSEWHERE[where]
+    slabs = Slabs()
+    # What lies beside each column would make it a slot.
+    for name, beside in {"at": 2, "sizes": 8, "starts": 40, "firsts": 0, "evictable": 0, "states": 3}.items():
+        column = getattr(slabs, name)
+        setattr(slabs, name, np.array([beside, *column.tolist(), beside], column.dtype)[1:-1])
+    if wrong:
+        getattr(slabs, wrong)[-1] = value
+    assert slabs.move(kernels, [slot], 0, 1, -1) == array_kernels.NOT_A_SLOT
+    assert slabs.free(kernels, [slot])[0] == array_kernels.NOT_A_SLOT
 
 
 @compiled_only
@@ -352,4 +384,12 @@ def test_rows_that_leave_are_counted_by_the_segments_they_were_in(of: Any) -> No
 def test_a_slot_that_is_named_twice_is_not_freed(of: Any) -> None:
     slabs = Slabs()
     assert slabs.free(of, [0, 4, 4])[0] == array_kernels.TWICE
+    assert slabs.states.tolist() == Slabs().states.tolist()
+
+
+@pytest.mark.parametrize("of", [array_kernels, pytest.param(kernels, marks=compiled_only)])
+@pytest.mark.parametrize("slot", [12, 42], ids=["free", "quarantined"])
+def test_a_slot_that_nobody_uses_is_not_freed(of: Any, slot: int) -> None:
+    slabs = Slabs()
+    assert slabs.free(of, [0, slot])[0] == array_kernels.WRONG_STATE
     assert slabs.states.tolist() == Slabs().states.tolist()
