@@ -64,7 +64,8 @@ class Browser:
 
     def text(self, selector: str) -> str:
         """What a reader sees of an element."""
-        return str(self.run(f"return document.querySelector({json.dumps(selector)}).innerText"))
+        shown = str(self.run(f"return document.querySelector({json.dumps(selector)}).innerText"))
+        return shown.replace("\N{NO-BREAK SPACE}", " ")
 
     def until(self, selector: str, wanted: str) -> str:
         eventually(lambda: wanted in self.text(selector), lambda: f"{wanted!r} not in {self.text(selector)!r}")

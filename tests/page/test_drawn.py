@@ -23,6 +23,19 @@ from tests.page.browser import Browser
 GPU = "GPU-1a2b3c4d-0000-1111-2222-333344445555"
 FORGOTTEN_SECONDS, COLUMN_SECONDS, HISTORY, RANKS, SPACES, TEXT = 10, 5, 60, 32, 8, 96
 """As in page.js."""
+TORN = r"""
+const torn = [], range = new Range();
+const walk = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+while (walk.nextNode()) {
+  for (const found of walk.currentNode.data.matchAll(/[\d.]+\s([kKMGT]?i?B(\/s)?|h|min|s)\b/g)) {
+    range.setStart(walk.currentNode, found.index);
+    range.setEnd(walk.currentNode, found.index + found[0].length);
+    if (new Set([...range.getClientRects()].map((each) => each.top)).size > 1) torn.push(found[0]);
+  }
+}
+return torn;
+"""
+"""Numbers with a unit of which a reader sees the two on two lines."""
 
 
 def reply(*, ranks: int = 2, seconds: int = 0, **readiness: Any) -> pb.StatusReply:
@@ -91,6 +104,9 @@ class Page:
             self._browser.run(f"show({json.dumps(message_json(each))})")
         return self
 
+    def show_as(self, width: int, height: int) -> None:
+        self._browser.show_as(width, height)
+
     def asked(self) -> Any:
         """What the page asks for, and how."""
         return self._browser.run("return window.asked")
@@ -98,7 +114,8 @@ class Page:
     def texts(self, selector: str) -> list[str]:
         """What a reader sees of all elements that match."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
-        return [str(each) for each in self._browser.run(f"return {found}.map((each) => each.innerText)")]
+        shown = self._browser.run(f"return {found}.map((each) => each.innerText)")
+        return [str(each).replace("\N{NO-BREAK SPACE}", " ") for each in shown]
 
     def text(self, selector: str) -> str:
         (only,) = self.texts(selector)
@@ -322,3 +339,14 @@ def test_one_of_a_kind_is_one(page: Page) -> None:
     for text in ("1 block, ", "under 1 lease, ", "kept 1 block of an earlier daemon", "1 shard, ", "1 failure"):
         assert text in page.text("#pool-details") + page.texts("#tiers p")[1]
         assert text in top
+
+
+def test_no_line_ends_between_a_number_and_its_unit(page: Page) -> None:
+    readiness = {"state": pb.Readiness.STATE_PINNING, "pool_bytes": 64 * GiB, "pinned_bytes": 16 * GiB}
+    page.run("document.querySelector('#prefill').value = 8")
+    page.show(reply(), reply(**readiness, seconds=29, pin_bytes_per_second=2e9, eta_seconds=4000.0, serves_kept=True))
+    torn = set()
+    for width in range(320, 480, 5):
+        page.show_as(width, 800)
+        torn.update(page.run(TORN))
+    assert torn == set()

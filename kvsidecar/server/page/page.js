@@ -10,6 +10,7 @@ const KEPT = "kvsidecar charts 1"; // what a reload of the page finds again; the
 const RANKS = 32; // the busiest
 const SPACES = 8; // namespaces, and shares: the largest
 const TEXT = 96; // characters of a client's text
+const NO_BREAK = "\u00a0"; // the space between a number and its unit
 const HIDDEN = "Their names are hidden here, because --socket-mode 0660 or a policy lets only some users see them: \
 kvsidecar engines shows them to these.";
 const byId = (id) => document.getElementById(id);
@@ -89,7 +90,7 @@ function hitRate(loaded, needed) {
 function inUnits(value, step, units, decimals) {
   let unit = 0;
   for (; value.toFixed(decimals) >= step && unit < units.length - 1; unit++) value /= step;
-  return `${Number(value.toFixed(decimals))} ${units[unit]}`;
+  return Number(value.toFixed(decimals)) + NO_BREAK + units[unit];
 }
 
 const size = (nbytes) => inUnits(nbytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB"], 2);
@@ -104,11 +105,12 @@ const counted = (count, noun) => `${grouped(count)} ${noun}${count === 1 ? "" : 
 const usedOf = (used, total) => `${size(used)} of ${size(total)} used`;
 
 function duration(seconds) {
-  if (seconds < 59.95) return `${Number(seconds.toFixed(1))} s`;
+  if (seconds < 59.95) return `${Number(seconds.toFixed(1))}${NO_BREAK}s`;
   const hours = Math.round(seconds) >= 3600;
   const rounded = Math.round(hours ? seconds / 60 : seconds);
   const [whole, rest] = [Math.floor(rounded / 60), rounded % 60];
-  return `${whole} ${hours ? "h" : "min"}${rest ? ` ${rest} ${hours ? "min" : "s"}` : ""}`;
+  const [large, small] = hours ? ["h", "min"] : ["min", "s"];
+  return `${whole}${NO_BREAK}${large}${rest ? ` ${rest}${NO_BREAK}${small}` : ""}`;
 }
 
 function text(id, value) {
