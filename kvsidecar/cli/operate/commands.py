@@ -6,13 +6,24 @@ Each command imports what it needs when it runs, so that help is fast.
 from __future__ import annotations
 
 import sys
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from kvsidecar.cli.common import ANSWER_SECONDS, EXIT_FAILED, connected, daemon_options, fail
 
+if TYPE_CHECKING:
+    from kvsidecar.v1 import sidecar_pb2 as pb
+
 _Found = TypeVar("_Found")
+
+
+def _exit_if_failed(shown: pb.StatusReply) -> None:
+    from kvsidecar.protocol.wire import STATE_FROM_WIRE
+    from kvsidecar.types import State
+
+    if STATE_FROM_WIRE[shown.readiness.state] is State.FAILED:
+        sys.exit(EXIT_FAILED)
 
 
 @click.command()
@@ -31,8 +42,6 @@ def status(as_json: bool, **where: str | None) -> None:
 
     from kvsidecar.cli.status_view import render
     from kvsidecar.protocol.as_json import message_json
-    from kvsidecar.protocol.wire import STATE_FROM_WIRE
-    from kvsidecar.types import State
 
     with connected(where, "kvsidecar status") as client:
         reply = client.status(everything=as_json)
@@ -41,8 +50,7 @@ def status(as_json: bool, **where: str | None) -> None:
     else:
         console = Console()
         console.print(render(reply, console.width))
-    if STATE_FROM_WIRE[reply.readiness.state] is State.FAILED:
-        sys.exit(EXIT_FAILED)
+    _exit_if_failed(reply)
 
 
 @click.command()
@@ -73,7 +81,7 @@ def top(interval: float, once: bool, prefill_rate: float | None, engine_price: s
 
     Refreshes until q or Ctrl-C, and keeps trying while no daemon answers. Rates count a job when it ends.
 
-    Exit codes: 0, and 69 no daemon answers (with --once).
+    Exit codes: 0, and with --once 1 the daemon has failed, and 69 no daemon answers.
     """
     from rich.console import Console
 
@@ -91,7 +99,7 @@ def top(interval: float, once: bool, prefill_rate: float | None, engine_price: s
         raise click.UsageError("standard output is not a terminal: use --once")
     with connected(where, "kvsidecar top", ANSWER_SECONDS if once else top_command.LIVE_ANSWER_SECONDS) as client:
         if once:
-            top_command.once(client, interval, Console(), worth)
+            _exit_if_failed(top_command.once(client, interval, Console(), worth))
         else:
             top_command.live(client, interval, Console(), worth)
 

@@ -71,13 +71,18 @@ class Observations:
         self._screen = Screen(reply, rates, history, lost_for=None, restarts=restarts, worth=worth)
 
 
-def once(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> None:
-    """Print one screen, with rates over ``interval`` seconds. Raises ClientError if no daemon answers."""
-    client.status()
+def once(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> pb.StatusReply:
+    """Print one screen, with rates over ``interval`` seconds. Raises ClientError if no daemon answers.
+
+    Returns the last answer that it shows.
+    """
+    shown = client.status()
     watch = Observations(client, worth)
     watch.poll()
     time.sleep(interval)
-    console.print(render(watch.poll(), console.width, PRINTED_HEIGHT))
+    screen = watch.poll()
+    console.print(render(screen, console.width, PRINTED_HEIGHT))
+    return screen.reply or shown
 
 
 def live(client: Client | RemoteClient, interval: float, console: Console, worth: Worth | None) -> None:

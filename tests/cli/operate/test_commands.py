@@ -33,6 +33,7 @@ from tests.harness import (
     Rank,
     done,
     environment,
+    eventually,
     hashes,
     layout,
     wait_until_ready,
@@ -131,6 +132,16 @@ def test_a_command_waits_for_a_daemon_that_is_slow(daemon: DaemonProcess, comman
     shown = run(*command, "--socket", daemon.socket)
     assert shown.returncode == 0, shown.stderr
     goes_on.join()
+
+
+@processes
+@pytest.mark.parametrize("command", [("status",), ("top", "--once", "--interval", "0.1")])
+def test_the_exit_code_tells_of_a_failed_daemon(short_dir: Path, command: tuple[str, ...]) -> None:
+    with DaemonProcess(short_dir, KVSIDECAR_FAILPOINTS="pool.pin_chunk=raise(no more pages)") as daemon:
+        eventually(lambda: daemon.get("/ready")[1]["state"] == "failed", "the pin fails")
+        shown = run(*command, "--socket", daemon.socket)
+    assert (shown.returncode, shown.stderr) == (1, "")
+    assert "no more pages" in shown.stdout
 
 
 # -- clear -------------------------------------------------------------------------------------------------------
