@@ -48,9 +48,15 @@ def compile_kernels(root: Path, to: Path) -> None:
     compiler = shlex.split(os.environ.get("KVSIDECAR_CC") or os.environ.get("CC") or "cc")
     if os.sep in compiler[0]:
         compiler[0] = os.path.abspath(compiler[0])
-    include = f"-I{sysconfig.get_path('include')}"
-    command = [*compiler, *FLAGS, include, "-o", str(to), str(root / f"{KERNELS}.c")]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    headers = Path(sysconfig.get_path("include"))
+    # Debian's pyconfig.h includes that of the processor, from a folder that only the system's own compiler looks into.
+    own = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
+    with tempfile.TemporaryDirectory() as folder:
+        if own.is_file():
+            headers = Path(shutil.copytree(headers, Path(folder, "include")))
+            shutil.copy(own, headers)
+        command = [*compiler, *FLAGS, f"-I{headers}", "-o", str(to), str(root / f"{KERNELS}.c")]
+        subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 class CompiledKernels(BuildHookInterface[Any]):
@@ -89,9 +95,10 @@ class CompiledKernels(BuildHookInterface[Any]):
         try:
             compile_kernels(Path(self.root), to)
         except (OSError, subprocess.CalledProcessError) as error:
-            if asked:
-                raise
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            if asked:
+                self.app.display_error("\n".join(said))
+                raise
             self.app.display_warning(f"The kernels were not compiled; the daemon will use numpy instead: {said[:1]}")
             return False
         return True

@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -22,6 +23,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from deploy.image.lock import FILES, wanted
+from hatch_build import compile_kernels
 from tests.harness import DaemonProcess
 from tests.packages.support import (
     ROOT,
@@ -91,6 +93,24 @@ def test_a_wheel_with_compiled_kernels_is_the_one_for_every_platform_and_these(
     assert int.from_bytes(program[18:20], "little") == ELF_MACHINES[processor]
     versions = {tuple(map(int, each.split(b"."))) for each in re.findall(rb"GLIBC_([\d.]+)", program)}
     assert max(versions, default=(0,)) <= (2, 17)
+
+
+@pytest.mark.parametrize("processor", ELF_MACHINES)
+def test_the_kernels_are_compiled_for_each_processor_with_debians_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    """There, pyconfig.h includes that of the processor, which is in a folder of the system's own compiler."""
+    here = Path(sysconfig.get_path("include"))
+    headers = Path(shutil.copytree(here, tmp_path / here.name))
+    own = tmp_path / "an-own-one" / here.name / "pyconfig.h"
+    own.parent.mkdir(parents=True)
+    (headers / "pyconfig.h").rename(own)
+    (headers / "pyconfig.h").write_text(f"#include <an-own-one/{here.name}/pyconfig.h>\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(headers))
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "an-own-one")
+    monkeypatch.setenv("KVSIDECAR_CC", f"{sys.executable} -m ziglang cc -target {processor}-linux-gnu.2.17")
+    compile_kernels(ROOT, tmp_path / "kernels.so")
+    assert int.from_bytes((tmp_path / "kernels.so").read_bytes()[18:20], "little") == ELF_MACHINES[processor]
 
 
 def test_to_build_them_installs_neither(built: dict[str, Path]) -> None:
