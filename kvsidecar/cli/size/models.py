@@ -111,10 +111,13 @@ def load(model: str) -> Config:
     if fits:
         return KNOWN[max(fits, key=len)]
     near = get_close_matches(name, [known.lower() for known in KNOWN], n=1)
-    hint = next((f"did you mean {known}? " for known in KNOWN if near and known.lower() == near[0]), "")
+    meant = [known for known in KNOWN if known.lower().startswith(name + "-")]  # Mixtral is Mixtral-8x7B or -8x22B
+    meant = meant or [known for known in KNOWN if known.lower() in near]
+    hint = f"did you mean {' or '.join(meant)}? Otherwise " if meant else ""
+    others = "" if meant else f", or one of {', '.join(KNOWN)}"
     raise BadModel(
-        f"{model!r} is neither a file, a folder nor a known model: {hint}give the path of the model's config.json, or "
-        f"one of {', '.join(KNOWN)}"
+        f"{model!r} is neither a file, a folder nor a known model: {hint}give the path of the model's config.json"
+        f"{others}"
     )
 
 

@@ -55,6 +55,8 @@ def test_this_machines_memory_is_an_assumption_that_is_said() -> None:
     ("arguments", "code", "words"),
     [
         (("Llama-3.3-7B",), 78, "did you mean Llama-3.3-70B?"),
+        (("Mixtral",), 78, "did you mean Mixtral-8x7B or Mixtral-8x22B?"),
+        (("nothing like any",), 78, "config.json, or one of Llama-3.1-8B, "),
         ((), 2, "name a MODEL, or use --running"),
         (("Llama-3.1-8B", "--tp", "2", "--gpus", "3"), 2, "--gpus 3 is not a multiple of --tp 2"),
         (("Llama-3.1-8B", "--shared-prefix", "64Ki"), 2, "--shared-prefix is longer than --context"),
