@@ -38,7 +38,7 @@ def _settings(facts: Facts) -> Iterable[Result]:
     whose = " of the running daemon" if config.running else ""
     said = f"kvsidecar {facts.version}: pool {format_size(config.pool_bytes)}{whose}, device {config.device}"
     if facts.compiled:
-        yield _OK, said
+        yield _OK, f"{said}, compiled kernels"
     else:
         fix = "Install the wheel of this processor, or a C compiler and Python's headers and then kvsidecar again."
         yield _WARNING, f"{said}; without compiled kernels lookups and small jobs take two to three times as long", fix

@@ -148,6 +148,7 @@ TABLE: list[tuple[str, Facts, Verdict, str, str]] = [
         "'x' is not",
         "Correct",
     ),
+    ("settings", GOOD, OK, ", compiled kernels", ""),
     ("settings", changed(compiled=False), WARNING, "without compiled kernels", "C compiler"),
     ("kernel", changed(kernel=Kernel("4.1", ("pidfd_open",), False)), PROBLEM, "without pidfd_open", "Linux 5.4"),
     ("kernel", changed(kernel=Kernel("5.15", (), False)), WARNING, "SO_PEERPIDFD", "6.5"),
