@@ -103,14 +103,14 @@ def tier_bar(tier: pb.TierStatus, width: int = BAR_WIDTH) -> Text:
     """Two lines: a bar of ``width`` columns with the bytes used, and the details; or why the tier is off."""
     title = tier.name.capitalize()
     if tier.off:
-        text = Text.assemble(f"{title:<6}", ("off: ", "red"), printable(tier.off))
+        text = Text.assemble(f"{title:<5} ", ("off: ", "red"), printable(tier.off))
     else:
         text = _bar(title, [(tier.used_bytes, "blue")], tier.used_bytes, tier.capacity_bytes, width)
     return text.append(f"\n      {tier_details(tier)}", style="dim")
 
 
 def _bar(title: str, parts: Iterable[tuple[int, str]], used: int, total: int, width: int) -> Text:
-    bar, filled = Text(f"{title:<6}"), 0
+    bar, filled = Text(f"{title:<5} "), 0
     for nbytes, style in parts:
         part = round(nbytes / total * width) if total else 0
         part = min(max(part, 1 if nbytes else 0), width - filled)

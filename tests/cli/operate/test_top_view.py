@@ -138,6 +138,15 @@ def test_a_disk_is_a_bar_or_why_it_is_off() -> None:
     assert "3 failures, 5 GiB may be written now" in shown
 
 
+def test_the_name_of_a_tier_stands_apart_from_its_state() -> None:
+    now = reply()
+    now.tiers.add(name="cluster", off="no master")
+    now.tiers.add(name="shared", capacity_bytes=GiB)
+    shown = "\n".join(text(screen(now)))
+    assert "Cluster off: no master" in shown
+    assert "Shared ░" in shown
+
+
 def test_the_largest_shares_have_a_line_each_if_there_is_room() -> None:
     now = reply()
     now.shares.add(name="chat", used_bytes=16 * GiB, guaranteed_bytes=8 * GiB, max_bytes=32 * GiB)
