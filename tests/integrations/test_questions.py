@@ -316,6 +316,15 @@ def test_of_sliding_windows_only_those_are_asked_for_that_count() -> None:
     assert longest_hit(groups, question.found(0), 0, 12_000) == 4000
 
 
+def test_the_state_of_a_hit_whose_later_windows_are_gone_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvsidecar.integrations.vllm.questions.PART_HASHES", 0)  # as of a prompt for several messages
+    groups = [full(0), group(1, GroupKind.SLIDING_WINDOW, 4, window=2), group(2, GroupKind.STATE, 4)]
+    found = {0: [True] * 3, 1: [True, False, False], 2: [True] * 3}
+    question = Question(groups, numbered(3), 0, 12, prefix=True)
+    ask_all(question, 0, found, {index: [False] * 3 for index in found})
+    assert longest_hit(groups, question.found(0), 0, 12) == 4
+
+
 def test_a_hit_ends_where_the_windows_have_hashes() -> None:
     """The eagle group's hit needs one more block, and the last one has no hash yet."""
     groups = [full(0), group(1, GroupKind.SLIDING_WINDOW, 4, window=1, eagle=True)]

@@ -152,19 +152,16 @@ class Question:
         others = [group for group in self._groups if group not in windowed]
         if not any(group.chained for group in others):
             others, windowed = list(self._groups), []
-        asked: dict[int, set[int]] = {group.index: set() for group in windowed}
         self._hoped = {group.index: [True] * len(everything[group.index]) for group in windowed}
 
         def windows(*ends: int) -> Places:
             """The places in the windows that hits of these many tokens need and that were not asked for yet."""
-            new: dict[int, list[int]] = {}
+            needed: dict[int, list[int]] = {}
             for group in windowed:
-                first, count = self._first[group.index], len(self._hashes[group.index])
+                first, unknown = self._first[group.index], set(self._unknown(group.index))
                 blocks = [each for end in ends if end > 0 for each in hits.needed_blocks(group, end, self._now_local)]
-                places = {each - first for each in blocks if each - first < count} - asked[group.index]
-                new[group.index] = sorted(places)
-                asked[group.index] |= places
-            return new
+                needed[group.index] = sorted(unknown.intersection([each - first for each in blocks]))
+            return needed
 
         self.tails = {} if self._aim else self._tails()
         self.lease_last = {group.index: group.most_needed for group in others if not group.chained}
@@ -174,19 +171,19 @@ class Question:
             **(windows(self._aim - self._now_local) if self._aim else {}),
             **{group.index: everything[group.index] for group in windowed if group.index in self.tails},
         }
-        answered = {group.index: self._round.get(group.index, ()) for group in windowed}
         self.tails, self.lease_last = {}, {}
-        ends = self._ends(hopeful=True)
-        more = self._not_leased(ends[0], leased) if ends[0] else {}
-        if not any(ends) or (not more and self._ends() == ends):
-            return  # nothing that was not asked for can make the hit longer
-        for index, places in answered.items():
-            asked[index] |= set(places)
-        yield {**windows(*ends), **more}
-        if self._ends() == self._ends(hopeful=True):
-            return
-        # A window is gone: the hit may end anywhere before.
-        yield {index: [each for each in everything[index] if each not in those] for index, those in asked.items()}
+        hoped = self._ends(self._hoped)
+        if self._ends() != hoped:  # blocks that were not asked for can make the hit longer
+            yield windows(*hoped)
+            if self._ends() != self._ends(self._hoped):  # a window is gone: the hit may end anywhere before
+                yield {index: self._unknown(index) for index in self._hoped}
+        if end := self._ends()[0]:
+            yield self._not_leased(end, leased)
+
+    def _unknown(self, index: int) -> list[int]:
+        """The places in a window that were not asked for yet."""
+        known = zip(self._hoped[index], self._found[index], strict=True)
+        return [place for place, (hoped, found) in enumerate(known) if hoped and not found]
 
     def _tails(self) -> dict[int, int]:
         """How many blocks before the end of an unbroken run of blocks show whether that is a hit, by group; groups that
@@ -219,29 +216,26 @@ class Question:
                 more[group.index] = [each - first for each in blocks]
         return more
 
-    def _ends(self, assumed: Sequence[Group] = (), *, hopeful: bool = False) -> tuple[int, int]:
+    def _ends(self, assumed: Mapping[int, Sequence[bool]] | None = None) -> tuple[int, int]:
         """Tokens of the longest hit now, and after a fetch from a slower tier.
 
         Args:
-            assumed: groups whose blocks are all taken to be found.
-            hopeful: whether blocks of windows that were not asked for yet are taken to be found.
+            assumed: whether each block is taken to be found, by group, in place of what was answered; each that was
+                found is.
         """
         local, most = self._now_local, self.end - self._now_local
-        found = self.found(local)
-        whole: dict[int, Sequence[bool]] = {group.index: [True] * len(found[group.index]) for group in assumed}
-        if hopeful:
-            whole = {index: flags[self._after(index, local) :] for index, flags in self._hoped.items()}
-        now = hits.longest_hit(self._groups, {**found, **whole}, local, most)
+        taken = {index: flags[self._after(index, local) :] for index, flags in (assumed or {}).items()}
+        now = hits.longest_hit(self._groups, {**self.found(local), **taken}, local, most)
         if not self._held:
             return now, now
         there = self.there(local)
-        if hopeful:
-            whole = {index: list(map(or_, flags, there[index])) for index, flags in whole.items()}
-        return now, hits.longest_hit(self._groups, {**there, **whole}, local, most)
+        later = {index: list(map(or_, flags, there[index])) for index, flags in taken.items()}
+        return now, hits.longest_hit(self._groups, {**there, **later}, local, most)
 
     def _chained_ends(self) -> tuple[int, int]:
         """Tokens of the request up to which the groups that need every block have all, now and after a fetch."""
-        now, later = self._ends(assumed=[group for group in self._groups if not group.chained])
+        others = [group.index for group in self._groups if not group.chained]
+        now, later = self._ends({index: [True] * len(self._found[index]) for index in others})
         return self._now_local + now, self._now_local + later
 
     def _join(self, index: int, places: Sequence[int]) -> bytes:
