@@ -78,9 +78,7 @@ class CompiledKernels(BuildHookInterface[Any]):
         self._made = tempfile.mkdtemp()
         made = Path(self._made, "_kernels.abi3.so")
         if self._compile(made):
-            machine = os.environ.get("KVSIDECAR_PLATFORM") or sysconfig.get_platform().replace("-", "_").replace(
-                ".", "_"
-            )
+            machine = os.environ.get("KVSIDECAR_PLATFORM") or re.sub("[-.]", "_", sysconfig.get_platform())
             build_data["pure_python"] = False
             build_data["tag"] = f"cp311-abi3-{machine}"
             build_data["force_include"][str(made)] = f"{KERNELS}.abi3.so"

@@ -95,9 +95,15 @@ static int too_short(Py_ssize_t length, Py_ssize_t least) {
     return 1;
 }
 
-static PyObject *outside(int64_t index) {
+static void outside(int64_t index) {
     PyErr_Format(PyExc_IndexError, "index %lld is out of bounds", (long long)index);
-    return NULL;
+}
+
+/* Append an item to a list, which takes it over; an item that is NULL has raised. */
+static int append(PyObject *list, PyObject *item) {
+    int failed = !item || PyList_Append(list, item);
+    Py_XDECREF(item);
+    return failed;
 }
 
 #define ARGUMENTS(wanted)                                                                                              \
@@ -113,6 +119,12 @@ static PyObject *outside(int64_t index) {
     Rows name;                                                                                                         \
     if (rows_of(&held, args[i], &name))                                                                                \
         goto done;
+#define ROW(name, rows, i, capacity)                                                                                   \
+    int64_t name = row_at(&rows, i);                                                                                   \
+    if (name < 0 || name >= capacity) {                                                                                \
+        outside(name);                                                                                                 \
+        goto done;                                                                                                     \
+    }
 #define NUMBER(name, i)                                                                                                \
     long long name = PyLong_AsLongLong(args[i]);                                                                       \
     if (name == -1 && PyErr_Occurred())                                                                                \
@@ -147,49 +159,70 @@ FUNCTION(tag_hashes) {
     DONE
 }
 
-static inline Py_ssize_t bucket_of(uint32_t tag, long long level, long long buckets) {
-    long long bucket = tag & ((UINT64_C(2) << level) - 1);
-    return (Py_ssize_t)(bucket < buckets ? bucket : bucket - (1LL << level));
+/* The lanes of an index, in the order in which they are arguments. */
+typedef struct {
+    uint32_t *tags;
+    int32_t *rows;
+    long long level, buckets;
+} Table;
+
+static int table_of(Buffers *held, PyObject *const *args, int writable, Table *table) {
+    Py_ssize_t tags, rows;
+    if (!(table->tags = column(held, args[0], 4, writable, &tags)) ||
+        !(table->rows = column(held, args[1], 4, writable, &rows)))
+        return -1;
+    table->level = PyLong_AsLongLong(args[2]);
+    table->buckets = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred())
+        return -1;
+    if (table->level < 0 || table->level > 31 || table->buckets < 1LL << table->level) {
+        PyErr_SetString(PyExc_IndexError, "the table has fewer buckets than its level");
+        return -1;
+    }
+    return too_short(tags, table->buckets * LANES) || too_short(rows, table->buckets * LANES) ? -1 : 0;
+}
+
+/* The first lane of the bucket of a tag. */
+static inline Py_ssize_t lane_of(const Table *table, uint32_t tag) {
+    long long bucket = tag & ((UINT64_C(2) << table->level) - 1);
+    return (Py_ssize_t)(bucket < table->buckets ? bucket : bucket - (1LL << table->level)) * LANES;
 }
 
 FUNCTION(find_rows) {
     ARGUMENTS(8)
-    Py_ssize_t lanes, filed, capacity, length, count, room, matches = 0;
-    COLUMN(uint32_t, table_tags, 0, 0, &lanes)
-    COLUMN(int32_t, table_rows, 1, 0, &filed)
-    COLUMN(uint64_t, table_words, 2, 0, &capacity)
-    NUMBER(level, 3)
-    NUMBER(buckets, 4)
+    Py_ssize_t capacity, length, count, room, matches = 0;
+    Table table;
+    if (table_of(&held, args, 0, &table))
+        goto done;
+    COLUMN(uint64_t, table_words, 4, 0, &capacity)
     COLUMN(uint64_t, words, 5, 0, &length)
     COLUMN(uint32_t, tags, 6, 0, &count)
     COLUMN(int64_t, found, 7, 1, &room)
     Py_ssize_t width = count ? length / count : 1;
-    if (too_short(room, count) || too_short(lanes, buckets * LANES) || too_short(filed, buckets * LANES))
+    if (too_short(room, count) || too_short(width, 1))
         goto done;
     /* First the lanes of each tag, then the hashes of the rows in them: the cache misses of many rows overlap. */
     for (Py_ssize_t i = 0; i < count && i < AHEAD; i++)
-        __builtin_prefetch(table_tags + bucket_of(tags[i], level, buckets) * LANES);
+        __builtin_prefetch(table.tags + lane_of(&table, tags[i]));
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
-            __builtin_prefetch(table_tags + bucket_of(tags[i + AHEAD], level, buckets) * LANES);
-        Py_ssize_t first = bucket_of(tags[i], level, buckets) * LANES;
-        found[i] = -1;
-        for (Py_ssize_t lane = 0; lane < LANES; lane++)
-            if (table_tags[first + lane] == tags[i]) {
-                __builtin_prefetch(table_words + table_rows[first + lane] * width);
-                found[i] = first + lane;
-                break;
-            }
+            __builtin_prefetch(table.tags + lane_of(&table, tags[i + AHEAD]));
+        Py_ssize_t lane = lane_of(&table, tags[i]), end = lane + LANES;
+        while (lane < end && table.tags[lane] != tags[i])
+            lane++;
+        found[i] = lane < end ? lane : -1;
+        if (lane < end)
+            __builtin_prefetch(table_words + table.rows[lane] * width);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         if (found[i] < 0)
             continue;
-        Py_ssize_t lane = found[i], end = bucket_of(tags[i], level, buckets) * LANES + LANES;
+        Py_ssize_t lane = found[i], end = lane_of(&table, tags[i]) + LANES;
         found[i] = -1;
         for (; lane < end; lane++) {
-            if (table_tags[lane] != tags[i])
+            if (table.tags[lane] != tags[i])
                 continue;
-            int64_t row = table_rows[lane];
+            int64_t row = table.rows[lane];
             if (row < 0 || (row + 1) * width > capacity) {
                 outside(row);
                 goto done;
@@ -207,29 +240,27 @@ FUNCTION(find_rows) {
 
 FUNCTION(place_rows) {
     ARGUMENTS(7)
-    Py_ssize_t lanes, filed, count, room, left = 0;
-    COLUMN(uint32_t, table_tags, 0, 1, &lanes)
-    COLUMN(int32_t, table_rows, 1, 1, &filed)
-    NUMBER(level, 2)
-    NUMBER(buckets, 3)
+    Py_ssize_t count, room, left = 0;
+    Table table;
+    if (table_of(&held, args, 1, &table))
+        goto done;
     COLUMN(uint32_t, tags, 4, 0, &count)
     ROWS(rows, 5)
     COLUMN(int64_t, over, 6, 1, &room)
-    if (too_short(lanes, buckets * LANES) || too_short(filed, buckets * LANES) || too_short(room, count) ||
-        too_short(rows.length, count))
+    if (too_short(room, count) || too_short(rows.length, count))
         goto done;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
-            __builtin_prefetch(table_tags + bucket_of(tags[i + AHEAD], level, buckets) * LANES, 1);
-        Py_ssize_t lane = bucket_of(tags[i], level, buckets) * LANES, end = lane + LANES;
-        while (lane < end && table_tags[lane])
+            __builtin_prefetch(table.tags + lane_of(&table, tags[i + AHEAD]), 1);
+        Py_ssize_t lane = lane_of(&table, tags[i]), end = lane + LANES;
+        while (lane < end && table.tags[lane])
             lane++;
         if (lane == end) {
             over[left++] = i;
             continue;
         }
-        table_tags[lane] = tags[i];
-        table_rows[lane] = (int32_t)row_at(&rows, i);
+        table.tags[lane] = tags[i];
+        table.rows[lane] = (int32_t)row_at(&rows, i);
     }
     answer = PyLong_FromSsize_t(left);
     DONE
@@ -237,27 +268,25 @@ FUNCTION(place_rows) {
 
 FUNCTION(unplace_rows) {
     ARGUMENTS(7)
-    Py_ssize_t lanes, filed, count, room, left = 0;
-    COLUMN(uint32_t, table_tags, 0, 1, &lanes)
-    COLUMN(int32_t, table_rows, 1, 0, &filed)
-    NUMBER(level, 2)
-    NUMBER(buckets, 3)
+    Py_ssize_t count, room, left = 0;
+    Table table;
+    if (table_of(&held, args, 1, &table))
+        goto done;
     COLUMN(uint32_t, tags, 4, 0, &count)
     ROWS(rows, 5)
-    COLUMN(int64_t, missing, 6, 1, &room)
-    if (too_short(lanes, buckets * LANES) || too_short(filed, buckets * LANES) || too_short(room, count) ||
-        too_short(rows.length, count))
+    COLUMN(int64_t, over, 6, 1, &room)
+    if (too_short(room, count) || too_short(rows.length, count))
         goto done;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
-            __builtin_prefetch(table_tags + bucket_of(tags[i + AHEAD], level, buckets) * LANES, 1);
-        Py_ssize_t lane = bucket_of(tags[i], level, buckets) * LANES, end = lane + LANES;
-        while (lane < end && (table_tags[lane] != tags[i] || table_rows[lane] != row_at(&rows, i)))
+            __builtin_prefetch(table.tags + lane_of(&table, tags[i + AHEAD]), 1);
+        Py_ssize_t lane = lane_of(&table, tags[i]), end = lane + LANES;
+        while (lane < end && (table.tags[lane] != tags[i] || table.rows[lane] != row_at(&rows, i)))
             lane++;
         if (lane == end)
-            missing[left++] = i;
+            over[left++] = i;
         else
-            table_tags[lane] = 0;
+            table.tags[lane] = 0;
     }
     answer = PyLong_FromSsize_t(left);
     DONE
@@ -273,14 +302,12 @@ FUNCTION(enter_log) {
     ROWS(rows, 2)
     NUMBER(start, 3)
     NUMBER(number, 4)
+    if (start < 0)
+        outside(start);
     if (start < 0 || too_short(room, start + rows.length))
         goto done;
     for (Py_ssize_t i = 0; i < rows.length; i++) {
-        int64_t row = row_at(&rows, i);
-        if (row < 0 || row >= capacity) {
-            outside(row);
-            goto done;
-        }
+        ROW(row, rows, i, capacity)
         log[start + i] = (int32_t)row;
         places[row] = number + i;
     }
@@ -291,37 +318,30 @@ FUNCTION(enter_log) {
 FUNCTION(leave_log) {
     ARGUMENTS(3)
     Py_ssize_t capacity;
+    PyObject *runs = NULL;
     COLUMN(int64_t, places, 0, 1, &capacity)
     ROWS(rows, 1)
     NUMBER(bits, 2)
-    PyObject *runs = PyList_New(0);
-    if (!runs)
+    if (!(runs = PyList_New(0)))
         goto done;
     for (Py_ssize_t i = 0; i < rows.length;) {
         long long segment = 0, count = 0;
         for (; i < rows.length; i++, count++) {
-            int64_t row = row_at(&rows, i);
-            if (row < 0 || row >= capacity) {
-                outside(row);
-                Py_CLEAR(runs);
-                goto done;
-            }
+            ROW(row, rows, i, capacity)
             long long of_row = (places[row] - 1) >> bits;
             if (count && of_row != segment)
                 break;
             segment = of_row;
             places[row] = 0;
         }
-        PyObject *run = Py_BuildValue("(LL)", segment, count);
-        int failed = !run || PyList_Append(runs, run);
-        Py_XDECREF(run);
-        if (failed) {
-            Py_CLEAR(runs);
+        if (append(runs, Py_BuildValue("(LL)", segment, count)))
             goto done;
-        }
     }
-    answer = runs;
-    DONE
+    answer = Py_NewRef(runs);
+done:
+    Py_XDECREF(runs);
+    release(&held);
+    return answer;
 }
 
 /* ---- the columns of blocks ------------------------------------------------------------------------------------ */
@@ -357,11 +377,7 @@ FUNCTION(add_refs) {
     if (too_short(flags, capacity) || too_short(room, rows.length))
         goto done;
     for (Py_ssize_t i = 0; i < rows.length; i++) {
-        int64_t row = row_at(&rows, i);
-        if (row < 0 || row >= capacity) {
-            outside(row);
-            goto done;
-        }
+        ROW(row, rows, i, capacity)
         refs[row]++;
         if (evictable[row]) {
             evictable[row] = 0;
@@ -384,11 +400,7 @@ FUNCTION(drop_refs) {
     if (too_short(flags, capacity) || too_short(sealable, capacity) || too_short(room, rows.length))
         goto done;
     for (Py_ssize_t i = rows.length; i--;) {
-        int64_t row = row_at(&rows, i);
-        if (row < 0 || row >= capacity) {
-            outside(row);
-            goto done;
-        }
+        ROW(row, rows, i, capacity)
         if (!--refs[row]) {
             idle[count++] = row;
             going += detached[row] || missing[row] == shards;
@@ -410,11 +422,7 @@ FUNCTION(sealed_slots) {
     Py_ssize_t capacity = cells / shards;
     for (long long shard = 0; shard < shards; shard++, slots += capacity)
         for (Py_ssize_t i = 0; i < rows.length; i++) {
-            int64_t row = row_at(&rows, i);
-            if (row < 0 || row >= capacity) {
-                outside(row);
-                goto done;
-            }
+            ROW(row, rows, i, capacity)
             if (slots[row] >= 0)
                 sealed[count++] = slots[row];
         }
@@ -546,10 +554,7 @@ FUNCTION(free_slots) {
             pool.states[place] = FREE;
             owners[place] = nobody;
         }
-        PyObject *run = Py_BuildValue("(LLL)", of_run, count, lowest);
-        int failed = !run || PyList_Append(runs, run);
-        Py_XDECREF(run);
-        if (failed)
+        if (append(runs, Py_BuildValue("(LLL)", of_run, count, lowest)))
             goto done;
     }
     answer = Py_BuildValue("(i[LLLLL]O)", 0, nbytes[0], nbytes[1], nbytes[2], nbytes[3], nbytes[4], runs);
@@ -568,6 +573,8 @@ FUNCTION(reserve_free) {
     NUMBER(lowest, 3)
     NUMBER(wanted, 4)
     COLUMN(int64_t, indices, 5, 1, &room)
+    if (first < 0 || lowest < 0)
+        outside(first < 0 ? first : lowest);
     if (first < 0 || lowest < 0 || too_short(places, first + capacity) || too_short(room, wanted))
         goto done;
     for (long long at = lowest; count < wanted && at < capacity; at++) {

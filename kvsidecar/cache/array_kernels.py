@@ -1,8 +1,8 @@
 """The steps that dominate small jobs, as operations on arrays. `kvsidecar.cache.kernels` has them compiled, if it can.
 
 Arrays that a function fills are its last arguments, at least as long as what they are for; where it says so, what it
-returns is how much of them it has filled. Rows and slots are int64, of one dimension. Nothing is changed where a row or
-slot is found to be wrong.
+returns is how much of them it has filled. Rows and slots are int64, of one dimension. Where a slot is wrong, nothing
+is changed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvsidecar.cache.arrays import Bools, Ints, Words, any_true, unique_counts
+from kvsidecar.cache.arrays import NO_INTS, Bools, Ints, Words, any_true, unique_counts
 
 LANE_BITS = 4
 LANES = 1 << LANE_BITS
 """Entries per bucket: the tags of one bucket fill one cache line."""
 
 Tags = npt.NDArray[np.uint32]
+Table = tuple[Tags, npt.NDArray[np.int32], int, int]
+"""The lanes of an index: their tags, [buckets, LANES], 0 in a free lane; their rows, counted over all buckets; and its
+level and number of buckets, as `kvsidecar.cache.block_index.BlockIndex` has them."""
 Columns = tuple[int, npt.NDArray[np.int32], Ints, Ints, Ints, Ints, npt.NDArray[np.uint8]]
 """A pool's slots: bytes of a unit; by unit, its slab; by slab, the size class of its slots (0: there is no such slab),
 its offset, the place of its first slot in the last column, and the number of evictable ones; by slot, its state."""
@@ -46,9 +49,9 @@ def buckets_of(tags: Tags, level: int, num_buckets: int) -> Ints:
 def find_rows(
     table_tags: Tags,
     table_rows: npt.NDArray[np.int32],
-    table_words: Words,
     level: int,
     num_buckets: int,
+    table_words: Words,
     words: Words,
     tags: Tags,
     found: Ints,
@@ -56,8 +59,7 @@ def find_rows(
     """Fill in the row of each hash that has a lane, or -1. Returns how many have one.
 
     Args:
-        table_tags: [buckets, LANES], 0 in a free lane.
-        table_rows: the row of each lane, counted over all buckets.
+        table_tags: this and the next three: `Table`.
         table_words: the hash of each row.
     """
     found[:] = -1
@@ -78,7 +80,11 @@ def place_rows(
     over: Ints,
 ) -> int:
     """Enter rows into the first free lanes of their buckets. Fills in the positions of those whose bucket has none, and
-    returns how many these are."""
+    returns how many these are.
+
+    Args:
+        table_tags: this and the next three: `Table`.
+    """
     if not len(rows):
         return 0
     buckets = buckets_of(tags, level, num_buckets)
@@ -106,7 +112,11 @@ def unplace_rows(
     rows: Ints,
     over: Ints,
 ) -> int:
-    """Free the lanes of rows. Fills in the positions of those that have none, and returns how many these are."""
+    """Free the lanes of rows. Fills in the positions of those that have none, and returns how many these are.
+
+    Args:
+        table_tags: this and the next three: `Table`.
+    """
     which, lanes = _matches(table_tags, tags, buckets_of(tags, level, num_buckets))
     mine = table_rows[lanes] == rows[which]
     table_tags.reshape(-1)[lanes[mine]] = 0
@@ -210,10 +220,9 @@ def move_slots(
         unit: this and the next six: `Columns`.
         touched: the last use of each slab, which becomes ``tick`` if that is not negative.
     """
-    located = _locate(slots, unit, at, sizes, starts, firsts)
-    if isinstance(located, int):
-        return located
-    slabs, places = located
+    wrong, slabs, places = locate(slots, unit, at, sizes, starts, firsts)
+    if wrong:
+        return wrong
     if any_true(states[places] != source):
         return WRONG_STATE
     states[places] = target
@@ -248,12 +257,11 @@ def free_slots(
         What is wrong with one of them, or 0; their bytes by the state that they were in; and for each slab of theirs
         its number, how many they are, and the index of the lowest.
     """
-    located = _locate(slots, unit, at, sizes, starts, firsts)
-    if isinstance(located, int):
-        return located, [], []
+    wrong, slabs, places = locate(slots, unit, at, sizes, starts, firsts)
+    if wrong:
+        return wrong, [], []
     if any_true(slots[1:] <= slots[:-1]):
         return TWICE, [], []
-    slabs, places = located
     before = states[places]
     # Floats, but whole numbers far below 2**53.
     nbytes = [int(each) for each in np.bincount(before, sizes[slabs], _STATES).tolist()]
@@ -293,16 +301,20 @@ def reserve_free(
     return count
 
 
-def _locate(
+def locate(
     slots: Ints, unit: int, at: npt.NDArray[np.int32], sizes: Ints, starts: Ints, firsts: Ints
-) -> tuple[Ints, Ints] | int:
-    """The slab of each slot, and its place in the column of states; or what is wrong with one of them."""
+) -> tuple[int, Ints, Ints]:
+    """What is wrong with one of the slots, or 0; the slab of each, and its place in the column of states.
+
+    Args:
+        unit: this and the next four: `Columns`.
+    """
     slabs = at[slots // unit].astype(np.int64)
     of_each = sizes[slabs]
     if np.count_nonzero(of_each) < len(of_each):
-        return NOT_CUT
+        return NOT_CUT, NO_INTS, NO_INTS
     offsets = slots - starts[slabs]
     inside = offsets // of_each
     if any_true(inside * of_each != offsets):
-        return NOT_A_SLOT
-    return slabs, firsts[slabs] + inside
+        return NOT_A_SLOT, NO_INTS, NO_INTS
+    return 0, slabs, firsts[slabs] + inside

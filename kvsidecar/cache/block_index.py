@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvsidecar.cache import kernels
-from kvsidecar.cache.array_kernels import LANES, Tags, buckets_of
+from kvsidecar.cache.array_kernels import LANES, Table, Tags, buckets_of
 from kvsidecar.cache.arrays import Bools, Ints, Words, extended, zeros
 
 BLOCKS_PER_BUCKET = 6
@@ -119,10 +119,9 @@ class BlockIndex:
     def find(self, keys: Keys) -> Ints:
         """The row of each hash, or -1."""
         found = np.empty(len(keys), np.int64)
-        level, buckets = self._level, self._num_buckets
-        count = kernels.find_rows(self._tags, self._rows, self._words, level, buckets, keys.words, keys.tags, found)
+        count = kernels.find_rows(*self._table, self._words, keys.words, keys.tags, found)
         if self._overflow and count < len(keys):
-            of_each = buckets_of(keys.tags, level, buckets)
+            of_each = buckets_of(keys.tags, self._level, self._num_buckets)
             for i in (self._overflows[of_each] & (found < 0)).nonzero()[0].tolist():
                 found[i] = self._overflow[of_each.item(i)].get(keys.words[i].tobytes(), -1)
         return found
@@ -138,7 +137,7 @@ class BlockIndex:
     def remove(self, rows: Ints) -> None:
         self._len -= len(rows)
         tags, over = self.keys_of(rows).tags, np.empty(len(rows), np.int64)
-        count = kernels.unplace_rows(self._tags, self._rows, self._level, self._num_buckets, tags, rows, over)
+        count = kernels.unplace_rows(*self._table, tags, rows, over)
         for i in over[:count].tolist():
             self._remove_overflow(self._bucket(tags.item(i)), rows.item(i))
 
@@ -166,6 +165,10 @@ class BlockIndex:
         kernels.tag_hashes(words, self._multipliers, self._addend, tags)
         return tags
 
+    @property
+    def _table(self) -> Table:
+        return self._tags, self._rows, self._level, self._num_buckets
+
     def _bucket(self, tag: int) -> int:
         bucket = tag & (2 << self._level) - 1
         return bucket if bucket < self._num_buckets else bucket - (1 << self._level)
@@ -178,7 +181,7 @@ class BlockIndex:
 
     def _place(self, tags: Tags, rows: Ints) -> None:
         over = np.empty(len(rows), np.int64)
-        count = kernels.place_rows(self._tags, self._rows, self._level, self._num_buckets, tags, rows, over)
+        count = kernels.place_rows(*self._table, tags, rows, over)
         for i in over[:count].tolist():
             bucket, row = self._bucket(tags.item(i)), rows.item(i)
             self._overflow.setdefault(bucket, {})[self._words[row].tobytes()] = row

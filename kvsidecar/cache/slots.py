@@ -13,8 +13,8 @@ import numpy as np
 
 from kvsidecar.cache import kernels
 from kvsidecar.cache.allocation_plan import AllocationPlan
-from kvsidecar.cache.array_kernels import NOT_A_SLOT, NOT_CUT, TWICE, WRONG_STATE, Columns
-from kvsidecar.cache.arrays import NO_INTS, Ints, any_true, unique_counts
+from kvsidecar.cache.array_kernels import NOT_CUT, TWICE, WRONG_STATE, Columns, locate
+from kvsidecar.cache.arrays import NO_INTS, Ints, unique_counts
 from kvsidecar.cache.cut_pool import CutPool
 from kvsidecar.cache.freed import Freed
 from kvsidecar.cache.slot_states import NO_OWNER, SLOT_ALIGN, SlotState, size_class
@@ -248,15 +248,10 @@ class SlotAllocator(CutPool):
 
     def _locate(self, slots: Ints) -> tuple[Ints, Ints, Ints]:
         """Slab, size class, and index in the columns of each slot. Raises AssertionError if one is not a slot."""
-        slabs = self.slabs.holding(slots)
-        sizes = self.slabs.size[slabs]
-        if np.count_nonzero(sizes) < len(sizes):
-            raise AssertionError(_what_is_wrong(NOT_CUT))
-        offsets = slots - self.slabs.start[slabs]
-        inside = offsets // sizes
-        if any_true(inside * sizes != offsets):
-            raise AssertionError(_what_is_wrong(NOT_A_SLOT))
-        return slabs, sizes, self.slabs.first[slabs] + inside
+        wrong, slabs, places = locate(slots, *self._columns[:5])
+        if wrong:
+            raise AssertionError(_what_is_wrong(wrong))
+        return slabs, self.slabs.size[slabs], places
 
     def _move(self, slots: Ints, source: int, target: int, tick: int = -1) -> None:
         nbytes = kernels.move_slots(slots, *self._columns, source, target, self.slabs.touched, tick)

@@ -305,13 +305,17 @@ WRONG_CALLS: dict[str, Callable[[], object]] = {
     "too little for the free slots": lambda: kernels.reserve_free(np.zeros(8, np.uint8), 0, 8, 0, 5, INTS),
     "columns of two lengths": lambda: kernels.add_refs(SMALL, FLAGS[:2], np.array([0]), INTS),
     "more buckets than the table has": lambda: kernels.find_rows(
-        np.zeros(16, np.uint32), np.zeros(16, np.int32), INTS.view(np.uint64), 1, 2, INTS.view(np.uint64)[:1],
+        np.zeros(16, np.uint32), np.zeros(16, np.int32), 1, 2, INTS.view(np.uint64), INTS.view(np.uint64)[:1],
         np.ones(1, np.uint32), INTS,
     ),
     "a lane with a row that the table has not": lambda: kernels.find_rows(
-        np.ones(16, np.uint32), np.full(16, 9, np.int32), INTS.view(np.uint64), 0, 1, INTS.view(np.uint64)[:1],
+        np.ones(16, np.uint32), np.full(16, 9, np.int32), 0, 1, INTS.view(np.uint64), INTS.view(np.uint64)[:1],
         np.ones(1, np.uint32), INTS,
     ),
+    "a bucket that the level has not": lambda: kernels.place_rows(
+        np.zeros(64, np.uint32), np.zeros(64, np.int32), 9, 4, np.full(1, 600, np.uint32), np.array([1]), INTS
+    ),
+    "an entry before the log": lambda: kernels.enter_log(INTS, SMALL, np.array([0]), -1, 1),
     "states that the slab has not": lambda: kernels.reserve_free(np.zeros(4, np.uint8), 2, 4, 0, 1, INTS),
 }  # fmt: skip
 

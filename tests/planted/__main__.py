@@ -76,15 +76,16 @@ def planted(bug: Bug, copy: Path) -> Iterator[None]:
     before = path.read_text()
     # Python recognizes what it has compiled by second and length.
     compiled = Path(cache_from_source(str(path)))
-    compiled.unlink(missing_ok=True)
-    path.write_text(bug.plant(before))
-    if path.suffix == ".c":
-        compile_kernels(copy, path.with_suffix(".abi3.so"))
+
+    def put(text: str) -> None:
+        compiled.unlink(missing_ok=True)
+        path.write_text(text)
+        if path.suffix == ".c":
+            compile_kernels(copy, path.with_suffix(".abi3.so"))
+
+    put(bug.plant(before))
     yield
-    compiled.unlink(missing_ok=True)
-    path.write_text(before)
-    if path.suffix == ".c":
-        compile_kernels(copy, path.with_suffix(".abi3.so"))
+    put(before)
 
 
 def run_tests(copy: Path, tests: Sequence[str], limit: float | None = None) -> tuple[int | None, str, float]:
