@@ -228,7 +228,7 @@ def move_slots(
     states[places] = target
     if target == _EVICTABLE:
         np.add.at(evictable, slabs, 1)
-    elif source == _EVICTABLE:
+    if source == _EVICTABLE:
         np.subtract.at(evictable, slabs, 1)
     if tick >= 0:
         touched[slabs] = tick
